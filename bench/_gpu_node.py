@@ -16,7 +16,7 @@ from unittest import mock
 
 from _gpu_runs import gpu_share
 
-import offload.engine.machine as machine
+import offload.engine.runs as runs_module
 import offload.plan.budget as budget
 import offload.plan.planner as planner
 import offload.sim.timing as executor
@@ -153,7 +153,7 @@ def rows_of(whole: Problem) -> Iterator[Found]:
         return {"what": what, "updates": name, **step, "over": step["step_s"] / as_is[place]}
 
     for count in (1, 2, 3, 4):
-        runs = (machine, "RESIDENT_RUNS_IN_FLIGHT", count)
+        runs = (runs_module, "RESIDENT_RUNS_IN_FLIGHT", count)
         for place in (CPU, AUTO):
             yield row(f"{count} updates in flight", place, runs)
             yield row(f"{count} updates in flight, other Python threads busy", place, runs, rates=BUSY)

@@ -21,13 +21,12 @@ from _common import Target, arguments, environment, progress, report
 from paths import Throttles
 
 import offload
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
+from offload.formats import EXACT_ADAMW, STATE_FORMATS
 from offload.session import setup
 from offload.sim import predict
 from offload.units import format_seconds
 
-FORMATS = [form.name.lower() for form in StateFormat]
+FORMATS = [*STATE_FORMATS]
 GROUP = offload.GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 TARGETS = {"disk": {"compact16": 1.35, "compact8": 1.9}, "1000 MB/s": {"compact16": 1.45, "compact8": 2.25}}
 BYTES = {"compact16": 8.0, "compact8": 5.125}
@@ -47,7 +46,7 @@ def contest(folder: Path, pace: float, numel: int, subgroups: int, rounds: int) 
         stack.enter_context(mock.patch.object(setup, "open_tier", throttles.open))
         engines, weights = {}, {form: start.clone() for form in FORMATS}
         for form, path in zip(FORMATS, throttles.rates, strict=True):
-            item = ADAMW.stored_in(StateFormat[form.upper()]).item_bytes
+            item = EXACT_ADAMW.stored_in(STATE_FORMATS[form]).item_bytes
             config = offload.OffloadConfig(
                 host_memory=0,
                 paths=[path],
@@ -57,7 +56,7 @@ def contest(folder: Path, pace: float, numel: int, subgroups: int, rounds: int) 
             )
             engine = engines[form] = stack.enter_context(contextlib.closing(offload.Engine([parameter], config)))
             engine.bind_weight(0, weights[form].data_ptr())
-            engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+            engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
         for number in range(rounds + 3):
             first = number % len(FORMATS)
             for form in (*FORMATS[first:], *FORMATS[:first]):

@@ -141,13 +141,13 @@ def section_rates(args: argparse.Namespace, device: torch.device | None) -> Foun
             return numel / seconds(lambda: kernel.run(table), host, 1)
 
         found["cpu update, elements/s"] = statistics.median(update() for _ in range(rounds))
-        with gpu_probe(update) as probe:
-            if probe is None or device is None:
+        with gpu_probe(update) as probes:
+            if not probes or device is None:
                 found["not_run"] = f"everything on the GPU: {NO_DEVICE}"
                 return found
             samples: dict[str, list[float]] = {}
             for _ in range(rounds):
-                for label, sample in probe.samples():
+                for label, sample in probes[0].samples():
                     progress(label)
                     for name, value in sample().items():
                         samples.setdefault(name, []).append(value)

@@ -31,13 +31,14 @@ from _common import Target, arguments, cores, environment, huge_tensors, interle
 from _needs import NATIVE, require
 
 from offload import _native
+from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS, SCALES, StateFormat
+from offload.formats.compact8 import BLOCK_NUMEL
 from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys, scalars
 from offload.kernels.reference import SegmentTensors, minifloat, segment_table
-from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
-from offload.rules import SCALES
+from offload.protocols import SegmentFlag
 
 BYTES_PER_PARAMETER = 28
-COMPACT_BYTES = {StateFormat.COMPACT16: 20, StateFormat.COMPACT8: 14}
+COMPACT_BYTES = {COMPACT16: 20, COMPACT8: 14}
 CHUNK_NUMEL = 1 << 20
 CACHED_NUMEL = 1024  # 28 bytes of each are 28 KiB: a first-level cache has 32 or more
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -94,9 +95,9 @@ class Buffers:
     def moments(self) -> dict[StateFormat, tuple[torch.Tensor, torch.Tensor]]:
         """Return the tensors of both moments in each format."""
         return {
-            StateFormat.EXACT: (self.exp_avg, self.exp_avg_sq),
-            StateFormat.COMPACT16: (self.exp_avg16, self.exp_avg_sq16),
-            StateFormat.COMPACT8: (self.exp_avg8, self.exp_avg_sq8),
+            EXACT: (self.exp_avg, self.exp_avg_sq),
+            COMPACT16: (self.exp_avg16, self.exp_avg_sq16),
+            COMPACT8: (self.exp_avg8, self.exp_avg_sq8),
         }
 
     def segment(
@@ -105,12 +106,12 @@ class Buffers:
         *,
         whole: bool,
         numel: int | None = None,
-        state_format: StateFormat = StateFormat.EXACT,
+        state_format: StateFormat = EXACT,
     ) -> SegmentTensors:
         """Return the buffers (or their first `numel` elements) as one segment."""
         cut = slice(numel)
         master, planes = self.master, {}
-        if state_format is StateFormat.COMPACT8:
+        if state_format is COMPACT8:
             scales = self.scales.view(-1, 2)[: minifloat.blocks_numel(0, self.master[cut].numel())]
             master, planes = self.master_upper, {"master_low": self.master_low[cut], "scales": scales}
         return SegmentTensors(
@@ -130,7 +131,7 @@ def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     """Compare the first elements with the reference, bit for bit; return a digest after three steps."""
     numel = min(buffers.master.numel(), 100_000)
     digest = hashlib.sha256()
-    for state_format in StateFormat:
+    for state_format in FORMATS:
         buffers.reset()
         part = [buffers.segment(step, whole=True, numel=numel, state_format=state_format) for step in (1, 2, 3)]
         for segment in part:
@@ -191,7 +192,7 @@ def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
     A share is the median over rounds, the fastest of three streams in the same round being 1.
     """
     buffers = Buffers(numel)
-    tables = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in StateFormat}
+    tables = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in FORMATS}
     found: dict[str, Any] = {}
     before = _native.prefetch_bytes()
     for name in instruction_sets()[1:]:
@@ -206,7 +207,7 @@ def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
 
         weight, asking = StreamVariant.WEIGHT_NONTEMPORAL, StreamVariant.PREFETCH
         functions: dict[Any, Callable[[], None]] = {}
-        for kind in StateFormat:
+        for kind in FORMATS:
             for variant in (StreamVariant.PLAIN, weight, weight | asking):
                 functions[kind, variant] = partial(streamed, kind, variant)
             for ahead in AHEAD_BYTES:
@@ -214,10 +215,10 @@ def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
         times = interleaved(functions, rounds)
         kernel.close()
         found[name] = {}
-        for kind in StateFormat:
+        for kind in FORMATS:
             streams = [times[key] for key in times if key[0] == kind and isinstance(key[1], StreamVariant)]
             stream = [min(seconds) for seconds in zip(*streams, strict=True)]
-            found[name][kind.name.lower()] = {
+            found[name][kind.name] = {
                 ahead: statistics.median(s / t for s, t in zip(stream, times[kind, f"{ahead}"], strict=True))
                 for ahead in AHEAD_BYTES
             }
@@ -282,15 +283,15 @@ def main() -> None:
         label = "+".join(kinds) or "plain"
         functions[f"stream/{label}"] = lambda variant=variant: kernel.stream(whole, variant)
         for kind, table in compact.items():
-            name = f"stream_{kind.name.lower()}/{label}"
+            name = f"stream_{kind.name}/{label}"
             functions[name] = lambda table=table, variant=variant: kernel.stream(table, variant)
     for kind, table in compact.items():
-        functions[f"offload/{kind.name.lower()}"] = lambda table=table: kernel.run(table)
+        functions[f"offload/{kind.name}"] = lambda table=table: kernel.run(table)
     small = Buffers(CACHED_NUMEL)
-    for state_format in StateFormat:
+    for state_format in FORMATS:
         row = segment_table([small.segment(4, whole=True, state_format=state_format)])
         rows = np.repeat(row, numel // CACHED_NUMEL)
-        functions[f"cached/{state_format.name.lower()}"] = lambda rows=rows: one_core.run(rows)
+        functions[f"cached/{state_format.name}"] = lambda rows=rows: one_core.run(rows)
 
     times = interleaved(functions, rounds)
     kernel.close()
@@ -303,7 +304,7 @@ def main() -> None:
     stream = fastest("stream")
 
     def compared(kind: StateFormat) -> dict[str, Any]:
-        name = kind.name.lower()
+        name = kind.name
         ours, its_stream = f"offload/{name}", fastest(f"stream_{name}")
         return {
             "fastest_stream": its_stream,
@@ -323,7 +324,7 @@ def main() -> None:
             "fastest": stream,
             "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER,
         },
-        **{kind.name.lower(): compared(kind) for kind in COMPACT_BYTES},
+        **{kind.name: compared(kind) for kind in COMPACT_BYTES},
         "contenders": {
             name: {
                 "parameters_per_s": rates[name],
@@ -338,8 +339,8 @@ def main() -> None:
     for name in times:
         print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {speedup(times, name, stream):6.2f} of stream")
     for kind in COMPACT_BYTES:
-        for name, value in results[kind.name.lower()].items():
-            print(f"  {kind.name.lower()}, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
+        for name, value in results[kind.name].items():
+            print(f"  {kind.name}, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
     for name, reason in results["not_run"].items():
         print(f"  {name:46} not run: {reason}")
 
@@ -366,7 +367,7 @@ def main() -> None:
                     max(results[kind][name] for name in ("share_of_stream", "share_of_cached")),
                     0.9,
                 )
-                for kind in (kind.name.lower() for kind in COMPACT_BYTES)
+                for kind in (kind.name for kind in COMPACT_BYTES)
             ),
         ],
     )

@@ -40,12 +40,23 @@ from paths import MB, Pace, Throttles
 
 from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
+from offload.formats import EXACT, FP32
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, choose_plan, estimate
+from offload.plan import (
+    NO_GPU,
+    Budgets,
+    GpuRates,
+    PathBudget,
+    PathRates,
+    Placement,
+    Plan,
+    Rates,
+    choose_plan,
+    estimate,
+)
 from offload.plan.planner import STAGING_SLOTS
-from offload.protocols import StateFormat
-from offload.rules import FP32, GroupScalars
+from offload.rules import GroupScalars
 from offload.session import parts, setup
 from offload.sim import predict
 from offload.units import format_seconds
@@ -185,7 +196,7 @@ class Session:
         for number in range(model.size.subgroups):
             offset = 2 * number * model.size.numel
             self.engine.bind_weight(number, model.weight.data_ptr() + offset)
-            self.engine.bind_gradient(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
+            self.engine.gradients.bind(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
 
     def step(self) -> float:
         """Take one step; return its seconds."""
@@ -241,8 +252,8 @@ class Probed:
 
     def rates(self, configuration: Configuration) -> Rates:
         paths = tuple(self.file.rates.paths[self.kinds.index(rate)] for rate in configuration.paths)
-        cpu = self.file.cpu_rate({StateFormat.EXACT: 1}, configuration.threads)
-        return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=None)
+        cpu = self.file.cpu_rate({EXACT: 1}, configuration.threads)
+        return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=NO_GPU)
 
 
 def rounds_of(opened: Sequence[Session], rounds: int, each: Callable[[Session], None]) -> str:

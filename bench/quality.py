@@ -34,7 +34,7 @@ from _common import Target, arguments, computing, environment, progress, report
 
 import offload
 from offload.cli.model import Shape, build_model
-from offload.cli.text import Batches, load_text
+from offload.cli.text import draw_windows, load_text
 from offload.kernels.reference import round_to_bfloat16
 
 BETAS = (0.95, 0.999)
@@ -114,12 +114,11 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
     """Return the held-out loss at the end and a digest of the weights."""
     text = load_text(sizes["data"], min_bytes=1 << 20)
     cut = int(len(text.values) * (1 - HELD_OUT))
-    held_out = text.values[cut:]
-    text = type(text)(text.source, text.files, text.values[:cut])
+    trained, held_out = text.values[:cut], text.values[cut:]
     model = build_model(
         Shape(sizes["layers"], sizes["hidden"]), seq=sizes["seq"], dtype=torch.bfloat16, device="cpu", seed=seed
     )
-    batches = Batches(text, batch=sizes["batch"], seq=sizes["seq"], seed=seed)
+    draws = torch.Generator().manual_seed(seed)
     optimizer = make_optimizer(contender, model, sizes["lr"], beta2, seed)
     flips = torch.Generator().manual_seed(1000 + seed)
     steps, warmup = sizes["steps"], max(1, sizes["steps"] // 20)
@@ -130,7 +129,7 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        tokens = next(batches)
+        tokens = draw_windows(trained, draws, batch=sizes["batch"], seq=sizes["seq"])
         with computing():
             logits = model(tokens[:, :-1]).logits.float()
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()

@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import offload
@@ -22,7 +23,14 @@ SECTIONS = {
     "Loss scaling": ("GradScaler",),
     "Settings": ("OffloadConfig",),
     "What a step did": ("explain", "Explanation"),
-    "The engine without an optimizer": ("Engine", "Parameter", "GroupScalars", "DtypeCode"),
+    "The engine without an optimizer": (
+        "Engine",
+        "session.gradients.Gradients",
+        "session.state.State",
+        "Parameter",
+        "GroupScalars",
+        "DtypeCode",
+    ),
 }
 """Names by section; errors follow from their tree."""
 
@@ -142,7 +150,7 @@ def classes(names: tuple[str, ...], shared: set[str] | None = None) -> list[str]
     """Return the entries of public names, with their methods but for those that are shown once for several."""
     lines = []
     for name in names:
-        value = getattr(offload, name)
+        value = attrgetter(name)(offload)
         doc = value.__doc__ or ""
         if value is offload.OffloadConfig:  # its attributes are a page of their own
             doc = doc.split("Attributes:")[0]

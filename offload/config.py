@@ -13,8 +13,8 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from offload.errors import ConfigError
+from offload.formats import STATE_FORMATS
 from offload.protocols import MAX_DEPTH
-from offload.rules import STATE_FORMATS
 from offload.units import read_number
 
 T = TypeVar("T")

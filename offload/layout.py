@@ -24,10 +24,11 @@ from itertools import accumulate
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
-from offload.protocols import BLOCK_NUMEL, SECTOR_BYTES, StateFormat, TileId
-from offload.rules import ADAMW, MASTER, StateTensor, UpdateRule
+from offload.formats import EXACT, EXACT_ADAMW, FP32, StateFormat, StateSpec, StateTensor
+from offload.protocols import SECTOR_BYTES, TileId
+from offload.rules import MASTER, UpdateRule
 
-SECTOR_NUMEL = SECTOR_BYTES // MASTER.format.item_bytes
+SECTOR_NUMEL = FP32.sector_numel
 SEGMENT_ALIGN_NUMEL = 64
 LEAST_COMPACT_NUMEL = 4096
 """Elements of a parameter below which sharing scales saves nothing worth its noise."""
@@ -101,7 +102,7 @@ class Parameter:
         unsharded_numel: Elements of the unsharded parameter; 0 for a parameter that is whole.
         shape: Of the unsharded parameter; None if nobody said.
         stride: Likewise.
-        exact: Whether its state is stored as `EXACT` in a session of another format.
+        exact: Whether its state is stored in fp32 in a session of another format.
         box: First index and size in each dimension, of a piece that is no single run of the unsharded parameter; its
             elements lie in memory in row-major order, as the unsharded parameter's do.
 
@@ -228,8 +229,7 @@ class Subgroup:
         index: Position in the layout.
         group: The hyperparameter group of all its segments.
         dtype: The weight dtype of all its segments.
-        state_format: How its state is stored.
-        tensors: What its state is stored in; see `stored_tensors`.
+        state: What its state is, and how it is stored.
         numel: Elements of each, padding included; a multiple of `SECTOR_NUMEL`.
         segments: Its parameters' runs, in order.
         tile_numel: Elements of each tile but the last.
@@ -238,11 +238,15 @@ class Subgroup:
     index: int
     group: int
     dtype: DtypeCode
-    state_format: StateFormat
-    tensors: tuple[StateTensor, ...]
+    state: StateSpec
     numel: int
     segments: tuple[Segment, ...]
     tile_numel: int
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """What its state is stored in; an fp32 weight *is* its master and needs no copy."""
+        return self.state.beside if self.dtype is DtypeCode.FLOAT32 else self.state.stored
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -277,7 +281,7 @@ class Subgroup:
 
     @property
     def _weight_tensors(self) -> tuple[StateTensor, ...]:
-        return (MASTER,) if self.dtype is DtypeCode.FLOAT32 else ()
+        return (StateTensor(MASTER),) if self.dtype is DtypeCode.FLOAT32 else ()
 
     def _sizes(self, tensors: Sequence[StateTensor]) -> tuple[tuple[int, int], ...]:
         whole, rest = divmod(self.numel, self.tile_numel)
@@ -318,13 +322,12 @@ class Subgroup:
         return self.tensors + self._weight_tensors
 
 
-def numels_by_format(parameters: Sequence[Parameter], rule: UpdateRule) -> dict[StateFormat, int]:
-    """Return how many elements have their state in each format, where that is any."""
+def numels_by_format(parameters: Sequence[Parameter], state_format: StateFormat) -> dict[StateFormat, int]:
+    """Return how many elements have their state in each format, where that is any, in a session of one."""
     exact = sum(parameter.numel for parameter in parameters if parameter.exact)
-    others = sum(parameter.numel for parameter in parameters) - exact
-    found = {rule.state_format: others}
-    found[StateFormat.EXACT] = found.get(StateFormat.EXACT, 0) + exact
-    return {state_format: numel for state_format, numel in found.items() if numel}
+    found = Counter({state_format: sum(parameter.numel for parameter in parameters) - exact})
+    found[EXACT] += exact
+    return dict(+found)
 
 
 @dataclass(frozen=True)
@@ -333,7 +336,7 @@ class Layout:
 
     parameters: tuple[Parameter, ...]
     subgroups: tuple[Subgroup, ...]
-    rule: UpdateRule = ADAMW
+    state: StateSpec = EXACT_ADAMW
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
         """Return it with other names for those of its parameters that have one there."""
@@ -342,13 +345,18 @@ class Layout:
         )
         return replace(self, parameters=tuple(renamed))
 
+    @property
+    def rule(self) -> UpdateRule:
+        """What is kept for each parameter, and how an update changes it."""
+        return self.state.rule
+
     def begins_within_block(self, subgroup: Subgroup) -> bool:
         """Return whether a piece of a parameter in it begins amid elements that share scales."""
-        return any(_before(self.parameters[s.parameter], subgroup.state_format) for s in subgroup.segments)
+        return any(_before(self.parameters[s.parameter], subgroup.state) for s in subgroup.segments)
 
-    def format_of(self, parameter: Parameter) -> StateFormat:
-        """Return how the state of a parameter is stored."""
-        return StateFormat.EXACT if parameter.exact else self.rule.state_format
+    def state_of(self, parameter: Parameter) -> StateSpec:
+        """Return what the state of a parameter is, and how it is stored."""
+        return self.state.stored_in(EXACT) if parameter.exact else self.state
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -393,11 +401,6 @@ class Layout:
         return max(self.subgroup_bytes, default=0)
 
 
-def stored_tensors(rule: UpdateRule, dtype: DtypeCode) -> tuple[StateTensor, ...]:
-    """Return what state of weights of one dtype is stored in; an fp32 weight *is* its master and needs no copy."""
-    return rule.beside if dtype is DtypeCode.FLOAT32 else rule.stored
-
-
 def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tuple[Parameter, ...]:
     """Return parameters with `exact` set for those that suffer where elements share scales too.
 
@@ -419,22 +422,22 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
     )
 
 
-def _before(parameter: Parameter, state_format: StateFormat) -> int:
+def _before(parameter: Parameter, state: StateSpec) -> int:
     """Return how many elements of its first block a parameter's piece lacks, where elements share scales."""
-    return parameter.start % BLOCK_NUMEL if state_format is StateFormat.COMPACT8 else 0
+    return parameter.start % state.format.block_numel
 
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def check_subgroup_numel(subgroup_numel: int, rule: UpdateRule = ADAMW) -> int:
+def check_subgroup_numel(subgroup_numel: int, state: StateSpec = EXACT_ADAMW) -> int:
     """Return the usable subgroup size: whole sectors of every tensor, at least one.
 
     Raises:
         ConfigError: If it is smaller than one sector's elements.
     """
-    unit = rule.sector_numel
+    unit = state.sector_numel
     if subgroup_numel < unit:
         raise ConfigError("subgroup_numel", subgroup_numel, f"use at least {unit} elements")
     return subgroup_numel // unit * unit
@@ -444,74 +447,70 @@ def build_layout(
     parameters: Iterable[Parameter],
     subgroup_numel: int,
     max_tile_bytes: int = MAX_TILE_BYTES,
-    rule: UpdateRule = ADAMW,
+    state: StateSpec = EXACT_ADAMW,
 ) -> Layout:
     """Cut parameters into subgroups of at most `subgroup_numel` elements each.
 
     Each run of parameters with one group, dtype and format is cut into subgroups of equal size, so that a short last
-    one does not disturb the pipeline. Where a format takes more bytes than the rule's, fewer elements are a subgroup.
+    one does not disturb the pipeline. Where a format takes more bytes than `state`'s, fewer elements are a subgroup.
 
     Args:
         parameters: All parameters with state, in the caller's order; names are unique.
         subgroup_numel: Most elements a subgroup may have; rounded down to whole sectors.
         max_tile_bytes: Most bytes a tile may have; rounded up to whole sectors.
-        rule: What is kept for each parameter.
+        state: What is kept for each parameter, and how.
 
     Raises:
         ConfigError: If `subgroup_numel` is smaller than a sector or two parameters share a name.
     """
-    return extend_layout(Layout((), (), rule), parameters, subgroup_numel, max_tile_bytes)
+    return extend_layout(Layout((), (), state), parameters, subgroup_numel, max_tile_bytes)
 
 
 def extend_layout(
     layout: Layout, added: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
 ) -> Layout:
     """Return `layout` with more parameters; its subgroups stay as they are and new ones follow."""
-    subgroup_numel = check_subgroup_numel(subgroup_numel, layout.rule)
+    subgroup_numel = check_subgroup_numel(subgroup_numel, layout.state)
     added = tuple(added)
     parameters = layout.parameters + added
     if len({parameter.name for parameter in parameters}) != len(parameters):
         names = [parameter.name for parameter in parameters]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError("parameters", twice, "give each parameter a name of its own")
-    buckets: dict[tuple[int, DtypeCode, StateFormat], list[int]] = {}
+    buckets: dict[tuple[int, DtypeCode, StateSpec], list[int]] = {}
     for index, parameter in enumerate(added, start=len(layout.parameters)):
         if parameter.numel > 0:
-            state_format = layout.format_of(parameter)
-            if parameter.box is not None and state_format is not StateFormat.EXACT:
+            state = layout.state_of(parameter)
+            if parameter.box is not None and state.format.rounds:
                 # Rounding and blocks follow the order of the unsharded parameter.
                 allowed = f'use "exact": a piece of {parameter.name} is no run of it, as it is not cut along its rows'
-                raise ConfigError("state_format", state_format.name.lower(), allowed)
-            buckets.setdefault((parameter.group, parameter.dtype, state_format), []).append(index)
+                raise ConfigError("state_format", state.format.name, allowed)
+            buckets.setdefault((parameter.group, parameter.dtype, state), []).append(index)
     subgroups = list(layout.subgroups)
-    for (group, dtype, state_format), members in buckets.items():
-        rule = layout.rule.stored_in(state_format)
-        tensors = stored_tensors(rule, dtype)
-        widest = max(tensor.format.bytes_each for tensor in rule.stored)
+    for (group, dtype, state), members in buckets.items():
+        widest = max(tensor.format.bytes_each for tensor in state.stored)
         most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
         # Of as many bytes in every format: staging slots have one size.
-        limit = int(subgroup_numel * min(1.0, layout.rule.item_bytes / rule.item_bytes))
-        for segments in _cut(members, parameters, check_subgroup_numel(limit, rule), rule):
+        limit = int(subgroup_numel * min(1.0, layout.state.item_bytes / state.item_bytes))
+        for segments in _cut(members, parameters, check_subgroup_numel(limit, state), state):
             last = segments[-1]
-            numel = _round_up(last.offset + last.numel, rule.sector_numel)
+            numel = _round_up(last.offset + last.numel, state.sector_numel)
             tile_count = -(-numel // most_numel)
-            tile_numel = min(numel, _round_up(-(-numel // tile_count), rule.tile_unit))
-            subgroups.append(
-                Subgroup(len(subgroups), group, dtype, state_format, tensors, numel, tuple(segments), tile_numel)
-            )
-    result = Layout(parameters, tuple(subgroups), layout.rule)
+            tile_numel = min(numel, _round_up(-(-numel // tile_count), state.tile_unit))
+            subgroups.append(Subgroup(len(subgroups), group, dtype, state, numel, tuple(segments), tile_numel))
+    result = replace(layout, parameters=parameters, subgroups=tuple(subgroups))
     check_layout(result)
     return result
 
 
 def _cut(
-    members: Sequence[int], parameters: Sequence[Parameter], limit: int, rule: UpdateRule
+    members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
 ) -> list[list[Segment]]:
     """Fill subgroups of equal size, none over `limit` elements, cutting parameters where one is full."""
-    before = {index: _before(parameters[index], rule.state_format) for index in members}
+    before = {index: _before(parameters[index], state) for index in members}
     total = sum(_round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
     count = -(-total // limit)
-    size = min(limit, _round_up(-(-total // count), rule.sector_numel))
+    size = min(limit, _round_up(-(-total // count), state.sector_numel))
     cut: list[list[Segment]] = [[]]
     used = 0
     for index in members:
@@ -537,16 +536,16 @@ def check_layout(layout: Layout) -> None:
     covered = [0] * len(layout.parameters)
     for index, subgroup in enumerate(layout.subgroups):
         invariant(subgroup.index == index, f"subgroup {index} is numbered {subgroup.index}")
-        rule = layout.rule.stored_in(subgroup.state_format)
-        unit = rule.tile_unit if subgroup.tile_numel < subgroup.numel else rule.sector_numel
-        invariant(subgroup.numel % rule.sector_numel == 0, f"subgroup {index} is not whole sectors")
+        state = subgroup.state
+        unit = state.tile_unit if subgroup.tile_numel < subgroup.numel else state.sector_numel
+        invariant(subgroup.numel % state.sector_numel == 0, f"subgroup {index} is not whole sectors")
         invariant(subgroup.tile_numel % unit == 0, f"tiles of subgroup {index} are not whole sectors")
         end = 0
         for segment in subgroup.segments:
             parameter = layout.parameters[segment.parameter]
             invariant(parameter.group == subgroup.group, f"{parameter.name} is in a subgroup of another group")
             invariant(parameter.dtype == subgroup.dtype, f"{parameter.name} is in a subgroup of another dtype")
-            before = _before(parameter, subgroup.state_format)
+            before = _before(parameter, state)
             missing = 0 if segment.start else before
             invariant(segment.offset - missing >= end, f"segments overlap in subgroup {index}")
             aligned = (segment.offset - missing) % SEGMENT_ALIGN_NUMEL == 0

@@ -177,22 +177,6 @@ class SegmentFlag(IntFlag):
     """First take the state beside the master as zero; what the buffers hold is not read."""
 
 
-class StateFormat(IntEnum):
-    """How a segment's state lies in memory; the master is fp32 in each."""
-
-    EXACT = 0
-    """State beside the master is fp32."""
-    COMPACT16 = 1
-    """State beside the master is bf16, rounded stochastically (`offload.kernels.reference.rounding`)."""
-    COMPACT8 = 2
-    """The master has 24 bits in two planes (fp32 where it is the weight), state beside it 8 in blocks that share
-    scales, all of it rounded stochastically (`offload.kernels.reference.minifloat`)."""
-
-
-BLOCK_NUMEL = 64
-"""Elements that share the scales of `COMPACT8`, counted from the start of the unsharded parameter."""
-
-
 MAX_STATES = 2
 MAX_SCALARS = 11
 
@@ -226,15 +210,15 @@ SEGMENT_DTYPE = np.dtype(
 The first eight fields are memory addresses of the segment's first element. The master is fp32, the state what
 `state_format` says; the gradient is in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32
 and therefore *is* the master (`master` then points at it). Where `new_master` and `new_weight` are not 0, what is
-updated is written there, and the old ones are only read. In `COMPACT8` the master of a 16-bit weight lies in two
-planes, the upper 16 bits of each element at `master` and 8 more at `master_low`, and `scales` is the address of those
-of the first element's block: one byte for each state tensor, block after block. `rule` is the number of an update
-rule, which has names for `state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what
-`UpdateRule.decoupled` says.
+updated is written there, and the old ones are only read. `state_format` is the number of a format
+(`offload.formats`). Where it keeps the master of a 16-bit weight in two planes, the upper 16 bits of each element lie
+at `master` and 8 more at `master_low`; where elements share scales, `scales` is the address of those of the first
+element's block: one byte for each state tensor, block after block. `rule` is the number of an update rule, which has
+names for `state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what `UpdateRule.decoupled` says.
 
-State that is rounded stochastically needs two more numbers, which `EXACT` ignores: `first_index`, the index of the
-segment's first element in the *unsharded* parameter, which also says where blocks begin, and `rounding_key`, which
-`offload.kernels.rounding_keys` returns for this update of the parameter.
+State that is rounded stochastically needs two more numbers, which other formats ignore: `first_index`, the index of
+the segment's first element in the *unsharded* parameter, which also says where blocks begin, and `rounding_key`,
+which `offload.kernels.rounding_keys` returns for this update of the parameter.
 
 Where `read` is not 0 it is the address of two 64-bit sums. The fingerprints of the segment's gradient and, where the
 weight is fp32 and `new_master` is not 0, of that weight are added to them, of the very bytes that the update has
@@ -344,12 +328,12 @@ class Device(Protocol):
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
         """
 
-    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """Make ready what updates by a rule, and sums, need; may take seconds.
 
         Args:
             rule: Its name.
-            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
+            kinds: Of parameters: dtypes of the gradient and of the weight, and the code of the state's format.
         """
 
     def free_bytes(self) -> int:

@@ -36,10 +36,11 @@ from _gpu_runs import SETTINGS, simulated_adamw
 import offload
 from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
+from offload.formats import EXACT_ADAMW, FORMATS, Format
 from offload.kernels import GpuUpdateKernel, blocks_numel
 from offload.kernels.table import trial_items, trial_table
-from offload.protocols import DeviceLane, StateFormat
-from offload.rules import ADAMW, Format
+from offload.protocols import DeviceLane
+from offload.rules import ADAMW
 from offload.sim import SimulatedDevice
 
 Found = dict[str, Any]
@@ -210,11 +211,11 @@ def update(gpu: Cuda) -> Found:
     numel, launches, rounds = (5120, 1, 2) if gpu.smoke else (1 << 27, 4, 9)
     kernel, stream = GpuUpdateKernel(gpu.device), gpu.stream()
     found: Found = {"elements": numel}
-    for state_format in StateFormat:
-        rule = ADAMW.stored_in(state_format)
-        items = trial_items(rule)
+    for state_format in FORMATS:
+        state = EXACT_ADAMW.stored_in(state_format)
+        items = trial_items(state)
         tensors = {name: some_stored(gpu, name, stored, numel) for name, stored in items.items()}
-        table = trial_table(rule, {name: tensor.data_ptr() for name, tensor in tensors.items()}, numel)
+        table = trial_table(state, {name: tensor.data_ptr() for name, tensor in tensors.items()}, numel)
         samples = []
         for number in range(rounds + 1):  # the first compiles
             gpu.wait()
@@ -227,9 +228,9 @@ def update(gpu: Cuda) -> Found:
             gpu.wait()
             if number:
                 samples.append(launches * numel * 1e3 / began.elapsed_time(ended))
-        name = state_format.name.lower()
+        name = state_format.name
         found[f"{name}, elements/s"] = spread(samples)
-        nbytes = 2 * rule.item_bytes + 2 + 2  # the weight is written only, the gradient read
+        nbytes = 2 * state.item_bytes + 2 + 2  # the weight is written only, the gradient read
         found[f"{name}, bytes/s"] = spread([nbytes * rate for rate in samples])
         del tensors  # before those of the next format
     return found
@@ -367,7 +368,7 @@ def calls(gpu: Cuda) -> Found:
     try:
         device.pin(host.address, host.nbytes)
         memory, state = device.allocate(2 * nbytes), device.allocate(16 * numel)
-        table = trial_table(ADAMW, state, numel)
+        table = trial_table(EXACT_ADAMW, state, numel)
         blocks = device.allocate(8 * blocks_numel(numel))
         marks = [device.mark(DeviceLane.H2D)]
 

@@ -66,8 +66,8 @@ struct SharedSeal {
 
 Stored stored_at(std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
                  std::uint64_t first_index, std::uint64_t numel) {
-  if (form < kBfloat16 || form > kRoot) throw std::invalid_argument("unknown form " + std::to_string(form));
-  if (numel != 0 && (first == 0 || (form >= kPlanes && beside == 0))) throw std::invalid_argument("an address is null");
+  if (form_facts(form).item_bytes == 0) throw std::invalid_argument("unknown form " + std::to_string(form));
+  if (numel != 0 && (first == 0 || (form > kFloat32 && beside == 0))) throw std::invalid_argument("an address is null");
   return {form,   reinterpret_cast<unsigned char*>(first), reinterpret_cast<unsigned char*>(beside),
           stride, first_index,                             numel};
 }
@@ -171,7 +171,7 @@ void bind_kernels(nb::module_& module) {
       nb::arg("vendor"), nb::arg("family"), "Return the distances that csrc/kernels/prefetch.cpp has for a processor.");
   module.def(
       "prefetch_bytes", [] { return pair_of(prefetch_bytes()); },
-      "Return how many bytes ahead updates ask for memory: side by side, and block by block (compact8).");
+      "Return how many bytes ahead updates ask for memory: side by side, and block by block.");
   module.def(
       "set_prefetch_bytes",
       [](std::uint32_t together, std::uint32_t blocks) {

@@ -90,7 +90,7 @@ struct Simd {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(address), _mm256_set_m128i(high, low));
   }
 
-  // Groups of four vectors; compact8.h says what is where.
+  // Groups of four vectors; the format that computes them says what is where.
   // From memory: compilers take integers through a register each time, on the port of shuffles.
   template <std::uint32_t value>
   static I constant() {

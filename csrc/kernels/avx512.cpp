@@ -98,7 +98,7 @@ struct Simd {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(address), _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
   }
 
-  // Groups of four vectors; compact8.h says what is where.
+  // Groups of four vectors; the format that computes them says what is where.
   // From memory: compilers take integers through a register each time, on the port of shuffles.
   template <std::uint32_t value>
   static I constant() {

@@ -210,29 +210,6 @@ inline std::uint64_t mix64(std::uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// How state lies in memory: a struct that loads and stores vectors of it as fp32. `begin` is the first element of a range
-// whose indices in the unsharded parameter agree in their upper 32 bits.
-
-struct Exact {
-  static constexpr std::size_t kStateBytes = 4;
-  static constexpr bool kBlocks = false;
-
-  template <class V>
-  struct Rounding {
-    Rounding(const Segment&, std::uint64_t) {}
-    void draw(std::uint64_t, typename V::I*) const {}
-  };
-
-  template <class V>
-  static typename V::F load(const Byte* address) {
-    return V::load(address);
-  }
-  template <class V>
-  static void store(Byte* address, typename V::F value, typename V::I) {
-    V::store(address, value);
-  }
-};
-
 // 0 to 15 times the step of an element's counter, for lanes.
 constexpr std::uint32_t kCounterStep = 0x9e3779b9u;
 alignas(64) constexpr std::uint32_t kCounterSteps[16] = {
@@ -290,33 +267,6 @@ struct RandomBits {
 
   std::uint32_t offset;
   I inner;
-};
-
-struct Compact16 {
-  static constexpr std::size_t kStateBytes = 2;
-  static constexpr bool kBlocks = false;
-
-  template <class V>
-  struct Rounding : RandomBits<V> {
-    using RandomBits<V>::RandomBits;
-
-    // Write 16 bits for each state tensor, of elements `i` and following.
-    void draw(std::uint64_t i, typename V::I* random) const {
-      const typename V::I x = this->mixed(this->counters(i));
-      const typename V::I upper = V::template shift_ints<16>(x);
-      random[0] = V::and_ints(V::xor_ints(x, upper), V::set1_int(0xffffu));
-      random[1] = upper;
-    }
-  };
-
-  template <class V>
-  static typename V::F load(const Byte* address) {
-    return V::template widen<kBfloat16>(address);
-  }
-  template <class V>
-  static void store(Byte* address, typename V::F value, typename V::I random) {
-    V::store_half(address, V::narrow_adding(value, random));
-  }
 };
 
 // What a segment says, in registers. Flags stay run-time values: their branches are the same all the way
@@ -564,11 +514,23 @@ void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t en
   for (; i < end; ++i) update_and_store<gradient_dtype, weight_dtype>(single, i);
 }
 
-#include "compact8.h"
+#include "formats.h"
+
+inline FormatFacts facts_of_format(std::uint32_t code) {
+  return with_format(code, FormatFacts{0, 0, 0}, [](auto format) {
+    using Format = decltype(format);
+    return FormatFacts{Format::kStateBytes, Format::kMasterBytes, Format::kBlockNumel};
+  });
+}
+
+inline FormFacts facts_of_form(std::int32_t code) {
+  const std::uint32_t item_bytes = code == kFloat32 ? 4 : code == kBfloat16 || code == kFloat16 ? 2 : 0;
+  return with_form(code, FormFacts{item_bytes, 1}, [](auto form) { return decltype(form)::kFacts; });
+}
 
 template <class Format, int weight_dtype>
 void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  if constexpr (Format::kBlocks) return load_planes<weight_dtype>(segment, begin, end);
+  if constexpr (Format::kBlockNumel > 1) return Format::template load_master<weight_dtype>(segment, begin, end);
   Byte* master = pointer(segment.new_master ? segment.new_master : segment.master);
   const Byte* weight = pointer(segment.weight);
   std::uint64_t i = begin;
@@ -579,8 +541,8 @@ void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end)
 
 template <class Rule, class Format, int gradient_dtype, int weight_dtype>
 void update_as_stored(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  if constexpr (Format::kBlocks) {
-    update_active_blocks<Rule, gradient_dtype, weight_dtype>(segment, begin, end);
+  if constexpr (Format::kBlockNumel > 1) {
+    Format::template update<Rule, gradient_dtype, weight_dtype>(segment, begin, end);
   } else {
     update_active<Rule, Format, gradient_dtype, weight_dtype>(segment, begin, end);
   }
@@ -617,7 +579,7 @@ void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end)
   if (!(segment.flags & kZeroState)) return;
   for (int k = 0; k < Rule::kStates; ++k)
     __builtin_memset(pointer(segment.state[k]) + Format::kStateBytes * begin, 0, Format::kStateBytes * (end - begin));
-  if constexpr (Format::kBlocks) zero_scales<Rule>(segment, begin, end);
+  if constexpr (Format::kBlockNumel > 1) Format::template zero_scales<Rule>(segment, begin, end);
 }
 
 // A range in pieces, one for each value of the upper half of an element's index in the unsharded parameter.
@@ -631,20 +593,25 @@ void update_rounding(const Segment& segment, std::uint64_t begin, std::uint64_t 
   }
 }
 
+// Where a cut of a segment is made so that every block is updated as a whole: where the block of that element begins.
+template <class Format>
+inline std::uint64_t block_begin(const Segment& segment, std::uint64_t i) {
+  const std::uint64_t past = (segment.first_index + i) % Format::kBlockNumel;
+  return i == segment.numel ? i : i < past ? 0 : i - past;
+}
+
 void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   with_rule(segment.rule, 0, [&](auto rule) {
-    using Rule = decltype(rule);
-    switch (segment.state_format) {
-      case kExact:
-        update_with<Rule, Exact>(segment, begin, end);
-        break;
-      case kCompact16:
-        update_rounding<Rule, Compact16>(segment, begin, end);
-        break;
-      default:
-        update_rounding<Rule, Compact8>(segment, block_begin(segment, begin), block_begin(segment, end));
-    }
-    return 0;
+    return with_format(segment.state_format, 0, [&](auto format) {
+      using Rule = decltype(rule);
+      using Format = decltype(format);
+      if constexpr (Format::kRounds) {
+        update_rounding<Rule, Format>(segment, block_begin<Format>(segment, begin), block_begin<Format>(segment, end));
+      } else {
+        update_with<Rule, Format>(segment, begin, end);
+      }
+      return 0;
+    });
   });
 }
 
@@ -851,17 +818,17 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
 template <bool state_nontemporal, bool weight_nontemporal>
 void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor, bool ahead) {
   constexpr std::uint64_t pair = 2 * Simd::kWidth, vector = 4 * Simd::kWidth;
-  constexpr std::uint64_t state_bytes[] = {4, 2, 1}, master_bytes[] = {4, 4, 2};
-  const std::uint64_t item = state_bytes[segment.state_format];
+  const FormatFacts facts = facts_of_format(segment.state_format);
+  const std::uint64_t item = facts.state_bytes;
   const std::uint64_t step = item == 1 ? 2 * pair : pair;  // a vector of the smallest elements
   struct {
     Byte* first;
     std::uint64_t item;
-  } const tensors[] = {{pointer(segment.master), master_bytes[segment.state_format]},
+  } const tensors[] = {{pointer(segment.master), facts.master_bytes},
                        {pointer(segment.state[0]), item},
                        {pointer(segment.state[1]), item},
                        {pointer(segment.master_low), 1}};
-  const int count = segment.state_format == kCompact8 ? 4 : 3;
+  const int count = facts.master_bytes == 4 ? 3 : 4;
   const Byte* gradient = pointer(segment.gradient);
   Byte* weight = pointer(segment.weight);
   if (tensor_by_tensor) {

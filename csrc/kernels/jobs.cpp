@@ -35,10 +35,9 @@ std::string check_segment(const Segment& s) {
   if (s.weight % 2 || s.new_weight % 2) return "weight is not aligned to 2 bytes";
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || loads) && s.master == 0) return "master is null";
-  if (s.state_format > kLastStateFormat) return "unknown state_format " + std::to_string(s.state_format);
-  const unsigned state_bytes = s.state_format == kExact ? 4 : s.state_format == kCompact16 ? 2 : 1;
-  const bool planes = s.state_format == kCompact8 && s.weight != 0;  // the master's
-  const unsigned master_bytes = planes ? 2 : 4;
+  const FormatFacts facts = format_facts(s.state_format);
+  if (facts.state_bytes == 0) return "unknown state_format " + std::to_string(s.state_format);
+  const std::size_t master_bytes = s.weight != 0 ? facts.master_bytes : 4;
   std::uint64_t state_addresses = 0;
   for (int k = 0; k < states; ++k) {
     if ((active || zeroes) && s.state[k] == 0) return "state " + std::to_string(k) + " is null";
@@ -46,12 +45,13 @@ std::string check_segment(const Segment& s) {
   }
   if ((s.master | s.new_master) % master_bytes)
     return "master is not aligned to " + std::to_string(master_bytes) + " bytes";
-  if (planes && (active || loads) && s.master_low == 0) return "master_low is null";
-  if (s.state_format == kCompact8 && (active || zeroes) && s.scales == 0) return "scales is null";
-  if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
+  if (master_bytes != 4 && (active || loads) && s.master_low == 0) return "master_low is null";
+  if (facts.block_numel > 1 && (active || zeroes) && s.scales == 0) return "scales is null";
+  if (state_addresses % facts.state_bytes)
+    return "state is not aligned to " + std::to_string(facts.state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (s.read % 8) return "read is not aligned to 8 bytes";
-  if (s.read != 0 && s.state_format == kCompact8 && s.first_index % 64 != 0)
+  if (s.read != 0 && s.first_index % facts.block_numel != 0)
     return "read is given for a segment that begins within a block";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
     return "gradient_dtype " + std::to_string(s.gradient_dtype) + " is not a dtype code";

@@ -26,14 +26,26 @@ enum : std::uint32_t {
 
 constexpr std::size_t kStreamAhead = 512;
 
-// How a state tensor is stored, beside the element types of segment.h; the formats of offload/rules/formats.py.
-enum : std::int32_t { kPlanes = 4, kSigned = 5, kRoot = 6 };
+// What there is to know of a format of state (formats.h); all 0 of one that is not there.
+struct FormatFacts {
+  std::size_t state_bytes, master_bytes;
+  std::uint64_t block_numel;
+};
+FormatFacts format_facts(std::uint32_t state_format);
+
+// The same of a form, how a state tensor is stored: an element type of segment.h, or one of formats.h, which has more
+// `beside` the first address.
+struct FormFacts {
+  std::uint32_t item_bytes;   // there, of an element
+  std::uint64_t block_numel;  // elements that share what lies beside
+};
+FormFacts form_facts(std::int32_t form);
 
 // Where a run of a state tensor is stored. Addresses at any alignment.
 struct Stored {
   std::int32_t form;
-  unsigned char* first;   // of kPlanes: the upper plane
-  unsigned char* beside;  // of kPlanes: the lower plane; of codes: the scale of the first element's block
+  unsigned char* first;   // of two planes: the upper one
+  unsigned char* beside;  // of two planes: the lower one; of codes: the scale of the first element's block
   std::uint64_t stride;   // bytes from a block's scale to the next one's
   std::uint64_t first_index;  // of the first element in the unsharded parameter
   std::uint64_t numel;

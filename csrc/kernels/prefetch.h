@@ -9,8 +9,8 @@ namespace offload {
 
 // In bytes; 0 asks for what is being read, which gains nothing and costs next to nothing.
 struct PrefetchBytes {
-  std::uint32_t together;  // of kExact and kCompact16: all tensors side by side
-  std::uint32_t blocks;    // of kCompact8: block by block
+  std::uint32_t together;  // all tensors side by side
+  std::uint32_t blocks;    // block by block, where elements share scales
 };
 
 constexpr std::uint32_t kMostPrefetchBytes = 65536;

@@ -1,6 +1,6 @@
 // The update rules. Each is a struct in rules/, which has
 //   kStates                          how many state tensors it keeps beside the master
-//   is_root(k)                       whether kCompact8 stores the square root of the k-th, which is never negative
+//   is_root(k)                       whether the k-th is never negative, and its square root is what a format may store
 //   Scalars<V>                       its scalars in registers: members of type V::F, in the order of a segment's
 //   change<V>(scalars, g, state)     updates the state of one vector in place; returns what the master moves by
 //

@@ -2,7 +2,7 @@
 //
 // Invariants: Segment is SEGMENT_DTYPE of offload/protocols.py; nothing here owns memory.
 // Not done here: checking what the addresses point at (jobs.h checks what can be seen); which state and scalars a
-// rule has (rules.h).
+// rule has (rules.h); how a format stores it (formats.h).
 #pragma once
 
 #include <cstddef>
@@ -28,34 +28,31 @@ constexpr std::uint32_t kInBlocks = std::uint32_t{1} << 31;
 // Elements of a block: its state stays in the first-level cache, and a checksum, 4 bytes a tensor, is small beside it.
 constexpr std::uint64_t kBlockNumel = 1024;
 
-// How state lies in memory; StateFormat of offload/protocols.py.
-enum : std::uint32_t { kExact = 0, kCompact16 = 1, kCompact8 = 2, kLastStateFormat = kCompact8 };
-
 constexpr int kMaxStates = 2;
 constexpr int kMaxScalars = 11;
 
 // One parameter's run of elements with its own scalars. Addresses are of the first element: the master, state and the
 // weight at any multiple of their element's size (fastest at 64), the gradient anywhere. The ranges must not overlap each
-// other or another segment's; no two segments share a block of kCompact8.
+// other or another segment's; no two segments share a block whose elements share scales.
 struct Segment {
   std::uint64_t master;
   std::uint64_t new_master;  // 0: where the old one is
-  std::uint64_t master_low;  // in kCompact8, unless the weight is fp32: 8 bits below the 16 at `master`
+  std::uint64_t master_low;  // of a master in two planes: 8 bits below the 16 at `master`
   std::uint64_t new_master_low;
   std::uint64_t weight;      // 0: the weight is fp32 and `master` points at it
   std::uint64_t new_weight;  // 0: where the old one is
   std::uint64_t gradient;
   std::uint64_t state[kMaxStates];
-  std::uint64_t scales;  // in kCompact8: of the first element's block, a byte for each state tensor
+  std::uint64_t scales;  // of the first element's block, if there are any: a byte for each state tensor
   std::uint64_t numel;
-  std::uint64_t first_index;   // of the first element in the unsharded parameter; kExact ignores it, as the key
+  std::uint64_t first_index;   // of the first element in the unsharded parameter; used, as the key, by formats that round
   std::uint64_t rounding_key;  // of this update of the parameter
   std::uint64_t read;  // 0, or of two sums: fingerprints of gradient and fp32 weight as they are read join them
   std::int32_t gradient_dtype;
   std::int32_t weight_dtype;
   std::uint32_t flags;
   std::uint32_t rule;
-  std::uint32_t state_format;
+  std::uint32_t state_format;  // formats.h
   float grad_scale;
   float decay;
   float scalars[kMaxScalars];

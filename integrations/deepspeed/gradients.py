@@ -79,9 +79,9 @@ class HostGradients:
         """Note that a piece's gradient lies here, and may have been changed."""
         slot = self._slot(number)
         if gathered:
-            self._engine.gradient_arrived(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
+            self._engine.gradients.arrived(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
         else:
-            self._engine.bind_gradient(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
+            self._engine.gradients.bind(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
 
     def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
         """Return a piece's gradient, complete."""
@@ -131,7 +131,7 @@ class DeviceGradients:
     def begin(self, kept: int | None) -> None:
         """A new window begins: forget all gradients but that of the piece `kept`, which was lent before."""
         lent = [gradient for number, gradient in self._lent.items() if number != kept]
-        self._engine.forget_gradients((*self._kept.values(), *lent))
+        self._engine.gradients.forget((*self._kept.values(), *lent))
         self._kept.clear()  # not before: the engine reads them, and adds to them
         self._lent = {number: gradient for number, gradient in self._lent.items() if number == kept}
 
@@ -144,31 +144,31 @@ class DeviceGradients:
             self._lent[number][: gradient.numel()].add_(gradient)
             self.touch(number)
             return
-        stays = first and self._engine.keeps_gradient(number)
+        stays = first and self._engine.gradients.stays(number)
         if gradient is given and (stays or gradient.nbytes <= COPIED_BYTES):
             gradient = gradient.clone()
         if stays:
             self._kept[number] = gradient
-        mark = self._engine.gradient_arrived(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
+        mark = self._engine.gradients.arrived(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
         if mark is None or stays:
             return
         if gradient is given:
             mark.wait()
         else:
-            self._engine.hold_until_read(gradient, mark)
+            self._engine.gradients.hold(gradient, mark)
 
     def touch(self, number: int, *, gathered: bool = False) -> None:
         """See `HostGradients.touch`: it is what was lent that counts from now on."""
         lent = self._lent[number]
-        self._engine.bind_gradient(number, lent.data_ptr(), DtypeCode.of(lent.dtype))
+        self._engine.gradients.bind(number, lent.data_ptr(), DtypeCode.of(lent.dtype))
 
     def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
         """See `HostGradients.read`; on the GPU or in host memory, wherever it is."""
         piece = self._pieces[number]
         found = self._lent.get(number)
         if found is None and arrived:
-            self._engine.settle_gradients()
-            found = self._kept[number] if number in self._kept else self._engine.gradient_slot(number)
+            self._engine.gradients.settle()
+            found = self._kept[number] if number in self._kept else self._engine.gradients.slot(number)
         wanted = piece.numel if numel is None else numel
         if found is None or found.numel() < wanted:
             whole = torch.zeros(wanted, dtype=self._dtypes[piece.flat], device=self._place)

@@ -165,7 +165,7 @@ class Shard:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
         self.gradients.settle()  # what is thrown away could arrive after what comes next
         self._open = False
-        self.engine.drop_gradients()
+        self.engine.gradients.drop()
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
         """Return a piece's gradient, as `gradient` does, to someone who may write to it.
@@ -187,13 +187,13 @@ class Shard:
         """Return the L2 norm of each gradient by name; not finite if and only if an element is not."""
         self.gradients.settle()
         active = self.active
-        norms = zip(active, self.engine.gradient_norms_sq(active), strict=True)
+        norms = zip(active, self.engine.gradients.norms_sq(active), strict=True)
         return {self.pieces[number].name: math.sqrt(norm_sq) for number, norm_sq in norms}
 
     def is_finite(self) -> bool:
         """Return whether all elements of all gradients are finite."""
         self.gradients.settle()
-        return math.isfinite(self.engine.gradient_norm_sq(self.active))
+        return math.isfinite(self.engine.gradients.norm_sq(self.active))
 
     # Work
 
@@ -223,13 +223,13 @@ class Shard:
     def read(self, number: int, name: str, numel: int) -> torch.Tensor:
         """Return a state tensor of one piece: fp32, on the CPU, with zeros up to `numel` elements."""
         found = torch.zeros(numel, dtype=torch.float32, device="cpu")
-        found[: self.pieces[number].numel] = self.engine.read_state([number])[0][name]
+        found[: self.pieces[number].numel] = self.engine.state.read([number])[0][name]
         return found
 
     def write(self, number: int, name: str, value: torch.Tensor) -> None:
         """Replace a state tensor of one piece; what `value` has beyond it is padding."""
         flat = value.detach().reshape(-1)[: self.pieces[number].numel].to("cpu", torch.float32)
-        self.engine.write_state({number: {name: flat}}, weights=False)  # as DeepSpeed: with the next step
+        self.engine.state.write({number: {name: flat}}, weights=False)  # as DeepSpeed: with the next step
 
     def steps(self) -> dict[str, int]:
         """Return the number of updates of each piece by name."""
@@ -279,7 +279,7 @@ class Shard:
                     views[name]
                 )
 
-        self.engine.visit_state(take)
+        self.engine.state.visit(take)
         return states
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
@@ -297,7 +297,7 @@ class Shard:
                 state = states[piece.flat]
                 values[number] = {n: getattr(state, n).narrow(0, piece.offset, piece.numel) for n in STATE}
                 counts[number] = steps.get(piece.name, state.step)
-            self.engine.write_state(values, counts, weights=False)  # DeepSpeed makes them
+            self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
 
     def close(self) -> None:
         """Free memory and files; idempotent."""

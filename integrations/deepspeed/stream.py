@@ -94,7 +94,7 @@ def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[Fla
                     offset = start + (piece.offset + first) * _ITEM_BYTES
                     _write(file, _bytes(views[name]), offset)
 
-        shard.engine.visit_state(take)
+        shard.engine.state.visit(take)
     finally:
         os.close(file)
     return True

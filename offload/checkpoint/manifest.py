@@ -25,9 +25,10 @@ from msgspec import Meta
 
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
-from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout, stored_tensors
-from offload.protocols import SECTOR_BYTES, StateFormat, TileId
-from offload.rules import ADAMW, RULES, STATE_FORMATS, UpdateRule
+from offload.formats import FORMATS, StateSpec
+from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
+from offload.protocols import SECTOR_BYTES, TileId
+from offload.rules import ADAMW, RULES
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1
@@ -304,7 +305,7 @@ def encode(manifest: Manifest) -> bytes:
                     s.numel,
                     s.tile_numel,
                     [astuple(seg) for seg in s.segments],
-                    int(s.state_format),
+                    s.state.format.code,
                 ]
                 for s in layout.subgroups
             ],
@@ -316,14 +317,14 @@ def encode(manifest: Manifest) -> bytes:
             "metadata": manifest.metadata,
             "extra": manifest.extra,
             "rule": layout.rule.name,
-            "formats": _formats(layout.rule),
+            "formats": _formats(layout.state),
             **({"seed": manifest.seed, "numbers": manifest.numbers} if manifest.seed is not None else {}),
         },
     )
 
 
-def _formats(rule: UpdateRule) -> dict[str, str]:
-    return {tensor.name: tensor.format.name for tensor in rule.stored}
+def _formats(state: StateSpec) -> dict[str, str]:
+    return {tensor.name: tensor.format.name for tensor in state.stored}
 
 
 class _Parameter(Row, frozen=True):
@@ -345,7 +346,7 @@ class _Subgroup(Row, frozen=True):
     numel: Size
     tile_numel: Annotated[Size, Meta(multiple_of=SECTOR_BYTES // 4)]
     segments: tuple[tuple[Count, Count, Count, Size], ...]
-    state_format: StateFormat | None = None
+    state_format: Annotated[int, Meta(ge=0, lt=len(FORMATS))] | None = None
 
 
 class _Body(msgspec.Struct):
@@ -433,11 +434,10 @@ def _decode(body: _Body) -> Manifest:
         for parameter, *_ in s.segments:
             known = parameter < len(body.parameters)
             _must(known, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
-    known_formats = {name: RULES[body.rule].stored_in(form) for name, form in STATE_FORMATS.items()}
-    found = (rule for rule in known_formats.values() if body.formats in (None, _formats(rule)))
-    rule = next(found, None)
-    if rule is None:
-        allowed = " or ".join(str(_formats(rule)) for rule in known_formats.values())
+    readable = [StateSpec(RULES[body.rule], state_format) for state_format in FORMATS]
+    state = next((state for state in readable if body.formats in (None, _formats(state))), None)
+    if state is None:
+        allowed = " or ".join(str(_formats(state)) for state in readable)
         raise ValueError(f"formats is {_short(body.formats)}; it must be {allowed} in this version")
     _must(
         body.seed is None or len(body.numbers) == len(body.parameters),
@@ -448,15 +448,14 @@ def _decode(body: _Body) -> Manifest:
 
     def subgroup(index: int, s: _Subgroup) -> Subgroup:
         segments = tuple(Segment(*row) for row in s.segments)
-        state_format = rule.state_format if s.state_format is None else s.state_format
-        tensors = stored_tensors(rule.stored_in(state_format), s.dtype)
-        return Subgroup(index, s.group, s.dtype, state_format, tensors, s.numel, segments, s.tile_numel)
+        own = state if s.state_format is None else state.stored_in(FORMATS[s.state_format])
+        return Subgroup(index, s.group, s.dtype, own, s.numel, segments, s.tile_numel)
 
     parameters = tuple(
         Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride, box=p.box)
         for p in body.parameters
     )
-    layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), rule)
+    layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), state)
     # Before anything goes through the tiles one by one: there may be absurdly many.
     count = sum(-(-s.numel // s.tile_numel) * len(s.kept) for s in layout.subgroups)
     _must(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")

@@ -30,10 +30,11 @@ from offload.engine.flights import Flights
 from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
+from offload.formats import Format
 from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
-from offload.rules import Format, UpdateRule
+from offload.rules import UpdateRule
 from offload.tiers import parse_place, tier_error
 from offload.units import format_seconds
 
@@ -319,8 +320,7 @@ class Checkpoint:
         """Note which tiles hold a run of a tensor and what to do with each; return what to do at the end."""
         subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
-        rule = self.rule.stored_in(subgroup.state_format)
-        stored = {plane: numbers[plane] for plane in rule.stored_as(name) if plane in numbers}
+        stored = {plane: numbers[plane] for plane in subgroup.state.format.stored_as(name) if plane in numbers}
         if len(stored) == 1:  # what it is stored in needs nothing else to be read
             (number,) = stored.values()
             form = subgroup.kept[number].format
@@ -339,7 +339,7 @@ class Checkpoint:
         typed = {
             plane: raw[plane].view(stored_dtype(subgroup.kept[number].format)) for plane, number in stored.items()
         }
-        return lambda: stored_in(rule, name, typed, run.first_index).read(run.out)
+        return lambda: stored_in(subgroup.state, name, typed, run.first_index).read(run.out)
 
     def lend(self, address: int, nbytes: int) -> None:
         """See `StateSource.lend`."""

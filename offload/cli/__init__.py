@@ -8,12 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from offload.cli import bench, export, gc, plan, probe, settings, trace, verify
 from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
+
+_COMMANDS = {
+    "train": settings,
+    "probe": probe,
+    "plan": plan,
+    "verify": verify,
+    "export": export,
+    "gc": gc,
+    "trace": trace,
+    "bench": bench,
+}
+"""The module of each: `add_parser` declares its options, `run` runs it and returns the exit status."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,14 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"offload {version('offload')}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    settings.add_parser(commands)
-    probe.add_parser(commands)
-    plan.add_parser(commands)
-    verify.add_parser(commands)
-    export.add_parser(commands)
-    gc.add_parser(commands)
-    trace.add_parser(commands)
-    bench.add_parser(commands)
+    for module in _COMMANDS.values():
+        module.add_parser(commands)
     for command in commands.choices.values():
         command.set_defaults(refuse=command.error)
     return parser
@@ -46,18 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = _parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:  # a subcommand's parser leaves them to the one above, whose help says nothing of its options
-        getattr(arguments, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
-    if arguments.command is None:
-        parser.print_help()
-        return 2
+    arguments = argparse.Namespace(command=None)
     # Idle threads of torch's pool spin by default, which starves the engine's own threads (and whatever else
     # runs here) of cores: forward and backward take twice as long beside one busy thread. Sleeping costs nothing
     # measurable at the size of these operations. Read once, when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        return _COMMANDS[arguments.command](arguments)
+        _, unknown = parser.parse_known_args(argv, arguments)
+        if unknown:  # a subcommand's parser leaves them to the one above, whose help says nothing of its options
+            getattr(arguments, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
+        if arguments.command is None:
+            parser.print_help()
+            return 2
+        return int(_COMMANDS[arguments.command].run(arguments))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has seen enough
         return 141
@@ -73,23 +80,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OffloadError as error:
         print(f"offload {arguments.command}: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | PlanError) else 1
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    checked = settings.TrainSettings.from_arguments(arguments)
-    # Loads torch, which takes seconds: --help and bad values should not wait for it.
-    from offload.cli import train
-
-    return train.run(checked)
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "train": _train,
-    "probe": probe.run,
-    "plan": plan.run,
-    "verify": verify.run,
-    "export": export.run,
-    "gc": gc.run,
-    "trace": trace.run,
-    "bench": bench.run,
-}

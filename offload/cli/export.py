@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.values import parse_output, parse_path
+from offload.cli.progress import Progress
+from offload.cli.values import add_output, add_value, parse_output, parse_path, tell
 from offload.errors import ConfigError
 from offload.units import format_seconds
 
@@ -30,18 +30,11 @@ def add_parser(commands: Any) -> None:
         description="Write the optimizer state of a checkpoint in fp32, streamed: by parameter name, which "
         "`optimizer.import_state` reads back; or, with --for, as torch's own optimizer loads it in a framework.",
     )
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="folder of a checkpoint; with --for what the framework has written: a Trainer's checkpoint-N, "
-        "Lightning's .ckpt, Accelerate's folder",
-    )
-    parser.add_argument(
-        "target",
-        metavar="OUT",
-        help="what to write: a file (safetensors, torch, lightning) or a new folder (distributed, transformers, "
-        "accelerate)",
-    )
+    made = "a Trainer's checkpoint-N, Lightning's .ckpt, Accelerate's folder"
+    what = f"folder of a checkpoint; with --for what the framework has written: {made}"
+    add_value(parser, "CHECKPOINT", parse_path, what)
+    folders = "a new folder (distributed, transformers, accelerate)"
+    add_value(parser, "OUT", parse_path, f"what to write: a file (safetensors, torch, lightning) or {folders}")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="(default: %(default)s)")
     kinds.add_argument(
@@ -52,8 +45,7 @@ def add_parser(commands: Any) -> None:
         "with torch's state in it. Masters of 16-bit weights are left out, as torch's optimizers have none",
     )
     parser.add_argument("--replace", action="store_true", help="replace a file that is there")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_output(parser, "print the outcome as JSON", "no progress")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,49 +58,44 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: The target is there already, or the checkpoint is not the framework's.
         CheckpointError: The checkpoint cannot be read, or the target not written.
     """
-    if arguments.framework is not None:
-        return _run_for(arguments)
     from offload.checkpoint.exchange import export_distributed, export_safetensors
+    from offload.cli.going_back import export_for
 
-    checkpoint, target = parse_path("CHECKPOINT", arguments.checkpoint), parse_path("OUT", arguments.target)
-    makes_folder = arguments.format == "distributed"
+    checkpoint, target, framework = arguments.checkpoint, arguments.out, arguments.framework
+    outcomes: list[Outcome] = []
+    started_s = time.monotonic()
+    with closing(Progress(0, title="export", quiet=arguments.quiet, unit="MiB", after_s=5.0)) as progress:
+
+        def show(doing: str, done: int, whole: int) -> None:
+            progress.show(done >> 20, whole >> 20, doing)
+
+        if framework is not None:
+            if arguments.replace:
+                raise ConfigError("--replace", True, "leave it out: with --for nothing is replaced")
+            outcomes = export_for(framework, checkpoint, target, show)
+        else:
+            _check_target(target, makes_folder=arguments.format == "distributed", replace=arguments.replace)
+            if arguments.format == "distributed":
+                export_distributed(checkpoint, target)
+            else:
+                export_safetensors(checkpoint, target, partial(show, "writing"))
+    seconds = time.monotonic() - started_s
+    about: dict[str, Any] = {"format": arguments.format}
+    if framework is not None:
+        about = {"for": framework, "optimizers": [asdict(outcome) for outcome in outcomes]}
+    said = [f"wrote {target} in {format_seconds(seconds)}", *map(_described, outcomes)]
+    tell(arguments, {"target": target, **about, "seconds": seconds}, "\n".join(said))
+    return 0
+
+
+def _check_target(target: str, *, makes_folder: bool, replace: bool) -> None:
     if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
         raise ConfigError("OUT", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
     if not makes_folder:
         parse_output("OUT", target)
     is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))
-    if not is_free and not arguments.replace:
+    if not is_free and not replace:
         raise ConfigError("OUT", target, "it is there already; give --replace to have it replaced")
-    started_s, progress = time.monotonic(), _Progress(arguments.quiet)
-    if makes_folder:
-        export_distributed(checkpoint, target)
-    else:
-        export_safetensors(checkpoint, target, partial(progress, "writing"))
-    seconds = time.monotonic() - started_s
-    if arguments.json:
-        print(json.dumps({"target": target, "format": arguments.format, "seconds": seconds}))
-    elif not arguments.quiet:
-        print(f"wrote {target} in {format_seconds(seconds)}")
-    return 0
-
-
-def _run_for(arguments: argparse.Namespace) -> int:
-    from offload.cli.going_back import export_for
-
-    if arguments.replace:
-        raise ConfigError("--replace", True, "leave it out: with --for nothing is replaced")
-    checkpoint, target = parse_path("CHECKPOINT", arguments.checkpoint), parse_path("OUT", arguments.target)
-    started_s = time.monotonic()
-    outcomes = export_for(arguments.framework, checkpoint, target, _Progress(arguments.quiet))
-    seconds = time.monotonic() - started_s
-    if arguments.json:
-        about = {"target": target, "for": arguments.framework, "seconds": seconds}
-        print(json.dumps({**about, "optimizers": [asdict(outcome) for outcome in outcomes]}))
-    elif not arguments.quiet:
-        print(f"wrote {target} in {format_seconds(seconds)}")
-        for outcome in outcomes:
-            print(_described(outcome))
-    return 0
 
 
 def _described(outcome: Outcome) -> str:
@@ -119,16 +106,3 @@ def _described(outcome: Outcome) -> str:
     if outcome.has_masters:
         said += "; without masters, which torch's optimizers do not have: 16-bit weights are their rounding"
     return said
-
-
-class _Progress:
-    """Says every few seconds how far it is."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._said_s = time.monotonic()
-
-    def __call__(self, doing: str, done: int, whole: int) -> None:
-        if not self._quiet and time.monotonic() - self._said_s > 5.0:
-            self._said_s = time.monotonic()
-            print(f"export: {doing} {done / max(whole, 1):.0%}", file=sys.stderr, flush=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from offload.cli.values import parse_path
+from offload.cli.values import add_output, add_value, parse_path, tell
 from offload.errors import ConfigError
 from offload.units import format_bytes
 
@@ -20,12 +19,8 @@ def add_parser(commands: Any) -> None:
         "refer to stays, as does what a missing checkpoint may refer to, and everything else there. Nobody can tell "
         "whether a process uses a store in a bucket, so there a store is deleted only if --store names it.",
     )
-    parser.add_argument(
-        "path",
-        nargs="+",
-        metavar="PATH",
-        help="directory or s3://bucket/prefix that was given as a path to train with",
-    )
+    where = "directory or s3://bucket/prefix that was given as a path to train with"
+    add_value(parser, "PATH", parse_path, where, nargs="+")
     parser.add_argument(
         "--store",
         action="append",
@@ -40,8 +35,7 @@ def add_parser(commands: Any) -> None:
         "nothing there says that they were released. They were deleted by hand, never committed, or moved, or "
         "another folder is mounted there; a checkpoint that is still somewhere is lost by this",
     )
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    add_output(parser, "print the outcome as JSON", "print nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from offload.checkpoint.stores import find_stores, remove
 
-    paths = [parse_path("PATH", path) for path in arguments.path]
-    found = [(path, store) for path in paths for store in find_stores(path)]
+    found = [(path, store) for path in arguments.path for store in find_stores(path)]
     if arguments.store is not None:
         names = [store.path.rpartition("/offload-")[2] for _, store in found]
         for name in arguments.store:
@@ -91,11 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
             verdict = "kept: it cannot be deleted, or has no lock file; delete it by hand if nobody uses it"
             failed = True
         rows.append({"path": path, "store": store.path, "bytes": store.nbytes, "verdict": verdict})
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-    elif not arguments.quiet:
-        for row in rows:
-            print(f"{row['store']}  {format_bytes(int(str(row['bytes'])))}  {row['verdict']}")
-        if not rows:
-            print("no stores there")
+    words = [f"{row['store']}  {format_bytes(int(str(row['bytes'])))}  {row['verdict']}" for row in rows]
+    tell(arguments, rows, "\n".join(words) or "no stores there")
     return 1 if failed else 0

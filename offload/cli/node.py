@@ -24,27 +24,11 @@ GPU = "the GPU"
 _COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What a machine has; None where it is not known.
-
-    Attributes:
-        memory_bytes: Host memory.
-        gpus: Number of GPUs.
-    """
-
-    memory_bytes: int | None = None
-    gpus: int | None = None
-
-    @classmethod
-    def of(cls, file: RatesFile) -> Node:
-        """Return what a file of rates says of its machine."""
-        nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
-        gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
-        return cls(parse_bytes("machine.memory_bytes", nbytes) if nbytes is not None else None, gpus)
-
-
-UNKNOWN = Node()
+def node_of(file: RatesFile) -> tuple[int | None, int | None]:
+    """Return the bytes of host memory and the number of GPUs of a machine; None for what its rates do not say."""
+    nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
+    gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
+    return parse_bytes("machine.memory_bytes", nbytes) if nbytes is not None else None, gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +77,11 @@ def use_of(plan: Plan) -> Use:
     return Use(host, gpu)
 
 
-def check_fits(node: Node, ranks: int, use: Use, rates: Rates) -> None:
+def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates) -> None:
     """Refuse a plan that takes more memory than the node has.
 
     Args:
-        node: What there is.
+        node_memory: Bytes of host memory; None if that is not known.
         ranks: How many there are.
         use: What each takes.
         rates: Of one rank; know the size of its GPU.
@@ -105,18 +89,18 @@ def check_fits(node: Node, ranks: int, use: Use, rates: Rates) -> None:
     Raises:
         InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
     """
-    if node.memory_bytes is not None and ranks * use.host_bytes > node.memory_bytes:
+    if node_memory is not None and ranks * use.host_bytes > node_memory:
         raise InfeasiblePlanError(
             f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
             ranks * use.host_bytes,
-            {"the node": node.memory_bytes},
+            {"the node": node_memory},
             "lower --host-memory, or give --node-memory for another node",
         )
-    if use.gpu and 0 < rates.link.memory_bytes < use.gpu_bytes:
+    if 0 < rates.gpu.memory_bytes < use.gpu_bytes:
         raise InfeasiblePlanError(
             f"a rank's GPU memory ({shares(use.gpu)})",
             use.gpu_bytes,
-            {GPU: rates.link.memory_bytes},
+            {GPU: rates.gpu.memory_bytes},
             "lower --gpu-memory, use more ranks on more GPUs, or keep weights in host memory with --weights-on cpu",
         )
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import functools
 import gc
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
+from offload.cli.node import GPU, GRADIENT_BYTES, Use, check_fits, node_of, shares, use_of
 from offload.cli.progress import Progress
-from offload.cli.record import to_json
-from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_output, parse_path, read_values
+from offload.cli.values import (
+    MAX_RANKS,
+    add_output,
+    add_value,
+    in_columns,
+    parse_count,
+    parse_number,
+    parse_output,
+    parse_path,
+    read_values,
+    tell,
+)
 from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
-from offload.protocols import StateFormat
-from offload.rules import RULES, STATE_FORMATS, UpdateRule
+from offload.formats import EXACT, STATE_FORMATS, StateSpec
+from offload.rules import RULES
 from offload.units import DAY_S, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -74,15 +83,14 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--params", metavar="N", help="parameters of the model: 70e9, 70B")
-    model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the directory it lies in")
+    add_value(model, "--params", parse_count, "parameters of the model: 70e9, 70B")
+    add_value(model, "--config", parse_path, "a Hugging Face config.json, or the directory it lies in")
     parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
-    parser.add_argument(
-        "--state-format", choices=tuple(STATE_FORMATS), default="exact", help="how state is stored (default: exact)"
-    )
-    parser.add_argument("--rates", metavar="FILE", help="rates file, or the name of a known machine")
-    parser.add_argument("--ranks", metavar="N", default="1", help="processes that share the node (default: 1)")
-    parser.add_argument("--nodes", metavar="N", default="1", help="such nodes, which share the model (default: 1)")
+    form = "how state is stored (default: exact)"
+    parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), default="exact", help=form)
+    add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine")
+    add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1)", default=1)
+    add_value(parser, "--nodes", _parse_ranks, "such nodes, which share the model (default: 1)", default=1)
     parser.add_argument(
         "--shared-path",
         metavar="N[=SIZE]",
@@ -91,24 +99,7 @@ def add_parser(commands: Any) -> None:
         help="path N (from 0) is one file system for all nodes, which moves SIZE a second each way in all (default: "
         "what the rates say of it); other paths are each node's own",
     )
-    sizes = parser.add_argument_group("budgets of each rank")
-    sizes.add_argument("--host-memory", metavar="SIZE", default="0", help="for state at home there (default: 0)")
-    sizes.add_argument("--gpu-memory", metavar="SIZE", default="0", help="for state at home on the GPU (default: 0)")
-    sizes.add_argument(
-        "--gpu-staging", metavar="SIZE", help="GPU memory through which other state is updated (default: 4 subgroups)"
-    )
-    sizes.add_argument(
-        "--staging-memory", metavar="SIZE", help="that streamed state passes through (default: chosen)"
-    )
-    sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
-    sizes.add_argument("--path-bytes", metavar="SIZE", help="what each path offers to a rank (default: no limit)")
-    sizes.add_argument("--subgroup-numel", metavar="N", help="most elements of a subgroup (default: chosen)")
-    sizes.add_argument(
-        "--placement",
-        metavar="P",
-        default="auto",
-        help='updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)',
-    )
+    _add_budgets(parser.add_argument_group("budgets of each rank"))
     parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
     parser.add_argument(
         "--keep-grads",
@@ -117,22 +108,56 @@ def add_parser(commands: Any) -> None:
         "and under ZeRO, they leave during backward (default: they stay with one rank)",
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
-    node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
-    node.add_argument("--gpus", metavar="N", help="number of GPUs")
+    add_value(node, "--node-memory", parse_bytes, "host memory that all ranks have together")
+    add_value(node, "--gpus", _parse_ranks, "number of GPUs")
     work = parser.add_argument_group("the rest of the iteration")
-    work.add_argument(
-        "--tokens", metavar="N", help="tokens of each rank in an iteration: predicts forward and backward"
-    )
-    work.add_argument("--flops", metavar="F", help="FLOP/s they reach (default: that of the rates)")
+    add_value(work, "--tokens", parse_count, "tokens of each rank in an iteration: predicts forward and backward")
+    reads = partial(parse_number, least=1, most=1e24, what="operations a second")
+    add_value(work, "--flops", reads, "FLOP/s they reach (default: that of the rates)", metavar="F")
     work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
     wear = parser.add_argument_group("wear of the drives")
-    wear.add_argument("--endurance", metavar="SIZE", help="bytes that each drive may be written, by its data sheet")
-    wear.add_argument("--steps-per-day", metavar="N", help="(default: one iteration after the other)")
+    add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet")
+    reads = partial(parse_number, least=1e-3, most=1e9)
+    add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
     parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
-    parser.add_argument("--out", metavar="FILE", help="where the sweep's picture goes (default: no picture)")
-    parser.add_argument(
-        "--json", action="store_true", help="print everything as JSON on stdout, and nothing else there"
-    )
+    add_value(parser, "--out", parse_output, "where the sweep's picture goes (default: no picture)")
+    add_output(parser, "print everything as JSON on stdout, and nothing else there")
+
+
+def _add_budgets(sizes: Any) -> None:
+    add = partial(add_value, sizes)
+    add("--host-memory", parse_bytes, "for state at home there (default: 0)", default=0)
+    add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: 0)", default=0)
+    add("--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)")
+    add("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
+    sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
+    add("--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60)
+    add("--subgroup-numel", parse_count, "most elements of a subgroup (default: chosen)")
+    where = 'updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)'
+    add("--placement", _parse_placement, where, metavar="P", default="auto")
+
+
+def _parse_ranks(field: str, value: str) -> int:
+    return parse_count(field, value, most=MAX_RANKS)
+
+
+def _parse_placement(field: str, value: str) -> str | float:
+    if value in ("auto", "cpu", "gpu"):
+        return value
+    if value.startswith("stride:"):
+        return f"stride:{parse_count(field, value.removeprefix('stride:'))}"
+    return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
+
+
+_SWEEPS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
+    "host_memory": ("host_memory", parse_bytes),
+    "gpu_memory": ("gpu_memory", parse_bytes),
+    "path_count": ("path_count", lambda field, value: value),  # read when the rates are known
+    "subgroup_numel": ("subgroup_numel", parse_count),
+    "gpu_share": ("placement", _parse_placement),
+    "ranks": ("ranks", _parse_ranks),
+}
+"""What may be swept: the field of a `Question`, and how its values are read, as where it is an option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +174,8 @@ class Question:
         rule: Name of the update rule.
         state_format: How its state is stored.
         exact_params: How many of `params` have exact state all the same.
-        node: What the node has.
+        node_memory: Host memory of the node; None if that is not known.
+        gpus: Its GPUs; None likewise.
         places: Directories of the first paths, or what else the rates call them; other paths have only a number.
         warnings: What the reader should know of the rates.
     """
@@ -172,7 +198,8 @@ class Question:
     rule: str = "adam"
     state_format: str = "exact"
     exact_params: int = 0
-    node: Node = UNKNOWN
+    node_memory: int | None = None
+    gpus: int | None = None
     places: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -237,15 +264,9 @@ class Answer:
             found.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
         return found
 
-    @property
-    def written_bytes(self) -> list[int]:
-        """Bytes that each step writes to each path, by all ranks of a node together."""
-        lanes = self.prediction.lane_bytes if self.prediction else {}
-        return [self.question.ranks * lanes.get(f"write:{n}", 0) for n in range(len(self.rates.paths))]
 
-
-@functools.lru_cache(maxsize=4)
-def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
+@lru_cache(maxsize=4)
+def _layout(numel: int, exact_numel: int, subgroup_numel: int, state: StateSpec) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
@@ -254,7 +275,7 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule)
         Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
         Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
     ]
-    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, rule=rule)
+    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, state=state)
 
 
 def _least_subgroup_numel(numel: int) -> int:
@@ -270,19 +291,17 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     if numel > MOST_NUMEL:
         allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
         raise ConfigError("--params", question.params, allowed)
-    rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
+    state = StateSpec(RULES[question.rule], STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel
     if subgroup_numel is None:
-        chosen = choose_subgroup_numel(numel, question.staging_memory, rule)
+        chosen = choose_subgroup_numel(numel, question.staging_memory, state)
         subgroup_numel = max(chosen, _least_subgroup_numel(numel))
     elif subgroup_numel < _least_subgroup_numel(numel):
         allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {_least_subgroup_numel(numel):,} or more")
     exact_numel = math.ceil(question.exact_params / question.all_ranks)
-    layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
-    staging = question.gpu_staging
-    if staging is None:
-        staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
+    layout, rates = _layout(numel, exact_numel, subgroup_numel, state), question.rates
+    staging = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
     return layout, Budgets(
         host_bytes=question.host_memory,
         staging_bytes=question.staging_memory,
@@ -302,13 +321,16 @@ def _rates(question: Question) -> Rates:
     Raises:
         ConfigError: There are more ranks than GPUs, and each is to have one.
     """
-    rates, gpus = question.rates.shared_by(question.ranks), question.node.gpus
-    if rates.gpu is None or gpus is None or question.ranks <= gpus:
+    from offload.plan import NO_GPU
+
+    rates, gpus = question.rates.shared_by(question.ranks), question.gpus
+    if gpus is None or question.ranks <= gpus:
         return rates
     if question.weights_on_gpu or question.gpu_memory or question.placement not in ("auto", "cpu"):
+        rates.gpu.check_used(planned=True)
         allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
         raise ConfigError("--ranks", question.ranks, allowed)
-    return replace(rates, gpu=None)
+    return replace(rates, gpu=NO_GPU)
 
 
 def _plan(question: Question, rates: Rates) -> Plan:
@@ -347,7 +369,7 @@ def ask(
     rates = _rates(question)
     plan = _plan(question, rates)
     use = use_of(plan)
-    check_fits(question.node, question.ranks, use, rates)
+    check_fits(question.node_memory, question.ranks, use, rates)
     cost = estimate(plan, rates)
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     follows = forward_s is not None
@@ -374,7 +396,7 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
-        backward_s = max(backward_s, nbytes / rates.link.d2h_bytes_per_s)
+        backward_s = max(backward_s, nbytes / rates.gpu.d2h_bytes_per_s)
     return forward_s, backward_s
 
 
@@ -410,7 +432,7 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
     for what, question in _changes(answer):
         try:
             saved_s = now_s - ask(question, simulate=False).step_s
-        except InfeasiblePlanError:
+        except (ConfigError, InfeasiblePlanError):  # there is no such memory, or no GPU
             continue
         if saved_s > 0.01 * now_s:
             found.append((what, saved_s))
@@ -421,7 +443,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     from offload.plan import Home
 
     question, rates, use = answer.question, answer.question.rates, answer.use
-    host_room = (question.node.memory_bytes or 1 << 60) // question.ranks - use.host_bytes
+    host_room = (question.node_memory or 1 << 60) // question.ranks - use.host_bytes
     if rates.paths:
         best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
@@ -429,15 +451,11 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
         more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
-    gpu = rates.link
-    if answer.rates.gpu and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
+    gpu = rates.gpu
+    if answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
         more = min(answer.plan.state_bytes, 10 << 30, (gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
         yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
-        faster = replace(
-            gpu,
-            h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s,
-            d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s,
-        )
+        faster = replace(gpu, h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s, d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s)
         yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
     yield "CPU and memory twice as fast", replace(question, rates=cpu)
@@ -446,24 +464,13 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
 # Sweeps
 
 
-def _gpu_share(question: Question, value: str) -> Question:
-    return replace(question, placement=_placement("--sweep gpu_share", value))
-
-
-def _path_count(question: Question, value: str) -> Question:
-    return replace(question, rates=_first_paths(question.rates, "--sweep path_count", value))
-
-
-_SWEEPS: Mapping[str, Callable[[Question, str], Question]] = {
-    "host_memory": lambda question, value: replace(question, host_memory=parse_bytes("--sweep host_memory", value)),
-    "gpu_memory": lambda question, value: replace(question, gpu_memory=parse_bytes("--sweep gpu_memory", value)),
-    "path_count": _path_count,
-    "subgroup_numel": lambda question, value: replace(
-        question, subgroup_numel=parse_count("--sweep subgroup_numel", value)
-    ),
-    "gpu_share": _gpu_share,
-    "ranks": lambda question, value: replace(question, ranks=parse_count("--sweep ranks", value, most=MAX_RANKS)),
-}
+def _changed(question: Question, name: str, value: str) -> Question:
+    """Return a question with one value of a sweep."""
+    field, read = _SWEEPS[name]
+    found = read(f"--sweep {name}", value)
+    if field == "path_count":
+        return replace(question, rates=_first_paths(question.rates, "--sweep path_count", found))
+    return replace(question, **{field: found})
 
 
 def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str, Any]]:
@@ -472,7 +479,7 @@ def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str
     for value in values:
         row: dict[str, Any] = {name: value}
         try:
-            answer = ask(_SWEEPS[name](question, value))
+            answer = ask(_changed(question, name, value))
         except (ConfigError, PlanError) as error:
             row["error"] = str(error)
         else:
@@ -487,16 +494,14 @@ def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str
     return rows
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
+def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: str) -> None:
+    from offload.cli.report import new_figure
+
     try:
-        import matplotlib
+        figure, axes = new_figure(7.0, 4.0)
     except ImportError as cause:
         raise OffloadError("the picture needs matplotlib: pip install matplotlib") from cause
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     drawn = [row for row in rows if "step_s" in row]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     places = range(len(drawn))
     axes.plot(places, [row["step_s"] for row in drawn], "o-", label="step, simulated")
     axes.plot(places, [row["bound_s"] for row in drawn], "_--", color="#888888", label="busiest resource alone")
@@ -510,12 +515,16 @@ def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as cause:  # ValueError: a format that matplotlib does not know
-        raise ConfigError("--out", str(file), f"the picture cannot be written there: {cause}") from cause
-    finally:
-        pyplot.close(figure)
+        raise ConfigError("--out", file, f"the picture cannot be written there: {cause}") from cause
 
 
 # The command
+
+_AS_GIVEN = (
+    *("nodes", "ranks", "host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes", "subgroup_numel"),
+    *("placement", "tokens", "recompute", "rule", "state_format"),
+)
+"""Fields of a `Question` that are options."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -529,22 +538,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.rates is None or (arguments.params is None and arguments.config is None):
         arguments.refuse("give a model, by --params N or --config FILE, and --rates FILE")
-    endurance = steps_per_day = out = None
-    if arguments.endurance is not None:
-        endurance = parse_bytes("--endurance", arguments.endurance)
-    if arguments.steps_per_day is not None:
-        steps_per_day = parse_number("--steps-per-day", arguments.steps_per_day, least=1e-3, most=1e9)
-    if arguments.out is not None:
-        out = parse_output("--out", arguments.out)
-        if arguments.sweep is None:
-            raise ConfigError("--out", out, "a picture is drawn of a --sweep")
+    if arguments.out is not None and arguments.sweep is None:
+        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
     question = _question(arguments)
     if arguments.sweep is not None:
         name, values = _parse_sweep(arguments.sweep)
         rows = sweep(question, name, values)
-        print(to_json({"sweep": name, "rows": rows}, indent=2) if arguments.json else _sweep_table(rows, name))
-        if out is not None:
-            _draw(rows, name, Path(out))
+        tell(arguments, {"sweep": name, "rows": rows}, _sweep_table(rows, name))
+        if arguments.out is not None:
+            _draw(rows, name, arguments.out)
         return 0
     progress = Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)
     collects = gc.isenabled()
@@ -556,12 +558,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise PlanError(f"{error}; {_say_least(question)}") from error
     else:
-        wear = _wear(answer, endurance, steps_per_day)
+        wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
         found = advice(answer)
-        if arguments.json:
-            print(to_json(_as_dict(answer, wear, found), indent=2))
-        else:
-            print(_describe(answer, wear, found))
+        tell(arguments, _as_dict(answer, wear, found), "" if arguments.json else _describe(answer, wear, found))
         return 0
     finally:
         progress.close()
@@ -570,7 +569,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say_least(question: Question) -> str:
-    use, memory_bytes = least(question), question.node.memory_bytes
+    use, memory_bytes = least(question), question.node_memory
     if use is None:
         return "no host_memory would be enough"
     why = "" if question.rates.paths else "these rates have no paths (--rates), so "
@@ -583,70 +582,39 @@ def _say_least(question: Question) -> str:
 def _question(arguments: argparse.Namespace) -> Question:
     from offload.measure import find_rates
 
-    ranks = parse_count("--ranks", arguments.ranks, most=MAX_RANKS)
-    nodes = parse_count("--nodes", arguments.nodes, most=MAX_RANKS)
-    file = find_rates(parse_path("--rates", arguments.rates))
-    rates, node = file.rates, Node.of(file)
-    if arguments.node_memory is not None:
-        node = replace(node, memory_bytes=parse_bytes("--node-memory", arguments.node_memory))
-    if arguments.gpus is not None:
-        node = replace(node, gpus=parse_count("--gpus", arguments.gpus, most=MAX_RANKS))
+    file = find_rates(arguments.rates)
+    rates, (node_memory, gpus) = file.rates, node_of(file)
     if arguments.flops is not None:
-        flops_per_s = parse_number("--flops", arguments.flops, least=1, most=1e24, what="operations a second")
-        rates = replace(rates, compute_flops_per_s=flops_per_s)
+        rates = replace(rates, compute_flops_per_s=arguments.flops)
     named = [text.partition("=")[0].strip() for text in arguments.shared_path]
     if len(set(named)) < len(named):
         raise ConfigError("--shared-path", ", ".join(named), "give each path once")
     for text in arguments.shared_path:
-        rates = with_shared_path(rates, text, nodes)
+        rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, "--path-count", arguments.path_count)
     if arguments.params is not None:
-        params, exact_params = parse_count("--params", arguments.params), 0
+        params, exact_params = arguments.params, 0
     else:
-        params, exact_params = _params_of(parse_path("--config", arguments.config))
+        params, exact_params = _params_of(arguments.config)
     state_format = STATE_FORMATS[arguments.state_format]
-    if state_format is not StateFormat.COMPACT8:
+    if not state_format.shares_scales:
         exact_params = 0
-    numels = {state_format: params - exact_params} | ({StateFormat.EXACT: exact_params} if exact_params else {})
+    numels = {state_format: params - exact_params} | ({EXACT: exact_params} if exact_params else {})
     rates = replace(rates, cpu_bytes_per_s=file.cpu_rate(numels))
-    weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
-    values = {
-        name: parse_bytes(f"--{name.replace('_', '-')}", value)
-        for name in ("host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes")
-        if (value := getattr(arguments, name)) is not None
-    }
-    counts = {
-        name: parse_count(f"--{name.replace('_', '-')}", value)
-        for name in ("tokens", "subgroup_numel")
-        if (value := getattr(arguments, name)) is not None
-    }
+    weights_on = arguments.weights_on or rates.gpu.weights_on
     return Question(
         params=params,
         rates=rates,
-        nodes=nodes,
-        ranks=ranks,
-        placement=_placement("--placement", arguments.placement),
         weights_on_gpu=weights_on == "gpu",
-        keep_grads=nodes * ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
-        recompute=arguments.recompute,
-        rule=arguments.rule,
-        state_format=arguments.state_format,
+        keep_grads=arguments.nodes * arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         exact_params=exact_params,
-        node=node,
+        node_memory=node_memory if arguments.node_memory is None else arguments.node_memory,
+        gpus=gpus if arguments.gpus is None else arguments.gpus,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         warnings=tuple(filter(None, [file.guesses(numels)])),
-        **values,
-        **counts,
+        **{name: getattr(arguments, name) for name in _AS_GIVEN},
     )
-
-
-def _placement(field: str, value: str) -> str | float:
-    if value in ("auto", "cpu", "gpu"):
-        return value
-    if value.startswith("stride:"):
-        return f"stride:{parse_count(field, value.removeprefix('stride:'))}"
-    return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
 
 
 def _first_paths(rates: Rates, field: str, value: str) -> Rates:
@@ -748,11 +716,13 @@ def _at_most(count: int) -> Iterator[None]:
 
 
 def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
-    """Return what each path is written per step and, where its endurance is known, the days until it is used up."""
+    """Return what a node writes to each path per step and, where its endurance is known, the days that it lasts."""
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     found = []
-    for written in answer.written_bytes:
+    lanes = answer.prediction.lane_bytes if answer.prediction else {}
+    for number in range(len(answer.rates.paths)):
+        written = answer.question.ranks * lanes.get(f"write:{number}", 0)
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)
@@ -791,8 +761,8 @@ def _as_dict(
             "gpu_memory_bytes": dict(answer.use.gpu),
         },
         "node": {
-            "memory_bytes": answer.question.node.memory_bytes,
-            "gpus": answer.question.node.gpus,
+            "memory_bytes": answer.question.node_memory,
+            "gpus": answer.question.gpus,
             "used_bytes": answer.question.ranks * answer.use.host_bytes,
         },
         "forward_s": answer.forward_s,
@@ -860,12 +830,12 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
 def _node_lines(answer: Answer) -> list[str]:
     """Return what all ranks take of their node, and the least that they could."""
     question, use = answer.question, answer.use
-    memory_bytes = question.node.memory_bytes
+    memory_bytes = question.node_memory
     of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
     taken = f"{format_bytes(question.ranks * use.host_bytes)}{of_node}"
     lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
-    if use.gpu:
-        size = question.rates.link.memory_bytes
+    if use.gpu_bytes:
+        size = question.rates.gpu.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""
         lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}; activations come on top")
     fewest = least(question)
@@ -876,14 +846,11 @@ def _node_lines(answer: Answer) -> list[str]:
 
 
 def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    width = max(len(name), *(len(str(row[name])) for row in rows))
-    lines = [f"{name:>{width}}  {'step':>10}  {'bound':>10}  bound by   on the GPU"]
+    cells = [(name, "step", "bound", "on the GPU", "bound by")]
     for row in rows:
         if "error" in row:
-            lines.append(f"{row[name]:>{width}}  {row['error']}")
-            continue
-        step, bound = format_seconds(row["step_s"]), format_seconds(row["bound_s"])
-        lines.append(
-            f"{row[name]:>{width}}  {step:>10}  {bound:>10}  {row['bound_by']:<9}  {row['updated_on_gpu']:.0%}"
-        )
-    return "\n".join(lines)
+            cells.append((row[name], "", "", "", row["error"]))
+        else:
+            step, bound = format_seconds(row["step_s"]), format_seconds(row["bound_s"])
+            cells.append((row[name], step, bound, f"{row['updated_on_gpu']:.0%}", row["bound_by"]))
+    return in_columns(cells, right=range(4))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.progress import Progress
-from offload.cli.record import to_json
-from offload.cli.values import parse_number, parse_output, parse_path
+from offload.cli.values import add_output, add_value, in_columns, parse_number, parse_output, parse_path, tell
 from offload.errors import ConfigError
 from offload.units import DAY_S, format_bytes, format_seconds
 
@@ -38,17 +38,12 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--paths", metavar="DIR", nargs="+", action="extend", default=[], help="paths to measure, beside each update"
-    )
-    parser.add_argument("--out", metavar="FILE", help="rates file to write (default: this machine's, below ~/.cache)")
-    parser.add_argument(
-        "--seconds", metavar="S", default="20", help="about how long to measure (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the file's content on stdout, and nothing else there"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress and no table")
+    where = "paths to measure, beside each update"
+    add_value(parser, "--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
+    add_value(parser, "--out", parse_output, "rates file to write (default: this machine's, below ~/.cache)")
+    reads = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")
+    add_value(parser, "--seconds", reads, "about how long to measure (default: 20)", metavar="S", default=20.0)
+    add_output(parser, "print the file's content on stdout, and nothing else there", "no progress and no table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,25 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OffloadError: A value cannot be used, a path failed, or the file cannot be written.
     """
-    seconds = parse_number("--seconds", arguments.seconds, least=0.01, most=DAY_S, what="seconds,")
-    paths = [parse_path("--paths", path) for path in arguments.paths]
-    out = None if arguments.out is None else parse_output("--out", arguments.out)
     # Loads native code and numpy: bad values should not wait for it.
     from offload.measure import default_rates_file, full_probe, save_rates
 
-    file = Path(out) if out is not None else default_rates_file()
-    _check_writable(file, makes_folder=out is None)
-    progress = Progress(1, title="probe", quiet=arguments.quiet, unit="run")
-    try:
-        found = full_probe(paths, seconds=seconds, report=progress.show)
-    finally:
-        progress.close()
+    file = Path(arguments.out) if arguments.out is not None else default_rates_file()
+    _check_writable(file, makes_folder=arguments.out is None)
+    with closing(Progress(1, title="probe", quiet=arguments.quiet, unit="run")) as progress:
+        found = full_probe(arguments.paths, seconds=arguments.seconds, report=progress.show)
     save_rates(file, found)
-    if arguments.json:
-        print(to_json(found.to_dict(), indent=2))
-    elif not arguments.quiet:
-        print(describe(found))
-        print(f"written to {file}")
+    tell(arguments, found.to_dict(), f"{describe(found)}\nwritten to {file}")
     for warning in found.warnings:
         print(f"offload probe: warning: {warning}", file=sys.stderr)
     return 0
@@ -101,21 +86,18 @@ def describe(found: RatesFile) -> str:
         f"{machine['gpu'] or 'no GPU'}"
     ]
     lines += [f"path {number}: {facts['path']} ({facts['io']})" for number, facts in enumerate(found.paths)]
-    lines += _table(found.measurements)
+    rows = [
+        (f"  {name}", _value(each), f"{each.runs} runs, {each.spread:.0%} apart")
+        for name, each in found.measurements.items()
+    ]
+    lines.append(in_columns(rows, right=[1]))
     lines.append(f"host memory gives {format_bytes(found.rates.memory_bytes_per_s)}/s")
     for number, path in enumerate(found.rates.paths):
         lines.append(f"path {number} takes {path.memory_cost:.2g} bytes of that from updates for each byte moved")
-    if found.rates.gpu is not None:
-        lines.append(f"GPU copies take {found.rates.gpu.memory_cost:.2g} bytes of that for each byte moved")
+    for lane, (_, cost) in found.rates.gpu.lanes.items():
+        if lane == "h2d":  # and the other way as much
+            lines.append(f"GPU copies take {cost:.2g} bytes of that for each byte moved")
     return "\n".join(lines)
-
-
-def _table(measurements: Mapping[str, Measurement]) -> list[str]:
-    width = max(len(name) for name in measurements)
-    return [
-        f"  {name:<{width}}  {_value(each):>12}  {each.runs} runs, {each.spread:.0%} apart"
-        for name, each in measurements.items()
-    ]
 
 
 def _value(measurement: Measurement) -> str:

@@ -1,64 +1,32 @@
-"""What a run leaves behind: one record a step, and the summary made of them."""
+"""What a run leaves behind: a row a step, the summary made of them, and the comparison with a run in memory."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from offload.engine.timeline import Interval
 from offload.units import format_seconds
+
+if TYPE_CHECKING:
+    import torch
 
 LAST_STEPS = 20
 """Steps over which the final loss is averaged: a single batch is too noisy to compare runs by."""
 
-TIMELINE_NAME = "timeline.json"
+OPTIMIZERS = "optimizer/"
+"""What the names of the optimizer's own metrics begin with in a row."""
 
-Interval = tuple[str, str, float, float, int]
-"""One operation of a step's timeline: lane, label, started_s, finished_s, nbytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step, counted from 1.
-
-    Attributes:
-        norm: Norm of the gradients before clipping; NaN if nobody asked for it.
-        tokens_per_s: Of the whole iteration.
-        forward_s: All micro-steps' forward passes; `backward_s` likewise.
-        step_s: Clipping, the optimizer's step and `zero_grad`, as the training loop sees them.
-        metrics: `optimizer.metrics()` after the step.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    norm: float
-    tokens_per_s: float
-    forward_s: float
-    backward_s: float
-    step_s: float
-    metrics: Mapping[str, Any]
-
-    @property
-    def iteration_s(self) -> float:
-        """Forward, backward and step."""
-        return self.forward_s + self.backward_s + self.step_s
-
-    def in_short(self) -> str:
-        """Return what to watch while a run goes on."""
-        return (
-            f"loss {self.loss:.3f}, {self.tokens_per_s:,.0f} tokens/s, forward {format_seconds(self.forward_s)}, "
-            f"backward {format_seconds(self.backward_s)}, step {format_seconds(self.step_s)}"
-        )
-
-    def as_line(self) -> str:
-        """Return the record as one line of JSON; the optimizer's own metrics begin with `optimizer/`."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "metrics"}
-        return to_json(own | {f"optimizer/{name}": value for name, value in self.metrics.items()})
+_OWN = ("tokens_per_s", "forward_s", "backward_s", "step_s", "iteration_s")
+_METRICS = {
+    "optimizer_step_s": "step_s",
+    **{name: name for name in ("predicted_step_s", "predicted_iteration_s", "waited_s", "state_bytes")},
+    **{name: name for name in ("resident_bytes", "resident_share", "streamed_bytes")},
+}
+"""By its name in the summary, each of the optimizer's metrics that it has the median of."""
 
 
 @dataclass(slots=True)
@@ -66,65 +34,61 @@ class RunRecord:
     """All steps of one run, as far as it got.
 
     Attributes:
-        steps: In order.
+        rows: One for each step. `step`: its number, from 1; `loss`, `lr`; `norm`: of the gradients before clipping,
+            NaN if nobody asked for it; `forward_s` and `backward_s`: of all micro-steps; `step_s`: clipping, the
+            optimizer's step and `zero_grad`, as the training loop sees them; `iteration_s` and `tokens_per_s`: of
+            all; and, behind `OPTIMIZERS`, what `optimizer.metrics()` says after the step.
         timeline: Of the last step.
-        plan: The optimizer's plan, as it prints itself.
         seconds: From building the model to closing the optimizer.
     """
 
-    steps: list[StepRecord] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[Interval] = field(default_factory=list)
-    plan: str = ""
     seconds: float = 0.0
 
     @property
     def losses(self) -> list[float]:
         """The loss of each step."""
-        return [record.loss for record in self.steps]
+        return [row["loss"] for row in self.rows]
 
     def summary(self) -> dict[str, Any]:
         """Return medians and totals; the first step is left out of the medians where there are others."""
-        if not self.steps:
+        if not self.rows:
             return {"steps": 0, "seconds": self.seconds}
-        warm = self.steps[1:] or self.steps
+        warm = self.rows[1:] or self.rows
 
         def metric(name: str) -> float | None:
-            values = [record.metrics[name] for record in warm if record.metrics.get(name) is not None]
+            values = [row[name] for row in warm if row.get(name) is not None]
             return statistics.median(values) if values else None
 
+        def numbered(kind: str, ending: str) -> list[str]:
+            parts = [name.removeprefix(OPTIMIZERS).split("/") for name in warm[-1]]
+            return list(dict.fromkeys(part[1] for part in parts if part[0] == kind and part[-1].endswith(ending)))
+
+        lanes = {lane: f"{OPTIMIZERS}lane/{lane}/" for lane in numbered("lane", "predicted_s")}
+        paths = [f"{OPTIMIZERS}path/{number}/" for number in sorted(numbered("path", ""), key=int)]
         losses = self.losses
         last = losses[-LAST_STEPS:]
         return {
-            "steps": len(self.steps),
+            "steps": len(self.rows),
             "seconds": self.seconds,
             "first_loss": losses[0],
             "final_loss": sum(last) / len(last),
             "final_loss_steps": len(last),
-            "tokens_per_s": statistics.median(record.tokens_per_s for record in warm),
-            "forward_s": statistics.median(record.forward_s for record in warm),
-            "backward_s": statistics.median(record.backward_s for record in warm),
-            "step_s": statistics.median(record.step_s for record in warm),
-            "optimizer_step_s": metric("step_s"),
-            "predicted_step_s": metric("predicted_step_s"),
-            "iteration_s": statistics.median(record.iteration_s for record in warm),
-            "predicted_iteration_s": metric("predicted_iteration_s"),
-            "waited_s": metric("waited_s"),
-            "state_bytes": metric("state_bytes"),
-            "resident_bytes": metric("resident_bytes"),
-            "resident_share": metric("resident_share"),
-            "streamed_bytes": metric("streamed_bytes"),
+            **{name: metric(name) for name in _OWN},
+            **{name: metric(OPTIMIZERS + theirs) for name, theirs in _METRICS.items()},
             "lanes": {
-                lane: {
-                    "predicted_s": metric(f"lane/{lane}/predicted_s"),
-                    "measured_s": metric(f"lane/{lane}/busy_s"),
-                }
-                for lane in _predicted_lanes(warm[-1].metrics)
+                lane: {"predicted_s": metric(f"{of}predicted_s"), "measured_s": metric(f"{of}busy_s")}
+                for lane, of in lanes.items()
             },
-            "path_bytes": [
-                {"read_bytes": metric(f"path/{index}/read_bytes"), "write_bytes": metric(f"path/{index}/write_bytes")}
-                for index in range(_path_count(warm[-1].metrics))
-            ],
+            "path_bytes": [{way: metric(of + way) for way in ("read_bytes", "write_bytes")} for of in paths],
         }
+
+
+def in_short(row: Mapping[str, Any]) -> str:
+    """Return what to watch of a step while a run goes on."""
+    seconds = ", ".join(f"{name} {format_seconds(row[f'{name}_s'])}" for name in ("forward", "backward", "step"))
+    return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s, {seconds}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +96,47 @@ class Comparison:
     """Whether two runs computed the same, bit for bit.
 
     Attributes:
+        identical: Whether nothing at all differs.
         numel: Weights compared.
         different_numel: Weights whose bits differ.
         first_different: The first parameter that has any, by name.
-        losses_identical: Whether each step's loss was the same.
+        losses_identical: Whether each step's loss was the same, NaN being the same as NaN.
         finite: Whether all losses were finite; equality means little if not.
     """
 
+    identical: bool
     numel: int
     different_numel: int
     first_different: str | None
     losses_identical: bool
     finite: bool
 
-    @property
-    def identical(self) -> bool:
-        """Whether nothing at all differs."""
-        return self.different_numel == 0 and self.losses_identical
+    @classmethod
+    def of(
+        cls,
+        ours: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+        our_losses: Sequence[float],
+        their_losses: Sequence[float],
+    ) -> Comparison:
+        """Compare weights, by name, and losses of two runs."""
+        import numpy as np
+        import torch
+
+        different = {}
+        for name, weight in ours.items():
+            bits = torch.int16 if weight.element_size() == 2 else torch.int32
+            # As integers: as numbers, NaN would differ from itself and -0.0 would equal 0.0.
+            different[name] = int((weight.view(bits) != theirs[name].view(bits)).sum())
+        losses_identical = np.array_equal(our_losses, their_losses, equal_nan=True)
+        return cls(
+            identical=losses_identical and not any(different.values()),
+            numel=sum(weight.numel() for weight in ours.values()),
+            different_numel=sum(different.values()),
+            first_different=next((name for name, numel in different.items() if numel), None),
+            losses_identical=losses_identical,
+            finite=all(map(math.isfinite, our_losses)),
+        )
 
     def verdict(self) -> str:
         """Return the outcome in one sentence."""
@@ -164,44 +152,3 @@ class Comparison:
             f"DIFFERENT: {self.different_numel:,} of {self.numel:,} weights differ between memory and "
             f"offloaded, first in {self.first_different}; {losses}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the outcome for the summary."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"identical": self.identical} | fields
-
-
-def same_losses(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Return whether two runs have the same losses, NaN being the same as NaN."""
-    return len(ours) == len(theirs) and all(
-        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON that every parser reads: a number that is not finite becomes null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file as UTF-8, whatever the locale."""
-    path.write_text(text, encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _path_count(names: Iterable[str]) -> int:
-    indices = [int(name.split("/")[1]) for name in names if name.startswith("path/")]
-    return max(indices, default=-1) + 1
-
-
-def _predicted_lanes(names: Iterable[str]) -> list[str]:
-    return [name.split("/")[1] for name in names if name.startswith("lane/") and name.endswith("/predicted_s")]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.record import LAST_STEPS, Interval
-from offload.engine.timeline import lane_order, tracks
+from offload.cli.record import LAST_STEPS
+from offload.cli.values import in_columns
+from offload.engine.timeline import Interval, covered_s, lane_order, tracks
 from offload.units import format_apart, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -30,91 +31,67 @@ _LIGHT = "#bbbbbb"
 
 def table(summary: Mapping[str, Any]) -> str:
     """Return what a run came to, as aligned lines of text."""
-    rows: list[tuple[str, str]] = []
-    if summary["steps"]:
-        rows = list(_rows(summary))
+    rows = list(_rows(summary)) if summary["steps"] else []
     if summary["verdict"]:
         rows.append(("comparison", summary["verdict"]))
     if summary["steps"]:
         rows.append(("results", summary["output"]))
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return in_columns(rows)
 
 
-def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     def seconds(name: str) -> str:
         return "unknown" if summary[name] is None else format_seconds(summary[name])
 
-    rows = [
-        ("steps", f"{summary['steps']} in {format_seconds(summary['seconds'])}"),
-        (
-            "loss",
-            f"{summary['first_loss']:.3f} at first, {summary['final_loss']:.3f} over the last "
-            f"{summary['final_loss_steps']} steps; single bytes alone {summary['text']['byte_entropy']:.3f}",
-        ),
-        ("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s (median)"),
-        ("forward", f"{seconds('forward_s')} (median)"),
-        ("backward", f"{seconds('backward_s')} (median)"),
-        ("step", f"{seconds('step_s')} (median; clipping and zero_grad included)"),
-    ]
+    yield "steps", f"{summary['steps']} in {seconds('seconds')}"
+    first, final, entropy = summary["first_loss"], summary["final_loss"], summary["text"]["byte_entropy"]
+    last = f"{final:.3f} over the last {summary['final_loss_steps']} steps"
+    yield "loss", f"{first:.3f} at first, {last}; single bytes alone {entropy:.3f}"
+    yield "throughput", f"{summary['tokens_per_s']:,.0f} tokens/s (median)"
+    yield "forward", f"{seconds('forward_s')} (median)"
+    yield "backward", f"{seconds('backward_s')} (median)"
+    yield "step", f"{seconds('step_s')} (median; clipping and zero_grad included)"
+    what, predicted, measured = "the step alone", "predicted_step_s", "optimizer_step_s"
     if summary["predicted_iteration_s"]:  # the step is hidden in forward or backward
-        rows.append(("waited", f"{seconds('waited_s')} for the step, in it and after it (median)"))
-        what, predicted, measured = "an iteration", summary["predicted_iteration_s"], summary["iteration_s"]
-    else:
-        what, predicted, measured = "the step alone", summary["predicted_step_s"], summary["optimizer_step_s"]
-    if predicted and measured:
-        rows.append(
-            (
-                "prediction",
-                f"{format_seconds(predicted)} for {what}, measured {format_seconds(measured)}"
-                f"{format_apart(predicted, measured)}",
-            )
-        )
-    rows += _lane_rows(summary["lanes"])
+        yield "waited", f"{seconds('waited_s')} for the step, in it and after it (median)"
+        what, predicted, measured = "an iteration", "predicted_iteration_s", "iteration_s"
+    if summary[predicted] and summary[measured]:
+        apart = format_apart(summary[predicted], summary[measured])
+        yield "prediction", f"{seconds(predicted)} for {what}, measured {seconds(measured)}{apart}"
+    yield from _lane_rows(summary["lanes"])
     if summary["state_bytes"]:
-        rows.append(
-            (
-                "state",
-                f"{format_bytes(summary['state_bytes'])}, {summary['resident_share']:.0%} resident in memory, "
-                f"{format_bytes(summary['streamed_bytes'])} streamed",
-            )
-        )
+        state, streamed = format_bytes(summary["state_bytes"]), format_bytes(summary["streamed_bytes"])
+        yield "state", f"{state}, {summary['resident_share']:.0%} resident in memory, {streamed} streamed"
     for index, path in enumerate(summary["paths"]):
-        rows.append(
-            (
-                f"path {index}",
-                f"{format_bytes(path['read_bytes'] or 0)} read, {format_bytes(path['write_bytes'] or 0)} written "
-                f"a step; {path['path']}",
-            )
-        )
+        read, written = (format_bytes(path[way] or 0) for way in ("read_bytes", "write_bytes"))
+        yield f"path {index}", f"{read} read, {written} written a step; {path['path']}"
     if summary["in_memory"]:
-        rows.append(("in memory", f"step {format_seconds(summary['in_memory']['step_s'])} (median), same loop"))
-    return rows
+        yield "in memory", f"step {format_seconds(summary['in_memory']['step_s'])} (median), same loop"
 
 
-def _lane_rows(lanes: Mapping[str, Mapping[str, float | None]]) -> list[tuple[str, str]]:
-    """Return each lane's predicted and measured seconds (medians), and which are furthest apart."""
-    rows = []
+def _lane_rows(lanes: Mapping[str, Mapping[str, float | None]]) -> Iterator[tuple[str, str]]:
+    """Yield each lane's predicted and measured seconds (medians), and which are furthest apart."""
     apart_s = {}
     for lane in sorted(lanes, key=lane_order):
         predicted, measured = lanes[lane]["predicted_s"], lanes[lane]["measured_s"]
         if predicted is not None and measured is not None and (predicted or measured):
             apart_s[lane] = measured - predicted
             apart = format_apart(predicted, measured)
-            text = f"{format_seconds(predicted)} predicted, {format_seconds(measured)} measured{apart}"
-            rows.append((_lane_title(lane), text))
+            yield (
+                _lane_title(lane),
+                f"{format_seconds(predicted)} predicted, {format_seconds(measured)} measured{apart}",
+            )
     if apart_s:
         furthest = max(apart_s, key=lambda lane: abs(apart_s[lane]))
         how = "longer" if apart_s[furthest] > 0 else "shorter"
-        rows.append(("furthest off", f"{_lane_title(furthest)}, {format_seconds(abs(apart_s[furthest]))} {how}"))
-    return rows
+        yield "furthest off", f"{_lane_title(furthest)}, {format_seconds(abs(apart_s[furthest]))} {how}"
 
 
 def draw_losses(path: Path, losses: Sequence[float], byte_entropy: float) -> None:
     """Draw the loss over the steps, raw and averaged, beside what needs no context."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _figure(8.0, 4.5)
+    figure, axes = new_figure(8.0, 4.5)
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color=_LIGHT, linewidth=1, label="each step")
     means = [sum(part) / len(part) for part in (losses[max(0, end - LAST_STEPS) : end] for end in steps)]
@@ -125,7 +102,7 @@ def draw_losses(path: Path, losses: Sequence[float], byte_entropy: float) -> Non
     axes.set_ylabel("cross-entropy (nats a byte)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
-    _save(figure, path)
+    figure.savefig(path, dpi=140)
 
 
 def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *, step: int) -> None:
@@ -137,17 +114,16 @@ def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *
         paths: What the path numbers in the lanes' names stand for.
         step: Number of the step, for the title.
     """
-    lanes = sorted({interval[0] for interval in timeline}, key=lane_order)
-    figure, axes = _figure(10.0, 1.9 + 0.62 * max(1, len(lanes)) + 0.2 * len(paths))
-    start_s = min((interval[2] for interval in timeline), default=0.0)
-    span_s = max((interval[3] for interval in timeline), default=0.0) - start_s or 1e-6
+    lanes = sorted({interval.lane for interval in timeline}, key=lane_order)
+    figure, axes = new_figure(10.0, 1.9 + 0.62 * max(1, len(lanes)) + 0.2 * len(paths))
+    start_s = min((interval.started_s for interval in timeline), default=0.0)
+    span_s = max((interval.finished_s for interval in timeline), default=0.0) - start_s or 1e-6
     unit, factor = ("s", 1.0) if span_s >= 10 else ("ms", 1e3) if span_s >= 10e-3 else ("µs", 1e6)
+    in_row = axes.get_yaxis_transform()  # x: a share of the width; y: a lane's row
     for row, lane in enumerate(lanes):
-        intervals = sorted((interval for interval in timeline if interval[0] == lane), key=lambda item: item[2:4])
+        intervals = sorted((interval for interval in timeline if interval.lane == lane), key=lambda item: item[2:4])
         _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, factor=factor)
-        axes.text(
-            1.01, row, _lane_figures(intervals, span_s), transform=_row_transform(axes), va="center", fontsize=8
-        )
+        axes.text(1.01, row, _lane_figures(intervals, span_s), transform=in_row, va="center", fontsize=8)
     axes.set_yticks(range(len(lanes)), [_lane_title(lane) for lane in lanes], parse_math=False)
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     axes.set_xlim(0, span_s * factor * 1.01)
@@ -158,9 +134,9 @@ def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *
     axes.set_axisbelow(True)
     if not timeline:
         axes.text(0.5, 0.5, "no operations", transform=axes.transAxes, ha="center", va="center")
-    names = [f"path {index}: {_shortened(name, 110)}" for index, name in enumerate(paths)]
+    names = (f"path {index}: {name if len(name) <= 110 else '…' + name[-109:]}" for index, name in enumerate(paths))
     figure.supxlabel("\n".join(names), fontsize=8, color="#555555", x=0.01, ha="left", parse_math=False)
-    _save(figure, path)
+    figure.savefig(path, dpi=140)
 
 
 def _draw_lane(
@@ -172,9 +148,9 @@ def _draw_lane(
     used = tracks(intervals)
     depth = max(used, default=0) + 1
     height = 0.76 / depth
-    colour = _LANE_COLOURS.get(intervals[0][0].split(":")[0], "#888888")
+    colour = _LANE_COLOURS.get(intervals[0].lane.split(":")[0], "#888888")
     bars = []
-    for number, ((_, label, began_s, ended_s, _), track) in enumerate(zip(intervals, used, strict=True)):
+    for number, ((_, label, began_s, ended_s, *_), track) in enumerate(zip(intervals, used, strict=True)):
         left, right = (began_s - start_s) * factor, (ended_s - start_s) * factor
         top = row - 0.38 + height * track
         bars.append([(left, top), (right, top), (right, top + height), (left, top + height)])
@@ -190,14 +166,9 @@ def _draw_lane(
 
 def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
     """Return a lane's bytes, its rate while busy, and the share of the step that it was busy for."""
-    busy_s = 0.0
-    covered_until_s = float("-inf")
-    for _, _, began_s, ended_s, _ in intervals:
-        busy_s += max(0.0, ended_s - max(began_s, covered_until_s))
-        covered_until_s = max(covered_until_s, ended_s)
-    nbytes = sum(interval[4] for interval in intervals)
-    moved = f"{format_bytes(nbytes)} at {format_bytes(nbytes / busy_s)}/s" if nbytes and busy_s else ""
-    return "\n".join(part for part in (moved, f"busy {busy_s / span_s:.0%}") if part)
+    busy_s, nbytes = covered_s(intervals), sum(interval.nbytes for interval in intervals)
+    moved = f"{format_bytes(nbytes)} at {format_bytes(nbytes / busy_s)}/s\n" if nbytes and busy_s else ""
+    return f"{moved}busy {busy_s / span_s:.0%}"
 
 
 def _lane_title(lane: str) -> str:
@@ -205,16 +176,8 @@ def _lane_title(lane: str) -> str:
     return f"{kind} path {index}" if index else _LANE_TITLES.get(lane, lane)
 
 
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else "…" + text[1 - length :]
-
-
-def _row_transform(axes: Axes) -> Any:
-    """Return coordinates that are a share of the width in x, and a lane's row in y."""
-    return axes.get_yaxis_transform()
-
-
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure of so many inches, and its axes."""
     # Not pyplot: it would keep figures in a global list and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -224,7 +187,3 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=140)

@@ -49,37 +49,13 @@ class Text:
         return -math.fsum(share * math.log(share) for share in shares)
 
 
-class Batches:
-    """An endless, seeded sequence of random windows of a text.
+def draw_windows(values: torch.Tensor, generator: torch.Generator, *, batch: int, seq: int) -> torch.Tensor:
+    """Return random windows of a text: int64 of shape (batch, seq + 1), each input followed by its target.
 
-    Has a generator of its own, so that what else draws random numbers does not change the batches.
+    The generator is theirs alone, so that what else draws random numbers does not change them.
     """
-
-    def __init__(self, text: Text, *, batch: int, seq: int, seed: int) -> None:
-        self._values = text.values
-        self._batch = batch
-        self._seq = seq
-        self._generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def state(self) -> torch.Tensor:
-        """Where the sequence has got to; set it to go on from there."""
-        return self._generator.get_state()
-
-    @state.setter
-    def state(self, value: torch.Tensor) -> None:
-        self._generator.set_state(value)
-
-    def __next__(self) -> torch.Tensor:
-        """Return the next windows: int64 of shape (batch, seq + 1), each input followed by its target."""
-        starts = torch.randint(
-            len(self._values) - self._seq,
-            (self._batch,),
-            generator=self._generator,
-            dtype=torch.int64,
-            device="cpu",
-        )
-        return torch.stack([self._values[start : start + self._seq + 1] for start in starts.tolist()]).long()
+    starts = torch.randint(len(values) - seq, (batch,), generator=generator, dtype=torch.int64, device="cpu")
+    return values.unfold(0, seq + 1, 1)[starts].long()
 
 
 def load_text(data: str | None, *, min_bytes: int) -> Text:
@@ -95,33 +71,22 @@ def load_text(data: str | None, *, min_bytes: int) -> Text:
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        text = _read(f"Python's standard library ({root})", _standard_library(root))
+        inside = (path for path in _files_below(root) if _NOT_STDLIB.isdisjoint(path.relative_to(root).parts))
+        text = _read(f"Python's standard library ({root})", (path for path in inside if path.suffix == ".py"))
+    elif os.path.isfile(data):
+        text = _read(data, [Path(data)])
+        if not text.files:
+            raise ConfigError("--data", data, "it cannot be read as text; give a text file or a folder of them")
+    elif os.path.isdir(data):
+        text = _read(data, _files_below(Path(data)))
     else:
-        path = Path(data)
-        if path.is_file():
-            text = _read(str(path), [path])
-            if not text.files:
-                raise ConfigError("--data", data, "it cannot be read as text; give a text file or a folder of them")
-        elif path.is_dir():
-            text = _read(str(path), _files_below(path))
-        else:
-            raise ConfigError("--data", data, "there is no such file or folder")
+        raise ConfigError("--data", data, "there is no such file or folder")
     if not text.files:
         raise ConfigError("--data", data, "there is no readable text file in this folder")
     if len(text.values) < min_bytes:
-        raise ConfigError(
-            "--data",
-            data or text.source,
-            f"it has {len(text.values)} bytes of text and at least {min_bytes} are needed; "
-            "give more text or a shorter --seq",
-        )
+        allowed = f"it has {len(text.values)} bytes of text and at least {min_bytes} are needed; "
+        raise ConfigError("--data", data or text.source, f"{allowed}give more text or a shorter --seq")
     return text
-
-
-def _standard_library(root: Path) -> Iterator[Path]:
-    for path in _files_below(root):
-        if path.suffix == ".py" and _NOT_STDLIB.isdisjoint(path.relative_to(root).parts):
-            yield path
 
 
 def _files_below(root: Path) -> Iterator[Path]:
@@ -139,19 +104,17 @@ def _read(source: str, paths: Iterable[Path]) -> Text:
     content = bytearray()
     files = 0
     for path in paths:
-        room = TEXT_MAX_BYTES - len(content)
-        if room <= 0:
+        if len(content) >= TEXT_MAX_BYTES:
             break
-        piece = _read_if_text(path, room)
-        if piece:
+        if piece := _read_if_text(path, TEXT_MAX_BYTES - len(content)):
             content += piece
-            if not piece.endswith(b"\n"):
-                content += b"\n"
+            content += b"" if piece.endswith(b"\n") else b"\n"
             files += 1
     # torch.frombuffer refuses an empty buffer.
-    if not content:
-        return Text(source, files, torch.empty(0, dtype=torch.uint8, device="cpu"))
-    return Text(source, files, torch.frombuffer(content, dtype=torch.uint8))
+    values = (
+        torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    return Text(source, files, values)
 
 
 def _read_if_text(path: Path, max_bytes: int) -> bytes:
@@ -161,11 +124,8 @@ def _read_if_text(path: Path, max_bytes: int) -> bytes:
         with open(path, "rb", opener=partial(open_regular, follow=True)) as file:
             nbytes = min(max_bytes, os.fstat(file.fileno()).st_size)
             head = file.read(min(_SNIFFED_BYTES, nbytes))
-            if b"\0" in head:
-                return b""
             # Incremental: the head may end in the middle of a character.
             codecs.getincrementaldecoder("utf-8")().decode(head)
-            file.seek(0)
-            return file.read(nbytes)
+            return b"" if b"\0" in head else head + file.read(nbytes - len(head))
     except (OSError, UnicodeDecodeError):
         return b""

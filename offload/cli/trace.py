@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from offload.cli.record import TIMELINE_NAME, Interval, to_json, write_text
-from offload.cli.values import parse_output, parse_path, read_values
+from offload.cli.values import add_output, add_value, parse_output, parse_path, read_values, tell, to_json
 from offload.config import MAX_INTEGER
-from offload.engine.timeline import trace
+from offload.engine.timeline import Interval, trace
 from offload.errors import ConfigError
 from offload.units import DAY_S
+
+TIMELINE_NAME = "timeline.json"
+"""What `offload train` leaves of its last step in a run's folder."""
 
 MOST_OPERATIONS = 50_000
 """Of a timeline that is drawn."""
@@ -43,12 +44,9 @@ def add_parser(commands: Any) -> None:
         description="Write the timeline of the last step of an `offload train` run as a trace that Perfetto "
         "(ui.perfetto.dev) and chrome://tracing open, and as a picture beside it.",
     )
-    parser.add_argument("run", metavar="RUN", help=f"the run's folder, which holds {TIMELINE_NAME}")
-    parser.add_argument(
-        "--out", metavar="FILE", help="the trace; its picture gets the same name (default: RUN/trace.json)"
-    )
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    add_value(parser, "RUN", parse_path, f"the run's folder, which holds {TIMELINE_NAME}")
+    add_value(parser, "--out", parse_output, "the trace; its picture gets the same name (default: RUN/trace.json)")
+    add_output(parser, "print what was written as JSON", "print nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from offload.cli.report import draw_lanes
 
-    folder = Path(parse_path("RUN", arguments.run))
-    out = Path(parse_output("--out", str(folder / "trace.json") if arguments.out is None else arguments.out))
+    folder = Path(arguments.run)
+    out = Path(arguments.out or parse_output("--out", str(folder / "trace.json")))
     step, paths, timeline = _read(folder)
     picture = Path(parse_output("--out", str(out.with_suffix(".png"))))
     if picture == out:
@@ -71,14 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
             "--out", str(out), "name the trace, such as trace.json: its picture gets that name with .png"
         )
     try:
-        write_text(out, to_json(trace(timeline, paths, step=step)) + "\n")
+        out.write_text(to_json(trace(timeline, paths, step=step)) + "\n", encoding="utf-8")
         draw_lanes(picture, timeline, paths, step=step)
     except OSError as cause:
         raise ConfigError("--out", str(out), f"it cannot be written: {cause.strerror}") from cause
-    if arguments.json:
-        print(json.dumps({"trace": str(out), "picture": str(picture), "operations": len(timeline)}))
-    elif not arguments.quiet:
-        print(f"{len(timeline)} operations of step {step}: {out} (open it at ui.perfetto.dev) and {picture}")
+    outcome = {"trace": str(out), "picture": str(picture), "operations": len(timeline)}
+    said = f"{len(timeline)} operations of step {step}: {out} (open it at ui.perfetto.dev) and {picture}"
+    tell(arguments, outcome, said)
     return 0
 
 
@@ -96,4 +93,4 @@ def _read(folder: Path) -> tuple[int, list[str], list[Interval]]:
             raise ValueError(f"operations on {lanes:,} lanes, and {MOST_LANES} are the most")
     except (ValueError, msgspec.ValidationError) as cause:
         raise ConfigError("RUN", str(folder), f"its {TIMELINE_NAME} is damaged: {cause}") from cause
-    return found.step, found.paths, found.operations
+    return found.step, found.paths, [Interval(*operation) for operation in found.operations]

@@ -1,13 +1,12 @@
 """`offload train`: trains a language model through the whole engine and says what that cost.
 
-Deciding what to run is in `settings`, what is left behind in `record` and `report`; here is the loop.
+Its options are in `settings`, what is left behind in `record` and `report`; here is the loop.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import importlib.metadata
 import importlib.util
 import math
@@ -15,41 +14,41 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
+import offload
 from offload.backends import accelerator
 from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
-from offload.cli.record import (
-    TIMELINE_NAME,
-    Comparison,
-    RunRecord,
-    StepRecord,
-    same_losses,
-    to_json,
-    write_text,
-)
+from offload.cli.record import OPTIMIZERS, Comparison, RunRecord, in_short
 from offload.cli.report import draw_lanes, draw_losses, table
-from offload.cli.settings import TrainSettings
-from offload.cli.text import VOCABULARY, Batches, Text, load_text
+from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
+from offload.cli.trace import TIMELINE_NAME
+from offload.cli.values import to_json
 from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
+from offload.formats import EXACT_ADAMW, FP32, STATE_FORMATS
 from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
-from offload.rules import ADAMW, MASTER, STATE_FORMATS
 from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")
+_NO_SETTINGS = ("command", "refuse")
+"""What there is among the arguments beside the options."""
 
 
-def run(settings: TrainSettings) -> int:
+def run(settings: Namespace) -> int:
     """Train, write the run's folder, print the outcome.
+
+    Args:
+        settings: Values of the options that `settings.add_parser` declares.
 
     Returns:
         The exit status: 0, 1 if a comparison found a difference, 130 if interrupted.
@@ -57,58 +56,57 @@ def run(settings: TrainSettings) -> int:
     Raises:
         OffloadError: The input cannot be used or the engine failed; what there was by then has been written.
     """
-    _check_extra()
+    if missing := [name for name in _EXTRA if importlib.util.find_spec(name) is None]:
+        raise OffloadError(f"{', '.join(missing)} not installed; run: pip install {' '.join(missing)}")
     _check_device(settings.device)
     shape = choose_shape(settings.params, layers=settings.layers, hidden=settings.hidden)
     _check_memory(settings, shape)
     if settings.resume is not None and not is_checkpoint(settings.resume):
         raise ConfigError("--resume", settings.resume, "there is no checkpoint in this folder")
     text = load_text(settings.data, min_bytes=settings.seq + 1)
-    say = _Speaker(settings)
     with _run_folder(settings) as (folder, paths), _reproducible(settings.threads):
         config = _offload_config(settings, shape, paths)
-        say(
-            f"model: {shape.numel:,} parameters, {shape.layers} layers, hidden width {shape.hidden}, {settings.dtype}"
-        )
-        say(f"text: {text.source}, {len(text.values):,} bytes in {text.files} files")
+        size = f"{shape.numel:,} parameters, {shape.layers} layers, hidden width {shape.hidden}"
+        _say(settings, f"model: {size}, {settings.dtype}")
+        _say(settings, f"text: {text.source}, {len(text.values):,} bytes in {text.files} files")
         compute = choose_compute(settings.dtype, settings.device)
-        say(str(compute))
+        _say(settings, str(compute))
         run = _Run(settings, shape, text, folder, compute)
-        status = 0
         try:
             run.train(config, run.main, "metrics.jsonl", "offloaded")
             if settings.compare_in_memory:
-                run.compare(_in_memory_config(settings))
+                run.compare()
         except KeyboardInterrupt:
-            status = 130
             run.interrupted = True
         except OffloadError as error:
             run.error = str(error)
             raise
         finally:
             summary = run.write(paths)
-        if status == 130:
-            done = len(run.main.steps)
-            print(
-                f"offload train: interrupted after {format_count(done, 'step')}; results so far are in {folder}",
-                file=sys.stderr,
-            )
-            if settings.save is not None and is_checkpoint(settings.save):
-                print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
-        elif run.comparison is not None and not run.comparison.identical:
-            status = 1
-            if settings.quiet:
-                print(f"offload train: {run.comparison.verdict()}", file=sys.stderr)
+    different = run.comparison is not None and not run.comparison.identical
+    if run.interrupted:
+        done = format_count(len(run.main.rows), "step")
+        print(f"offload train: interrupted after {done}; results so far are in {folder}", file=sys.stderr)
+        if settings.save is not None and is_checkpoint(settings.save):
+            print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
+    elif different and settings.quiet:
+        print(f"offload train: {summary['verdict']}", file=sys.stderr)
     if settings.json:
         print(to_json(summary, indent=2))
-    say(table(summary))
-    return status
+    _say(settings, table(summary))
+    return 130 if run.interrupted else int(different)
+
+
+def _say(settings: Namespace, text: str) -> None:
+    """Print what people want to read: on stdout, or on stderr where stdout is for JSON; nothing when quiet."""
+    if not settings.quiet:
+        print(text, file=sys.stderr if settings.json else sys.stdout, flush=True)
 
 
 class _Run:
     """What one invocation computes and leaves behind."""
 
-    def __init__(self, settings: TrainSettings, shape: Shape, text: Text, folder: Path, compute: Compute) -> None:
+    def __init__(self, settings: Namespace, shape: Shape, text: Text, folder: Path, compute: Compute) -> None:
         self.settings = settings
         self.main = RunRecord()
         self.in_memory = RunRecord()
@@ -124,53 +122,42 @@ class _Run:
     def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
         """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison."""
         settings = self.settings
-        offload = importlib.import_module("offload")
         started_s = time.perf_counter()
-        model = build_model(
-            self._shape,
-            seq=settings.seq,
-            dtype=DTYPES[settings.dtype],
-            device=settings.device,
-            seed=settings.seed,
-        )
-        batches = Batches(self._text, batch=settings.batch, seq=settings.seq, seed=settings.seed)
+        dtype = DTYPES[settings.dtype]
+        model = build_model(self._shape, seq=settings.seq, dtype=dtype, device=settings.device, seed=settings.seed)
+        draws = torch.Generator().manual_seed(settings.seed)
         progress = Progress(settings.steps, title=title, quiet=settings.quiet)
+        hyperparameters = {"lr": settings.lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        groups = parameter_groups(model, weight_decay=0.1)
         try:
             with (
-                offload.AdamW(
-                    parameter_groups(model, weight_decay=0.1),
-                    lr=settings.lr,
-                    betas=(0.9, 0.95),
-                    eps=1e-8,
-                    weight_decay=0.1,
-                    offload=config,
-                ) as optimizer,
+                offload.AdamW(groups, offload=config, **hyperparameters) as optimizer,
                 (self._folder / metrics_name).open("w", encoding="utf-8") as lines,
             ):
-                record.plan = str(optimizer.plan)
-                _Speaker(settings)(record.plan)
+                _say(settings, str(optimizer.plan))
                 if settings.overlap in ("forward", "both"):
                     optimizer.overlap_forward(model)
-                first = self._resume(optimizer, batches)
+                first = self._resume(optimizer, draws)
 
                 def note() -> None:
                     """Ask for the figures of the last step, which waits for one that is still hidden in forward."""
-                    if not record.steps or record.steps[-1].metrics:
+                    if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
                         return
-                    metrics = dict(optimizer.metrics())
-                    norm = float(metrics.get("gradient_norm", math.nan))
-                    step = record.steps[-1] = replace(record.steps[-1], norm=norm, metrics=metrics)
-                    record.timeline = [interval[:5] for interval in optimizer.timeline()]
-                    lines.write(step.as_line() + "\n")
+                    metrics = optimizer.metrics()
+                    row = record.rows[-1]
+                    row["norm"] = float(metrics.get("gradient_norm", math.nan))
+                    row |= {f"{OPTIMIZERS}{name}": value for name, value in metrics.items()}
+                    record.timeline = optimizer.timeline()
+                    lines.write(to_json(row) + "\n")
                     lines.flush()
 
                 try:
                     for index in range(first, settings.steps):
-                        step = _iterate(model, optimizer, batches, settings, index, self._compute, note)
-                        record.steps.append(step)
-                        progress.show(step.step, settings.steps, step.in_short())
+                        row = self._iterate(model, optimizer, draws, index, note)
+                        record.rows.append(row)
+                        progress.show(row["step"], settings.steps, in_short(row))
                         if record is self.main and self._is_saved(index + 1):
-                            extra = {"step": index + 1, "batches": batches.state}
+                            extra = {"step": index + 1, "batches": draws.get_state()}
                             optimizer.save_checkpoint(settings.save, extra=extra)
                     note()
                 except BaseException:
@@ -185,7 +172,7 @@ class _Run:
         if settings.compare_in_memory:
             self._weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
 
-    def _resume(self, optimizer: Any, batches: Batches) -> int:
+    def _resume(self, optimizer: Any, draws: torch.Generator) -> int:
         """Go on from the checkpoint that was named, if one was; return the number of steps it has behind it."""
         settings = self.settings
         if settings.resume is None:
@@ -195,117 +182,122 @@ class _Run:
             raise ConfigError("--resume", settings.resume, "give a checkpoint that `offload train` has written")
         if extra["step"] >= settings.steps:
             raise ConfigError("--resume", settings.resume, f"it is of step {extra['step']}: give more --steps")
-        batches.state = extra["batches"]
-        _Speaker(settings)(f"resumed from {settings.resume} after step {extra['step']}")
+        draws.set_state(extra["batches"])
+        _say(settings, f"resumed from {settings.resume} after step {extra['step']}")
         return int(extra["step"])
 
     def _is_saved(self, step: int) -> bool:
-        settings = self.settings
-        every = settings.save_every
-        return settings.save is not None and (step == settings.steps or (every is not None and step % every == 0))
+        save, every, last = self.settings.save, self.settings.save_every, self.settings.steps
+        return save is not None and (step == last or (every is not None and step % every == 0))
 
-    def compare(self, config: Any) -> None:
-        """Train again with another configuration and compare."""
-        ours = self._weights
+    def _iterate(
+        self, model: Any, optimizer: Any, draws: torch.Generator, index: int, note: Callable[[], None]
+    ) -> dict[str, Any]:
+        """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
+
+        Args:
+            model: What is trained.
+            optimizer: Its optimizer.
+            draws: Draws its batches.
+            index: Steps before this one.
+            note: Takes note of the step before, when that has surely ended.
+
+        Returns:
+            What is known of it without asking the optimizer; see `RunRecord`.
+        """
+        settings = self.settings
+        lr = _learning_rate(settings, index)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        forward_s = backward_s = 0.0
+        loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
+        began_s = started_s = _now_s(settings.device)
+        for _ in range(settings.accumulate):
+            windows = draw_windows(self._text.values, draws, batch=settings.batch, seq=settings.seq)
+            windows = windows.to(settings.device)
+            with computing_in(self._compute.dtype):
+                logits = model(input_ids=windows[:, :-1]).logits
+                loss = cross_entropy(logits.float().reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
+                forward_done_s = _now_s(settings.device)
+                torch.autograd.backward(loss / settings.accumulate)
+            loss_sum += loss.detach()
+            backward_done_s = _now_s(settings.device)
+            forward_s += forward_done_s - started_s
+            backward_s += backward_done_s - forward_done_s
+            started_s = backward_done_s
+        note()
+        started_s = _now_s(settings.device)
+        if settings.clip:
+            optimizer.clip_grad_norm_(settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        finished_s = _now_s(settings.device)
+        return {
+            "step": index + 1,
+            "loss": loss_sum.item() / settings.accumulate,
+            "lr": lr,
+            "norm": math.nan,
+            "tokens_per_s": settings.batch * settings.seq * settings.accumulate / (finished_s - began_s),
+            "forward_s": forward_s,
+            "backward_s": backward_s,
+            "step_s": finished_s - started_s,
+            "iteration_s": forward_s + backward_s + finished_s - started_s,
+        }
+
+    def compare(self) -> None:
+        """Train again with all state in memory and compare."""
+        settings, ours = self.settings, self._weights
         gc.collect()  # The first model is in reference cycles; its memory is needed now.
+        config = offload.OffloadConfig(
+            subgroup_numel=settings.subgroup_numel, threads=settings.threads, state_format=settings.state_format
+        )
         self.train(config, self.in_memory, "metrics-in-memory.jsonl", "in memory")
-        self.comparison = _compare(ours, self._weights, self.main, self.in_memory)
+        self.comparison = Comparison.of(ours, self._weights, self.main.losses, self.in_memory.losses)
         self._weights = {}
 
-    def write(self, paths: tuple[str, ...]) -> dict[str, Any]:
+    def write(self, paths: Sequence[str]) -> dict[str, Any]:
         """Write summary and pictures of what there is; return the summary."""
-        settings = self.settings
+        shape, text, comparison = self._shape, self._text, self.comparison
         summary = self.main.summary()
         path_bytes = summary.pop("path_bytes", [])
+        sizes = ("numel", "layers", "hidden", "intermediate", "heads")
         summary = {
             "environment": _environment(),
-            "settings": {name: getattr(settings, name) for name in settings.__dataclass_fields__},
-            "model": {
-                "numel": self._shape.numel,
-                "layers": self._shape.layers,
-                "hidden": self._shape.hidden,
-                "intermediate": self._shape.intermediate,
-                "heads": self._shape.heads,
-                "compute": self._compute.name,
-            },
+            "settings": {name: value for name, value in vars(self.settings).items() if name not in _NO_SETTINGS},
+            "model": {**{name: getattr(shape, name) for name in sizes}, "compute": self._compute.name},
             "text": {
-                "source": self._text.source,
-                "files": self._text.files,
-                "bytes": len(self._text.values),
-                "byte_entropy": self._text.byte_entropy(),
+                "source": text.source,
+                "files": text.files,
+                "bytes": len(text.values),
+                "byte_entropy": text.byte_entropy(),
             },
             "output": str(self._folder),
             "interrupted": self.interrupted,
             "error": self.error,
             **summary,
             "paths": [{"path": path, **moved} for path, moved in zip(paths, path_bytes, strict=False)],
-            "in_memory": self.in_memory.summary() if self.in_memory.steps else None,
-            "comparison": self.comparison.as_dict() if self.comparison is not None else None,
-            "verdict": self.comparison.verdict() if self.comparison is not None else None,
+            "in_memory": self.in_memory.summary() if self.in_memory.rows else None,
+            "comparison": asdict(comparison) if comparison is not None else None,
+            "verdict": comparison.verdict() if comparison is not None else None,
         }
-        if self.main.steps:
-            write_text(self._folder / "summary.json", to_json(summary, indent=2) + "\n")
+        if self.main.rows:
+            timeline, step = self.main.timeline, self.main.rows[-1]["step"]
+            operations = {"step": step, "paths": paths, "operations": [interval[:5] for interval in timeline]}
+            for name, content in (("summary.json", to_json(summary, indent=2)), (TIMELINE_NAME, to_json(operations))):
+                (self._folder / name).write_text(content + "\n", encoding="utf-8")
             draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"])
-            timeline, step = self.main.timeline, self.main.steps[-1].step
             draw_lanes(self._folder / "lanes.png", timeline, paths, step=step)
-            operations = {"step": step, "paths": paths, "operations": timeline}
-            write_text(self._folder / TIMELINE_NAME, to_json(operations) + "\n")
         return summary
 
 
-def _iterate(
-    model: Any,
-    optimizer: Any,
-    batches: Batches,
-    settings: TrainSettings,
-    index: int,
-    compute: Compute,
-    note: Callable[[], None],
-) -> StepRecord:
-    """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
-
-    Args:
-        note: Takes note of the step before, when that has surely ended.
-
-    Returns:
-        What is known of it without asking the optimizer.
-    """
-    lr = settings.learning_rate(index)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    forward_s = backward_s = 0.0
-    loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
-    iteration_started_s = started_s = _now_s(settings.device)
-    for _ in range(settings.accumulate):
-        windows = next(batches).to(settings.device)
-        with computing_in(compute.dtype):
-            logits = model(input_ids=windows[:, :-1]).logits
-            loss = cross_entropy(logits.float().reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
-            forward_done_s = _now_s(settings.device)
-            torch.autograd.backward(loss / settings.accumulate)
-        loss_sum += loss.detach()
-        backward_done_s = _now_s(settings.device)
-        forward_s += forward_done_s - started_s
-        backward_s += backward_done_s - forward_done_s
-        started_s = backward_done_s
-    note()
-    started_s = _now_s(settings.device)
-    if settings.clip:
-        optimizer.clip_grad_norm_(settings.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    finished_s = _now_s(settings.device)
-    return StepRecord(
-        step=index + 1,
-        loss=loss_sum.item() / settings.accumulate,
-        lr=lr,
-        norm=math.nan,
-        tokens_per_s=settings.batch * settings.seq * settings.accumulate / (finished_s - iteration_started_s),
-        forward_s=forward_s,
-        backward_s=backward_s,
-        step_s=finished_s - started_s,
-        metrics={},
-    )
+def _learning_rate(settings: Namespace, step: int) -> float:
+    """Return the rate of a step, counted from 0: a short linear warm-up, then a cosine down to a tenth."""
+    peak: float = settings.lr
+    warmup: int = min(100, max(1, settings.steps // 10))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share: float = (step - warmup) / max(1, settings.steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 
 def _now_s(device: str) -> float:
@@ -314,28 +306,7 @@ def _now_s(device: str) -> float:
     return time.perf_counter()
 
 
-def _compare(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], our_run: RunRecord, their_run: RunRecord
-) -> Comparison:
-    different_numel = 0
-    first_different = None
-    for name, weight in ours.items():
-        bits = torch.int16 if weight.element_size() == 2 else torch.int32
-        # As integers: as numbers, NaN would differ from itself and -0.0 would equal 0.0.
-        count = int((weight.view(bits) != theirs[name].view(bits)).sum())
-        different_numel += count
-        if count and first_different is None:
-            first_different = name
-    return Comparison(
-        numel=sum(weight.numel() for weight in ours.values()),
-        different_numel=different_numel,
-        first_different=first_different,
-        losses_identical=same_losses(our_run.losses, their_run.losses),
-        finite=all(math.isfinite(loss) for loss in our_run.losses),
-    )
-
-
-def _check_memory(settings: TrainSettings, shape: Shape) -> None:
+def _check_memory(settings: Namespace, shape: Shape) -> None:
     """Refuse a model whose weights, gradients and logits alone do not fit, before anything is built."""
     logits_bytes = 3 * 4 * VOCABULARY * settings.batch * settings.seq  # fp32: themselves, softmax, gradient
     needed = 2 * (4 if settings.dtype == "fp32" else 2) * shape.numel + logits_bytes
@@ -348,16 +319,16 @@ def _check_memory(settings: TrainSettings, shape: Shape) -> None:
         raise ConfigError("--params", f"{shape.numel:,}", allowed)
 
 
-def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...]) -> Any:
+def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> Any:
     """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
-    rule = ADAMW.stored_in(STATE_FORMATS[settings.state_format])
+    state = EXACT_ADAMW.stored_in(STATE_FORMATS[settings.state_format])
     # An fp32 weight is its own master.
-    bytes_per_parameter = rule.item_bytes - (MASTER.format.item_bytes if settings.dtype == "fp32" else 0)
+    bytes_per_parameter = state.item_bytes - (FP32.item_bytes if settings.dtype == "fp32" else 0)
     host_memory = settings.host_memory
     if host_memory is None:
         host_memory = int(shape.numel * bytes_per_parameter / 4)
     in_backward = settings.overlap in ("backward", "both", "auto")
-    return importlib.import_module("offload").OffloadConfig(
+    return offload.OffloadConfig(
         host_memory=host_memory,
         checkpoints_kept=0 if settings.save is None and settings.resume is None else 1,
         keep_grads=not (in_backward and not _is_host(settings.device)),
@@ -371,14 +342,8 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
     )
 
 
-def _in_memory_config(settings: TrainSettings) -> Any:
-    return importlib.import_module("offload").OffloadConfig(
-        subgroup_numel=settings.subgroup_numel, threads=settings.threads, state_format=settings.state_format
-    )
-
-
 @contextlib.contextmanager
-def _run_folder(settings: TrainSettings) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
     """Make the run's folder; yield it and the paths for state; remove whatever stayed empty."""
     if settings.output is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -396,7 +361,7 @@ def _run_folder(settings: TrainSettings) -> Iterator[tuple[Path, tuple[str, ...]
     except OSError as error:
         raise ConfigError("--output", str(folder), f"the folder cannot be made: {error.strerror}") from error
     try:
-        yield folder, settings.paths or (str(state),)
+        yield folder, settings.paths or [str(state)]
     finally:
         for leftover in made:
             with contextlib.suppress(OSError):
@@ -424,12 +389,6 @@ def _reproducible(threads: int | None) -> Iterator[None]:
         aid.fill_uninitialized_memory = fill_before
 
 
-def _check_extra() -> None:
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OffloadError(f"{', '.join(missing)} not installed; run: pip install {' '.join(missing)}")
-
-
 def _check_device(device: str) -> None:
     try:
         on_host = _is_host(device)
@@ -454,15 +413,3 @@ def _environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "command": sys.argv,
     }
-
-
-class _Speaker:
-    """Prints what people want to read: on stdout, or on stderr where stdout is for JSON; nothing when quiet."""
-
-    def __init__(self, settings: TrainSettings) -> None:
-        self._quiet = settings.quiet
-        self._to_stderr = settings.json
-
-    def __call__(self, text: str) -> None:
-        if not self._quiet:
-            print(text, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)

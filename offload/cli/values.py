@@ -1,13 +1,16 @@
-"""How the command reads what it is given: counts, numbers, names of files. For sizes, see `offload.config`."""
+"""How commands read what they are given, and print: counts, numbers, names of files (sizes: `offload.config`)."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from offload.config import check_text
+from offload.config import check_text, parse_bytes
 from offload.errors import ConfigError
 from offload.units import read_number
 
@@ -31,6 +34,88 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """See `argparse.ArgumentParser.error`."""
         self.exit(2, f"{self.prog}: {one_line(message)} (see `{self.prog} --help`)\n")
+
+
+class _Reading(argparse.Action):
+    """Reads values as they are given. A `ConfigError` comes through; argparse would reword one of a `type`."""
+
+    def __init__(self, *, reads: Callable[[str, str], Any], **rest: Any) -> None:
+        super().__init__(**rest)
+        self._reads = reads
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        """See `argparse.Action`."""
+        name = self.option_strings[0] if self.option_strings else str(self.metavar)
+        if isinstance(values, list):
+            found: Any = [*(getattr(namespace, self.dest) or ()), *(self._reads(name, value) for value in values)]
+        else:
+            found = self._reads(name, values)
+        setattr(namespace, self.dest, found)
+
+
+def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: str, **more: Any) -> None:
+    """Declare an option, or an argument in capitals, that is read and checked where it is given.
+
+    Args:
+        options: A parser, or a group of one.
+        name: Such as "--steps"; or "PATH", for what has no name on the command line.
+        reads: Returns the value from the option's name and what was written, such as `parse_path`; says what `--help`
+            calls the value, too.
+        help: What it is, for `--help`.
+        more: Further arguments of `add_argument`. Where there may be several values, they are a list.
+    """
+    metavar = "SIZE" if reads is parse_bytes else "FILE" if reads in (parse_path, parse_output) else "N"
+    if name.isupper():
+        name, metavar = name.lower(), name
+    options.add_argument(name, action=_Reading, reads=reads, help=help, **{"metavar": metavar, **more})
+
+
+def add_output(parser: argparse.ArgumentParser, json: str, quiet: str | None = None) -> None:
+    """Declare `--json`, and `--quiet` if its help is given; see `tell`."""
+    parser.add_argument("--json", action="store_true", help=json)
+    if quiet is not None:
+        parser.add_argument("--quiet", action="store_true", help=quiet)
+
+
+def tell(arguments: argparse.Namespace, outcome: Any, text: str) -> None:
+    """Print a command's outcome: as JSON with `--json`, else in words, or not at all with `--quiet`."""
+    if arguments.json:
+        print(to_json(outcome, indent=2))
+    elif not getattr(arguments, "quiet", False):
+        print(text)
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return JSON that every parser reads: a number that is not finite becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def in_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """Return rows of as many cells as lines of text, each column as wide as its widest cell.
+
+    Args:
+        rows: The cells.
+        right: Numbers of the columns whose cells stand at their right edge.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        sized = enumerate(zip(cells, widths, strict=True))
+        return "  ".join(cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in sized).rstrip()
+
+    return "\n".join(map(line, rows))
 
 
 def one_line(error: object) -> str:

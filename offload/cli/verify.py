@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
+from contextlib import closing
 from typing import Any
 
-from offload.cli.values import parse_path
+from offload.cli.progress import Progress
+from offload.cli.values import add_output, add_value, parse_path, to_json
 from offload.errors import CheckpointError, ConfigError
 
 
@@ -20,9 +19,8 @@ def add_parser(commands: Any) -> None:
         description="Read every tile of a checkpoint (or of all checkpoints that the stores on a path belong to), "
         "verify headers and checksums, and report damage by parameter.",
     )
-    parser.add_argument("path", metavar="PATH", help='folder of a checkpoint, "s3://" too, or a path with stores')
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress; print damage only")
+    add_value(parser, "PATH", parse_path, 'folder of a checkpoint, "s3://" too, or a path with stores')
+    add_output(parser, "print the outcome as JSON", "no progress; print damage only")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,18 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: There is neither a checkpoint nor a store.
         CheckpointError: The checkpoint cannot be opened.
     """
-    path = parse_path("PATH", arguments.path)
-    report: list[dict[str, Any]] = [_verify(folder, quiet=arguments.quiet) for folder in _folders(path)]
-    damaged = any(row["problems"] for row in report)
+    report = [_verify(folder, quiet=arguments.quiet) for folder in _folders(arguments.path)]
+    problems = [problem for row in report for problem in row["problems"]]
+    lines = list(problems)
+    if not arguments.quiet:
+        whole = (row for row in report if not row["problems"])
+        words = "{checkpoint}: {tiles} tiles of {parameters} parameters are whole"
+        lines += [words.format_map(row) for row in whole]
     if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        for row in report:
-            for problem in row["problems"]:
-                print(problem)
-            if not row["problems"] and not arguments.quiet:
-                print(f"{row['checkpoint']}: {row['tiles']} tiles of {row['parameters']} parameters are whole")
-    return 1 if damaged else 0
+        print(to_json(report, indent=2))
+    elif lines:
+        print("\n".join(lines))
+    return 1 if problems else 0
 
 
 def _folders(path: str) -> list[str]:
@@ -78,16 +76,14 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
             whole = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
-            said_s = time.monotonic()
             for rank in range(len(checkpoint.manifests)):
                 checkpoint.extra(rank)
-            for _, _, problem in checkpoint.verify():
-                tiles += 1
-                if problem is not None:
-                    problems.append(str(problem))
-                if not quiet and time.monotonic() - said_s > 5.0:
-                    said_s = time.monotonic()
-                    print(f"verify {folder}: {tiles}/{whole} tiles", file=sys.stderr, flush=True)
+            with closing(Progress(whole, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:
+                for _, _, problem in checkpoint.verify():
+                    tiles += 1
+                    if problem is not None:
+                        problems.append(str(problem))
+                    progress.show(tiles, whole, folder)
     except CheckpointError as error:
         problems.append(str(error))
     return {"checkpoint": folder, "parameters": parameters, "tiles": tiles, "problems": problems}

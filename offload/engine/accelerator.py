@@ -24,7 +24,7 @@ from offload.backends import accelerator, tensor_at, working_on
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.kernels.device import device_kernel
-from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue, StateFormat
+from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue
 from offload.rules import RULES
 
 log = logging.getLogger("offload")
@@ -217,7 +217,7 @@ class AcceleratorDevice:
             if time.monotonic() - self.base[1] > REBASE_S:
                 self.base = self._now()
 
-    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `Device.prepare`."""
         with self.current():
             self._kernel.compile(RULES[rule], kinds)

@@ -30,7 +30,7 @@ from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
 from offload.kernels.table import active_rows
 from offload.layout import Layout
-from offload.plan import Home, Plan, Rates
+from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 
@@ -193,7 +193,11 @@ class GpuLanes(Lanes):
 
     def known_rates(self, rates: Rates) -> Rates | None:
         """Return rates that were measured elsewhere, unless they are of no GPU."""
-        return rates if rates.gpu is not None else None
+        return rates if rates.gpu != NO_GPU else None
+
+    def rated(self, measure: Callable[[GpuLanes], GpuRates]) -> GpuRates:
+        """Return the rates that `measure` finds of these lanes, with nothing on them."""
+        return measure(self)
 
     # Around the caller's work; on the caller's thread
 

@@ -220,7 +220,7 @@ class GpuGradients(GradientStore):
         return self.positions[position].stays
 
     def has_arrived(self, position: int) -> bool:
-        """See `Engine.has_gradient`."""
+        """See `Gradients.has_arrived`."""
         return self.positions[position].arrivals > 0
 
     def have_arrived(self) -> bool:
@@ -349,7 +349,7 @@ class GpuGradients(GradientStore):
             )
 
     def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
-        """See `Engine.hold_until_read`."""
+        """See `Gradients.hold`."""
         self._drop_read()
         self.in_transit.append((mark, gradient))
         self._in_transit_bytes += gradient.nbytes
@@ -379,7 +379,7 @@ class GpuGradients(GradientStore):
     # Between passes
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """See `Engine.bind_gradient`."""
+        """See `Gradients.bind`."""
         super().bind(position, address, dtype, gathered)
         found = self.positions[position]
         if not gathered and found.arrivals:  # the caller has another gradient for it

@@ -176,7 +176,7 @@ class GradientStore:
         raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
-        """See `Engine.gradient_slot`; empty where a parameter has none.
+        """See `Gradients.slot`; empty where a parameter has none.
 
         Raises:
             ConfigError: There are no slots at all.
@@ -208,23 +208,23 @@ class GradientStore:
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
-        """See `Engine.gradient_arrived`."""
+        """See `Gradients.arrived`."""
         raise NotImplementedError
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """See `Engine.bind_gradient`."""
+        """See `Gradients.bind`."""
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
             self._gathered[position] = DtypeCode.NONE
 
     def norm_sq(self, positions: Sequence[int]) -> float:
-        """See `Engine.gradient_norm_sq`."""
+        """See `Gradients.norm_sq`."""
         chosen = self._all_gathered(positions)
         return norm_sq_at(self._blocks_at[chosen], self._block_counts[chosen])
 
     def norms_sq(self, positions: Sequence[int]) -> list[float]:
-        """See `Engine.gradient_norms_sq`."""
+        """See `Gradients.norms_sq`."""
         chosen = self._all_gathered(positions)
         return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in chosen.tolist()]
 
@@ -248,7 +248,7 @@ class HostGradients(GradientStore):
         return [np.zeros(count, np.float64) for count in counts]
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """See `Engine.gradient_arrived`."""
+        """See `Gradients.arrived`."""
         slot = self._slots[position]
         kept, kept_dtype = address, dtype
         if slot.numel():

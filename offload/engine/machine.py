@@ -6,33 +6,14 @@ or change its state. A step is a sweep of updates; reading or loading state is a
 A machine and its index change in `Machine.handle` alone, so a run is its list of events: another machine that is
 given them decides the same operations.
 
-Phases of a streamed subgroup (`ARROWS` has all)::
-
-    ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
-
-A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is fetched
-for it, and its first visit starts from undefined memory (the visitor fills it). What checkpoints add is in
-`offload.engine.saving`.
-
-A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
-
-    RESIDENT or READY -> BUSY (copy in, run, copy out) -> RESIDENT or DIRTY
-
-It has ended when its run has; the copy out finishes behind what comes next. State at home on the GPU is not copied.
-A visit on the CPU of a subgroup whose weights lie on the GPU has a weight slot in host memory: weights that it reads
-are fetched to it first, those that it changes are pushed to the GPU from there, and the visit ends when the push is
-on its lane. The slot is free when the push has ended, perhaps during the next sweep.
+Books of their own stand beside it: `offload.engine.staging` (phases of subgroups, the slots of staging memory),
+`offload.engine.runs` (what visits wait for whose state is whole), `offload.engine.saving` (what checkpoints add).
 
 A sweep *ahead* works beside whoever opened it: its visits run once they are admitted, each makes a version beside
 the live one, and that is written to slots of its own at once. The live version stays where it is on storage until
 `Confirm` makes versions live or revokes them; nothing of a revoked one is used again.
 
-Invariants, verified by `check`:
-  * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
-  * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
-  * a weight slot belongs to at most one visit;
-  * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup;
-  * a slot changes hands only when its content is on storage in its newest version (or is fresh);
+Invariants, verified by `check`, with those of the books:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
     not before it is confirmed;
   * after a fatal error no new operation is issued.
@@ -46,8 +27,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Literal
 
 from offload.dtypes import DtypeCode
 from offload.engine.index import Record, TileIndex
@@ -77,72 +56,12 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
+from offload.engine.runs import Runs
 from offload.engine.saving import Saver
+from offload.engine.staging import Phase, Staging, Subgroup
 from offload.errors import InternalError, TierError, TierFullError, invariant, known
-from offload.plan.budget import Home, Plan
+from offload.plan.budget import Plan
 from offload.protocols import TileId
-
-MAX_RUNS_IN_FLIGHT = 2
-"""A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts."""
-
-RESIDENT_RUNS_IN_FLIGHT = 4
-"""The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
-keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
-docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
-
-
-class Phase(Enum):
-    """Where a subgroup's state is; see the module's docstring."""
-
-    ABSENT = auto()
-    FETCHING = auto()
-    READY = auto()
-    BUSY = auto()
-    DIRTY = auto()
-    FLUSHING = auto()
-    RESIDENT = auto()
-
-
-ARROWS: Mapping[Phase, Collection[Phase]] = {
-    Phase.ABSENT: (Phase.FETCHING, Phase.READY),  # READY: there is nothing to fetch
-    Phase.FETCHING: (Phase.READY,),
-    Phase.READY: (Phase.BUSY, Phase.ABSENT),
-    Phase.BUSY: (Phase.READY, Phase.DIRTY, Phase.RESIDENT),
-    Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),  # ABSENT: exchanged for what lies on storage
-    Phase.FLUSHING: (Phase.READY, Phase.DIRTY),  # DIRTY: the flush was for a save that has failed
-    Phase.RESIDENT: (Phase.BUSY,),
-}
-"""The phases that may follow each phase."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Subgroups that wait for a resource.
-
-    First those whose visit is under way and holds another one already; then streamed ones, which hold staging memory;
-    others fill the gaps.
-    """
-
-    under_way: deque[int] = field(default_factory=deque)
-    streamed: deque[int] = field(default_factory=deque)
-    resident: deque[int] = field(default_factory=deque)
-    runs: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.under_way or self.streamed or self.resident)
-
-    def __contains__(self, subgroup: int) -> bool:
-        return any(subgroup in queue for queue in (self.under_way, self.streamed, self.resident))
-
-    def first(self) -> int:
-        return (self.under_way or self.streamed or self.resident)[0]
-
-    def take(self) -> int:
-        return (self.under_way or self.streamed or self.resident).popleft()
-
-    def clear(self) -> None:
-        for queue in (self.under_way, self.streamed, self.resident):
-            queue.clear()
 
 
 def update_visits(
@@ -162,34 +81,6 @@ def update_visits(
         reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
         visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0 and reads))
     return tuple(visits)
-
-
-class _Slots:
-    """Slots of one kind, and which subgroup has each."""
-
-    def __init__(self) -> None:
-        self.owners: list[int | None] = []
-
-    def take(self, subgroup: int) -> int | None:
-        """Return the first free slot, from now on a subgroup's; None if there is none."""
-        if None not in self.owners:
-            return None
-        slot = self.owners.index(None)
-        self.owners[slot] = subgroup
-        return slot
-
-    def free(self, slot: int) -> None:
-        self.owners[slot] = None
-
-
-@dataclass(slots=True)
-class _Subgroup:
-    phase: Phase
-    version: int | None = None  # step of its last change; None while it is fresh
-    slot: int | None = None  # in staging memory
-    unread: int = 0  # tiles that are being fetched
-    visit: Visit | None = None  # of the sweep under way, not begun
-    passing: tuple[int, Visit] | None = None  # a visit that has not run, and its GPU staging slot or weight slot
 
 
 @dataclass(slots=True)
@@ -236,33 +127,24 @@ class Machine:
         there, or on their way on the lane of pushes."""
         self._on_warning = on_warning
         self._on_break = on_break
-        self._subgroups: list[_Subgroup] = []
-        self._staging, self._gpu_slots, self._weight_slots = _Slots(), _Slots(), _Slots()
+        self._staging = Staging(plan)
+        self._subgroups = self._staging.subgroups
         self._in_flight: dict[int, Operation] = {}
         self._flushes: dict[int, _Flush] = {}
-        self._dirty: dict[int, None] = {}  # in the order of their last change
         self._sweep: Sweep | None = None
         self._beside: dict[int, list[tuple[TileId, Record]] | None] = {}
         """Subgroups with a version beside the live one, and where its tiles lie once all are written."""
-        self._turns: dict[int, tuple[bool, int]] = {}
-        """Of each visit in the sweep ahead: whether it is not admitted, and its place."""
         self._held = False
         self._room: Counter[int] = Counter()  # slots that are reserved for the sweep ahead
         self._confirmed: list[int] = []  # since the last sweep
-        # Visits that have not run:
-        self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
-        self._cpu = _Waiting()  # ... whole in host memory
-        self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
-        self._for_weights = _Waiting()  # ... whole in host memory, and its weights are to be fetched
-        self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
         self._out: list[Operation] = []
+        self._runs = Runs(plan, self._staging, self._take_op, self._issue)
         self.saver = Saver(index, self._take_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
-        self._adopt(plan)
 
     # What the outside sees ------------------------------------------------------------------------------------
 
@@ -279,7 +161,7 @@ class Machine:
     @property
     def runs(self) -> int:
         """Number of visits that run."""
-        return self._cpu.runs + self._gpu.runs
+        return self._runs.count
 
     @property
     def beside(self) -> Collection[int]:
@@ -374,35 +256,12 @@ class Machine:
         Raises:
             InternalError: If one does not hold.
         """
+        self._staging.check(self.plan)
+        self._runs.check(self._in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
-            phase, slot, resident = subgroup.phase, subgroup.slot, self.plan.is_resident(number)
-            at_home = phase in (Phase.RESIDENT, Phase.BUSY) if resident else phase is not Phase.RESIDENT
-            invariant(at_home, f"subgroup {number} is {phase}, resident: {resident}")
-            without = resident or phase is Phase.ABSENT
-            invariant(without == (slot is None), f"subgroup {number} is {phase} and has slot {slot}")
-            owned = slot is None or self._staging.owners[slot] == number
-            invariant(owned, f"slot {slot} is not subgroup {number}'s")
-            invariant((phase is Phase.FETCHING) == (subgroup.unread > 0), f"fetch of {number} is lost")
-            invariant((phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
+            invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
                 self._check_waits(number, subgroup, subgroup.visit)
-            if subgroup.passing is not None:
-                through, visit = subgroup.passing
-                slots = self._gpu_slots if visit.gpu else self._weight_slots
-                mine = phase is Phase.BUSY and slots.owners[through] == number
-                invariant(mine, f"slot {through} is not that of the visit of {number}")
-        owners = [owner for owner in self._staging.owners if owner is not None]
-        invariant(len(owners) == len(self.slots), "a slot has an owner that left it")
-        on_gpu = [owner for owner in self._gpu_slots.owners if owner is not None]
-        invariant(len(set(on_gpu)) == len(on_gpu), "a subgroup has two GPU slots")
-        busy = all(self._subgroups[owner].phase is Phase.BUSY for owner in on_gpu)
-        invariant(busy, "the owner of a GPU slot is not busy")
-        for device in (self._cpu, self._gpu):
-            runs = sum(
-                isinstance(operation, Run) and self._device_of(operation.visit) is device
-                for operation in self._in_flight.values()
-            )
-            invariant(runs == device.runs, f"{device.runs} runs are counted, {runs} are in flight")
         invariant(
             not self._beside or self.is_ahead or self.broken is not None, "a version beside the live one is left"
         )
@@ -412,14 +271,14 @@ class Machine:
             invariant(written or self.broken is not None, f"a version of subgroup {number} is not written")
         self.index.check()
 
-    def _check_waits(self, number: int, subgroup: _Subgroup, visit: Visit) -> None:
+    def _check_waits(self, number: int, subgroup: Subgroup, visit: Visit) -> None:
         """Verify that a visit that has not begun waits for something."""
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
-        waits = waits or (visit.ahead and (not self._is_admitted(number) or phase is Phase.DIRTY))
+        waits = waits or (visit.ahead and (not self._staging.is_admitted(number) or phase is Phase.DIRTY))
         waits = waits or self.broken is not None  # then nobody is let on any more
-        queue = self._unfetched if phase is Phase.ABSENT else self._queue_of(visit)
+        queue = self._staging.line if phase is Phase.ABSENT else self._runs.queue_of(visit)
         invariant(waits or number in queue, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
@@ -427,24 +286,10 @@ class Machine:
     def _extend(self, plan: Plan) -> None:
         invariant(self.idle and self.saver.under_way is None, "the plan changes between sweeps and saves only")
         invariant(not self._in_flight, "the plan changes while memory is in use")
-        invariant(plan.staging_slots >= len(self._staging.owners), "a plan takes staging slots away")
         self.plan = plan
         self.index.allow(plan.slot_counts)
-        self._adopt(plan)
-
-    def _adopt(self, plan: Plan) -> None:
-        for home in plan.homes[len(self._subgroups) :]:
-            self._subgroups.append(_Subgroup(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT))
-        self._staging.owners.extend([None] * (plan.staging_slots - len(self._staging.owners)))
-        for slots, count in ((self._gpu_slots, plan.gpu_slots), (self._weight_slots, plan.weight_slots)):
-            slots.owners = [None] * count
-
-    def _to(self, number: int, phase: Phase) -> None:
-        """Bring a subgroup into another phase; the one place where a phase changes."""
-        subgroup = self._subgroups[number]
-        if phase not in ARROWS[subgroup.phase]:  # not by `invariant`: a step does this for every subgroup
-            raise InternalError(f"subgroup {number} goes from {subgroup.phase} to {phase} (this is a bug in offload)")
-        subgroup.phase = phase
+        self._staging.adopt(plan)
+        self._runs.adopt(plan)
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -466,7 +311,7 @@ class Machine:
                 case Phase.RESIDENT if self.saver.blocks(visit.subgroup):
                     self.saver.hurry(visit.subgroup)
                 case Phase.ABSENT:
-                    self._unfetched.append(visit.subgroup)
+                    self._staging.line.append(visit.subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
                     self._let_on(visit.subgroup)
 
@@ -476,7 +321,7 @@ class Machine:
         """Open a sweep, of the visits that the stores have room for beside the live versions."""
         invariant(self._sweep is None and self.finished is None, "a sweep begins while another is under way")
         self._sweep, self._held = sweep, self.broken is not None
-        self._turns = {}
+        turns = self._staging.turns
         for place, visit in enumerate(sweep.visits):
             subgroup = visit.subgroup
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
@@ -487,24 +332,18 @@ class Machine:
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
             self._room += room
-            self._subgroups[subgroup].visit, self._turns[subgroup] = visit, (True, place)
+            self._subgroups[subgroup].visit, turns[subgroup] = visit, (True, place)
             phase = self._subgroups[subgroup].phase
             if phase is Phase.DIRTY:
                 self._flush(subgroup)  # the live version is whole on storage before there is one beside it
             elif phase is Phase.ABSENT:
-                self._unfetched.append(subgroup)
+                self._staging.line.append(subgroup)
 
     def _admit(self, subgroups: Iterable[int]) -> None:
         for number in subgroups:
-            if self.is_ahead and not self._is_admitted(number) and self._subgroups[number].visit is not None:
-                self._turns[number] = False, self._turns[number][1]
-                if number in self._unfetched:
-                    self._unfetched.remove(number)
-                    self._file(number)
+            if self.is_ahead and not self._staging.is_admitted(number) and self._subgroups[number].visit is not None:
+                self._staging.admit(number)
                 self._let_on(number)
-
-    def _is_admitted(self, number: int) -> bool:
-        return number in self._turns and not self._turns[number][0]
 
     def _confirm(self, subgroups: Collection[int]) -> None:
         if self.broken is not None:
@@ -547,40 +386,16 @@ class Machine:
         """Give back the slots of a version beside the live one, and the staging slot that holds it."""
         for _, record in records:
             self.index.abandon(record.location)
-        self._vacate(subgroup)
+        self._staging.vacate(subgroup)
 
     def _commit(self, records: Iterable[tuple[TileId, Record]]) -> None:
         """Make a version the newest: all of its tiles are there, and only now do the old slots go."""
         for tile, record in records:
             self.index.commit(tile, record)
 
-    def _evict(self, wanted: int) -> int | None:
-        """Take the staging slot of a visit ahead whose turn comes later than that of a subgroup."""
-        turn, owner = self._turns[wanted], None
-        for number in self._staging.owners:
-            subgroup = None if number is None else self._subgroups[number]
-            waits = subgroup is not None and subgroup.visit is not None and subgroup.phase is Phase.READY
-            if number is not None and waits and not self._is_admitted(number) and self._turns[number] > turn:
-                turn, owner = self._turns[number], number
-        if owner is None:
-            return None
-        self._file(owner)
-        return self._vacate(owner)
-
-    def _file(self, subgroup: int) -> None:
-        """Have a streamed visit wait for a staging slot; ahead, those that are admitted first, each kind in order."""
-        behind = 0
-        if self.is_ahead:
-            turn = self._turns[subgroup]
-            for other in reversed(self._unfetched):
-                if self._turns[other] < turn:
-                    break
-                behind += 1
-        self._unfetched.insert(len(self._unfetched) - behind, subgroup)
-
     def _forget_waiting(self) -> None:
-        for waiting in (self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
-            waiting.clear()
+        self._runs.clear()
+        self._staging.forget_waiting()
         for subgroup in self._subgroups:
             subgroup.visit = None
 
@@ -590,11 +405,12 @@ class Machine:
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "a save begins during a visit")
         versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
-        unsaved = dict.fromkeys([*self._dirty, *(n for n, flush in self._flushes.items() if not flush.beside)])
+        dirty = list(self._staging.dirty)
+        unsaved = dict.fromkeys([*dirty, *(n for n, flush in self._flushes.items() if not flush.beside)])
         if self.broken is not None:
             self.saver.ended = save, self.broken
         elif self.saver.begin(save, self.plan, unsaved, versions):
-            for subgroup in () if save.empty else list(self._dirty):
+            for subgroup in () if save.empty else dirty:
                 self._flush(subgroup, for_save=True)
 
     def _take_up(self, event: TakeUp) -> None:
@@ -609,8 +425,8 @@ class Machine:
             invariant(
                 not self.plan.is_resident(subgroup), f"state of subgroup {subgroup} at home in memory is exchanged"
             )
-            self._vacate(subgroup)
-            self._dirty.pop(subgroup, None)
+            self._staging.vacate(subgroup)
+            self._staging.dirty.pop(subgroup, None)
             self._subgroups[subgroup].version = record.step
             self.index.adopt(tile, record)
 
@@ -629,18 +445,18 @@ class Machine:
                 return self._flushed_tile(tile.subgroup)
             case Run():
                 self._ran(operation)
-            case Transfer(subgroup=subgroup, way="fetch"):
-                device = self._gpu if operation.what == "state" else self._cpu
-                device.under_way.append(subgroup)
+            case Transfer(way="fetch"):
+                self._runs.fetched(operation)
             case Transfer(subgroup=subgroup, what="state"):
-                self._gpu_slots.free(operation.through)
+                self._runs.free(operation.through, gpu=True)
                 self._settle(subgroup, changed=True)
-            case Transfer(subgroup=subgroup, through=weight_slot):
-                self._end_visit(subgroup)
+            case Transfer(subgroup=subgroup):
+                self._unfinished -= 1
+                self.ended.append(subgroup)
                 if self.broken is None:
-                    self._issue(AwaitPush(self._take_op(), subgroup, weight_slot))
+                    self._runs.await_push(operation)
             case AwaitPush(weight_slot=weight_slot):
-                self._weight_slots.free(weight_slot)
+                self._runs.free(weight_slot, gpu=False)
             case _:
                 self.saver.landed(operation, checksum, None)
         return True
@@ -669,13 +485,13 @@ class Machine:
     def _flushed_beside(self, subgroup: int, flush: _Flush) -> None:
         """Take in that a version beside the live one has been written, or has not."""
         self.index.give_back(flush.room)
-        self._to(subgroup, Phase.READY)
+        self._staging.to(subgroup, Phase.READY)
         if flush.error is None and subgroup in self._beside:
             self._beside[subgroup] = flush.records
             return
         self._revoke(subgroup, flush.records)
         if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
-            self._file(subgroup)
+            self._staging.file(subgroup)
 
     def _give_up_beside(self, subgroup: int, error: Exception) -> None:
         """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
@@ -684,30 +500,18 @@ class Machine:
             del self._beside[subgroup]
             self._held = True
 
-    def _device_of(self, visit: Visit) -> _Waiting:
-        return self._gpu if visit.gpu else self._cpu
-
-    def _queue_of(self, visit: Visit) -> _Waiting:
-        """Return what a visit waits for when its state is whole."""
-        if visit.fetches:
-            return self._for_weights
-        copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
-        return self._copies if copied else self._device_of(visit)
-
     def _let_on(self, number: int) -> None:
         """Let the visit go on that waits for a subgroup's state, if one does."""
-        subgroup = self._subgroups[number]
-        if subgroup.visit is None:
-            return
-        if not self.is_ahead or (subgroup.phase is Phase.READY and self._is_admitted(number)):
-            queue = self._queue_of(subgroup.visit)
-            (queue.resident if self.plan.is_resident(number) else queue.streamed).append(number)
+        visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
+        may_run = not self.is_ahead or (phase is Phase.READY and self._staging.is_admitted(number))
+        if visit is not None and may_run:
+            self._runs.let_on(visit)
 
     def _ran(self, run: Run) -> None:
         visit, number = run.visit, run.visit.subgroup
-        self._device_of(visit).runs -= 1
+        self._runs.device_of(visit).runs -= 1
         if visit.ahead:
-            self._to(number, Phase.DIRTY)
+            self._staging.to(number, Phase.DIRTY)
             if self.broken is None:
                 self._beside[number] = None
                 self._flush(number, beside=True)
@@ -719,29 +523,24 @@ class Machine:
         through = run.gpu_slot if visit.gpu else run.weight_slot
         flushes = visit.changes and through is not None
         if not (flushes and not visit.gpu):  # else when the weights are on their lane
-            self._end_visit(number)
+            self._unfinished -= 1
+            self.ended.append(number)
         if through is not None and not visit.changes:
-            (self._gpu_slots if visit.gpu else self._weight_slots).free(through)
+            self._runs.free(through, gpu=visit.gpu)
         if not (flushes and visit.gpu):  # else when the state has come back
             self._settle(number, changed=visit.changes)
         if flushes and through is not None and self.broken is None:
             # Where it has broken, the GPU keeps old weights, and the visit does not end.
-            self._transfer(visit, "flush", through)
-
-    def _end_visit(self, subgroup: int) -> None:
-        self._unfinished -= 1
-        self.ended.append(subgroup)
+            self._runs.transfer(visit, "flush", through)
 
     def _settle(self, subgroup: int, *, changed: bool) -> None:
         """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""
         if self.plan.is_resident(subgroup):
-            self._to(subgroup, Phase.RESIDENT)
-        elif changed or subgroup in self._dirty:
-            self._dirty.pop(subgroup, None)
-            self._dirty[subgroup] = None
-            self._to(subgroup, Phase.DIRTY)
+            self._staging.to(subgroup, Phase.RESIDENT)
+        elif changed or subgroup in self._staging.dirty:
+            self._staging.changed(subgroup)
         else:
-            self._to(subgroup, Phase.READY)
+            self._staging.to(subgroup, Phase.READY)
         self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
 
     def _failed(self, operation: Operation, error: Exception) -> None:
@@ -775,10 +574,10 @@ class Machine:
                 self._on_warning(f"{error}; tiles go to other paths from now on")
                 return
         if isinstance(operation, Run):
-            self._device_of(operation.visit).runs -= 1
+            self._runs.device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
             if operation.gpu_slot is None:
-                self._to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
+                self._staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
     def _break(self, error: Exception) -> None:
@@ -790,7 +589,7 @@ class Machine:
             for operation in self._out:  # decided in the same breath, and not handed over yet
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):
-                    self._device_of(operation.visit).runs -= 1
+                    self._runs.device_of(operation.visit).runs -= 1
             self._out.clear()
             self.saver.break_off(error)
 
@@ -801,8 +600,9 @@ class Machine:
             self.saver.advance()
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
-            self._start_transfers()
-            self._start_runs()
+            self._runs.start_transfers()
+            if self._sweep is not None and not (self._held and self._sweep.ahead):
+                self._runs.start(self._sweep)
         if self.is_ahead:
             if self.broken is not None and self._gives_up():
                 self._end_ahead()
@@ -817,103 +617,37 @@ class Machine:
             return False
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
 
-    def _start_runs(self) -> None:
-        if self._held and self.is_ahead:
-            return
-        most = MAX_RUNS_IN_FLIGHT if self.plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
-        for device in (self._cpu, self._gpu):
-            while self._sweep is not None and device.runs < most and device:
-                number = device.first()
-                subgroup = self._subgroups[number]
-                through, visit = subgroup.passing or (None, subgroup.visit)
-                visit = known(visit, "a visit that is not there is to run")
-                if subgroup.passing is None:
-                    if visit.weight_bytes and (through := self._weight_slots.take(number)) is None:
-                        break
-                    self._to(number, Phase.BUSY)
-                subgroup.passing = subgroup.visit = None
-                device.take()
-                device.runs += 1
-                gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
-                op, sweep, fresh = self._take_op(), self._sweep.number, subgroup.version is None
-                self._issue(Run(op, sweep, visit, subgroup.slot, fresh, gpu_slot, weight_slot))
-
-    def _start_transfers(self) -> None:
-        """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
-        for waiting, slots in ((self._copies, self._gpu_slots), (self._for_weights, self._weight_slots)):
-            while waiting and (through := slots.take(waiting.first())) is not None:
-                number = waiting.take()
-                subgroup = self._subgroups[number]
-                visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
-                subgroup.passing = through, visit
-                self._to(number, Phase.BUSY)
-                if visit.gpu and (subgroup.version is None or visit.overwrites):
-                    self._gpu.under_way.append(number)
-                else:
-                    self._transfer(visit, "fetch", through)
-
-    def _transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
-        """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
-        op, number = self._take_op(), visit.subgroup
-        if visit.gpu:
-            nbytes = self.plan.layout.subgroups[number].state_bytes
-            self._issue(Transfer(op, number, "state", way, through, nbytes, self._subgroups[number].slot))
-        else:
-            self._issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
-
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
         if self._held and self.is_ahead:
             return
-        while self._unfetched:
-            slot = self._free_slot()
+        line = self._staging.line
+        while line:
+            slot = self._staging.take_clean()
             if slot is None and self.is_ahead:
-                slot = self._evict(self._unfetched[0])
+                slot = self._staging.evict(line[0])
             if slot is None:
                 break
-            self._fetch(self._unfetched.popleft(), slot)
-        if not self._unfetched:
+            self._fetch(line.popleft(), slot)
+        if not line:
             return
         coming = sum(self._subgroups[number].visit is None for number in self._flushes)
-        for number in list(self._dirty):
-            if coming >= len(self._unfetched) or self.broken is not None:
+        for number in list(self._staging.dirty):
+            if coming >= len(line) or self.broken is not None:
                 return
             subgroup = self._subgroups[number]
             if subgroup.phase is Phase.DIRTY and subgroup.visit is None:
                 coming += 1
                 self._flush(number)
 
-    def _free_slot(self) -> int | None:
-        """Return a slot that is empty or whose content is on storage and not wanted in this sweep."""
-        clean = None
-        for slot, owner in enumerate(self._staging.owners):
-            if owner is None:
-                return slot
-            if clean is None:
-                subgroup = self._subgroups[owner]
-                if subgroup.phase is Phase.READY and subgroup.visit is None:
-                    clean = owner
-        invariant(clean is None or clean not in self._dirty, "a dirty slot is given away")
-        return None if clean is None else self._vacate(clean)
-
-    def _vacate(self, number: int) -> int | None:
-        """Take a subgroup's staging slot, if it has one, and return it."""
-        subgroup = self._subgroups[number]
-        slot, subgroup.slot = subgroup.slot, None
-        if slot is not None:
-            self._to(number, Phase.ABSENT)
-            self._staging.free(slot)
-        return slot
-
     def _fetch(self, number: int, slot: int) -> None:
         subgroup = self._subgroups[number]
-        self._staging.owners[slot] = number
-        subgroup.slot = slot
+        self._staging.give(number, slot)
         if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):
             self._settle(number, changed=False)
             return
         tiles = self.plan.layout.subgroups[number].tiles
-        self._to(number, Phase.FETCHING)
+        self._staging.to(number, Phase.FETCHING)
         subgroup.unread = len(tiles)
         for tile, offset, _ in tiles:
             record = self.index.get(tile)
@@ -924,8 +658,8 @@ class Machine:
     def _flush(self, subgroup: int, *, for_save: bool = False, beside: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = known(self._subgroups[subgroup].slot, "what is flushed has no slot")
-        self._to(subgroup, Phase.FLUSHING)
-        self._dirty.pop(subgroup, None)
+        self._staging.to(subgroup, Phase.FLUSHING)
+        self._staging.dirty.pop(subgroup, None)
         step = self._sweep.step if beside and self._sweep else self._subgroups[subgroup].version or 0
         self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, beside=beside)
         for number, (tile, offset, nbytes) in enumerate(tiles):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from offload.engine.memory import Arena
 from offload.engine.pieces import Pieces
 from offload.errors import InternalError
-from offload.plan import Plan, Rates
+from offload.plan import NO_GPU, GpuRates, Plan, Rates
 from offload.protocols import Device, Mark
 
 
@@ -103,7 +103,11 @@ class Lanes:
 
     def known_rates(self, rates: Rates) -> Rates | None:
         """Return what rates measured elsewhere say of a session with these lanes; None if they miss some."""
-        return dataclasses.replace(rates, gpu=None)
+        return dataclasses.replace(rates, gpu=NO_GPU)
+
+    def rated(self, measure: Callable[[Any], GpuRates]) -> GpuRates:
+        """Return the rates that `measure`, given lanes of a GPU, finds."""
+        return NO_GPU
 
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return those of a sweep's tensors that lanes may still use when it is over."""

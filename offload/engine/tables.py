@@ -17,7 +17,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
 from offload.kernels.table import active_rows, checked, segment_table
 from offload.layout import Layout, Subgroup
-from offload.protocols import SegmentFlag, StateFormat
+from offload.protocols import SegmentFlag
 
 
 def number_of(name: str) -> int:
@@ -94,7 +94,8 @@ class Tables:
         self, groups: Sequence[Any], factor: float, active: Sequence[int]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
         """Return scalars and flags of each parameter, and which subgroups have an active segment."""
-        count, rule = len(self.steps), self._layout.rule
+        count, state = len(self.steps), self._layout.state
+        rule = state.rule
         all_flags = np.zeros(count, np.uint32)
         scalars = np.zeros((count, len(rule.scalars._fields)), np.float32)
         known: dict[tuple[int, int], tuple[Any, int]] = {}
@@ -106,7 +107,7 @@ class Tables:
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
                 zeroed = SegmentFlag.ZERO_STATE if rule.forgets(key[1], groups[group]) else 0
                 flags = int(SegmentFlag.ACTIVE | decoupled | zeroed)
-                known[key] = rule.row(key[1], groups[group], factor), flags
+                known[key] = state.row(key[1], groups[group], factor), flags
             scalars[parameter], all_flags[parameter] = known[key]
             for subgroup, _ in self._layout.places[parameter]:
                 wanted[subgroup] = True
@@ -164,7 +165,7 @@ class Tables:
         dtypes: Any = DtypeCode.NONE
         scalars = None
         rounding: dict[str, Any] = {}
-        if layout.state_format is not StateFormat.EXACT:
+        if layout.state.format.rounds:
             rounding["first_index"] = self._starts[parameter] + start
             if update:
                 updates = self.steps[parameter] + 1
@@ -175,14 +176,13 @@ class Tables:
             found = self.gradients if gradients is None else gradients
             addresses["gradient"] = found[parameter] + start * ITEM_BYTES[dtypes]
         return segment_table(
-            self._layout.rule,
+            layout.state,
             numel,
             addresses,
             weight_dtype=layout.dtype,
             gradient_dtype=dtypes,
             flags=flags,
             scalars=scalars,
-            state_format=layout.state_format,
             **rounding,
         )
 

@@ -18,14 +18,14 @@ from offload.engine.none import Lanes
 from offload.engine.operations import Run
 from offload.engine.pieces import as_pieces
 from offload.engine.tables import Tables
+from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
-from offload.kernels.reference.minifloat import blocks_numel
 from offload.kernels.stored import as_fp32, store_rounded, stored_dtype
 from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import TileId
-from offload.rules import FP32, MASTER
+from offload.rules import MASTER
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -170,17 +170,15 @@ class StateViews:
         stored = {}
         for tensor in subgroup.tensors:
             address = view.address + subgroup.offsets[tensor.name] + tensor.format.offset(segment.offset)
-            numel = segment.numel
-            if tensor.format.item_numel > 1:
-                numel = blocks_numel(first_index, numel) * tensor.format.item_bytes
-            stored[tensor.name] = tensor_at(address, numel, stored_dtype(tensor.format))
-        if MASTER.name not in stored:
-            stored[MASTER.name] = self.weight(subgroup.index, segment, view)
-        visit, rule = run.visit, layout.rule.stored_in(subgroup.state_format)
-        with as_fp32(rule, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:
+            nbytes, dtype = tensor.format.run_bytes(first_index, segment.numel), stored_dtype(tensor.format)
+            stored[tensor.name] = tensor_at(address, nbytes // dtype.itemsize, dtype)
+        if MASTER not in stored:
+            stored[MASTER] = self.weight(subgroup.index, segment, view)
+        visit = run.visit
+        with as_fp32(subgroup.state, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:
             yield views
         if sets_master and subgroup.dtype is not DtypeCode.FLOAT32:
-            store_rounded(views[MASTER.name], self.weight(subgroup.index, segment, view))
+            store_rounded(views[MASTER], self.weight(subgroup.index, segment, view))
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""

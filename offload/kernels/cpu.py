@@ -30,7 +30,8 @@ invariant(SEGMENT_DTYPE.itemsize == _native.SEGMENT_BYTES, "SEGMENT_DTYPE is not
 
 PREFETCH_SETTING = "OFFLOAD_PREFETCH_BYTES"
 """Environment variable: how many bytes ahead updates ask for memory, in the place of what csrc/kernels/prefetch.cpp
-has for this processor. One number, or two: the second is for compact8. `bench/kernel.py --tune` measures them."""
+has for this processor. One number, or two: the second is for formats with scales. `bench/kernel.py --tune` measures
+them."""
 
 
 def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
@@ -289,7 +290,7 @@ class CpuUpdateKernel:
         """Move the bytes that `run` would move, with next to no arithmetic, to measure what memory allows.
 
         State is negated, 16-bit gradients are copied to 16-bit weights. Up to 63 elements at the end of a
-        segment may be left out, and `COMPACT8`'s scales are.
+        segment may be left out, and scales are.
 
         Args:
             table: As for `run`; every segment with a 16-bit gradient and a 16-bit weight. With

@@ -20,7 +20,7 @@ from offload.backends import accelerator
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
 from offload.kernels.table import checked
-from offload.protocols import SegmentFlag, StateFormat
+from offload.protocols import SegmentFlag
 from offload.rules import UpdateRule
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class DeviceKernel(ABC):
     device: torch.device
     """Where the memory lies that tables and addresses point at."""
 
-    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:  # noqa: B027
+    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:  # noqa: B027
         """Compile and load what aligned gradients and weights need, so that nothing waits for that later.
 
         Args:
@@ -59,8 +59,8 @@ class DeviceKernel(ABC):
         """Enqueue the update of the segments of `table`.
 
         The table is copied before this returns; the memory that it points at must live until the stream has come to
-        the update's end. Fastest where addresses are multiples of four elements; in `COMPACT8`, where those would be
-        that the elements before a segment's in its first block had.
+        the update's end. Fastest where addresses are multiples of four elements; where elements share scales, where
+        those would be that the elements before a segment's in its first block had.
 
         Args:
             table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this

@@ -22,11 +22,11 @@ import torch
 from offload.backends import Backend, accelerator, working_on
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
+from offload.formats import FORMATS
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.device import SLOT_BYTES, DeviceKernel
-from offload.protocols import BLOCK_NUMEL as SHARED_NUMEL
-from offload.protocols import NORM_BLOCK_NUMEL, StateFormat
-from offload.rules import RULES, UpdateRule
+from offload.protocols import NORM_BLOCK_NUMEL
+from offload.rules import ADAMW, RULES, UpdateRule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,8 +42,10 @@ GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
-_STATE_BYTES = np.zeros(len(StateFormat), np.uint64)
-_STATE_BYTES[[StateFormat.EXACT, StateFormat.COMPACT16, StateFormat.COMPACT8]] = 4, 2, 1
+# By the code of a format.
+_SHARED_NUMEL = np.array([found.block_numel for found in FORMATS], np.uint64)
+_MASTER_BYTES = np.array([found.masters[0].format.item_bytes for found in FORMATS], np.uint64)
+_STATE_BYTES = np.array([found.state(ADAMW)[0].format.item_bytes for found in FORMATS], np.uint64)
 _LEAST_WORDS = 512  # of a table's memory that is used again
 _SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
 _STATES = {rule.code: len(rule.state) for rule in RULES.values()}
@@ -86,7 +88,7 @@ class GpuUpdateKernel(DeviceKernel):
         if backend is not None:
             self._uploads = Uploads(self.device, backend)
 
-    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
+    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `DeviceKernel.compile`: each kernel is launched once, with no program, which also loads it."""
         with self._current():
             table = torch.empty(2, dtype=torch.int64, device=self.device)
@@ -102,7 +104,7 @@ class GpuUpdateKernel(DeviceKernel):
                     GRADIENT=int(gradient),
                     WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
                     ALIGNED=True,
-                    STATE_FORMAT=int(state_format),
+                    STATE_FORMAT=state_format,
                     BLOCK=BLOCK_NUMEL,
                     **UPDATE_OPTIONS,
                 )
@@ -123,10 +125,10 @@ class GpuUpdateKernel(DeviceKernel):
     def _update(self, used: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> None:
         active = gradients != int(DtypeCode.NONE)
         weights = np.where(used["weight"] != 0, used["weight_dtype"], int(DtypeCode.NONE))
-        in_blocks = used["state_format"] == int(StateFormat.COMPACT8)
-        before = np.where(in_blocks, used["first_index"], np.uint64(0)) % np.uint64(SHARED_NUMEL)
-        of_master = np.where(in_blocks & (used["weight"] != 0), np.uint64(2), np.uint64(4))
-        of_weight, of_state = SLOT_BYTES[weights], _STATE_BYTES[used["state_format"]]
+        formats = used["state_format"]
+        before = used["first_index"] % _SHARED_NUMEL[formats]
+        of_master = np.where(used["weight"] != 0, _MASTER_BYTES[formats], np.uint64(4))
+        of_weight, of_state = SLOT_BYTES[weights], _STATE_BYTES[formats]
         aligned = ~active | _aligned(used["gradient"], before, SLOT_BYTES[gradients])
         for addresses, items in (
             (used["weight"], of_weight),
@@ -138,7 +140,7 @@ class GpuUpdateKernel(DeviceKernel):
             *((addresses, of_state) for addresses in used["state"].T),
         ):
             aligned &= _aligned(addresses, before, items)
-        rules = used["rule"].astype(np.int64) * len(StateFormat) + used["state_format"]
+        rules = used["rule"].astype(np.int64) * len(FORMATS) + used["state_format"]
         group = ((rules * 4 + gradients) * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")
         blocks = -(-(before + used["numel"])[order].astype(np.int64) // BLOCK_NUMEL)
@@ -149,7 +151,7 @@ class GpuUpdateKernel(DeviceKernel):
             first = 0
             for key in np.flatnonzero(programs).tolist():
                 count = int(programs[key])
-                rule, state_format = divmod(key // 32, len(StateFormat))
+                rule, state_format = divmod(key // 32, len(FORMATS))
                 self._kernels.update[(count,)](
                     there[:row_words],
                     there[row_words:].view(torch.int32),

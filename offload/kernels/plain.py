@@ -15,10 +15,12 @@ import torch
 
 from offload.backends import tensor_at
 from offload.dtypes import DtypeCode
+from offload.formats import FORMATS, MASTER_LOW, SCALES, StateSpec, blocks_numel
 from offload.kernels import reference
 from offload.kernels.device import DeviceKernel
-from offload.kernels.reference import STATE_DTYPES, TORCH_DTYPES, SegmentTensors, minifloat
-from offload.protocols import BLOCK_NUMEL, NORM_BLOCK_NUMEL, SegmentFlag, StateFormat
+from offload.kernels.reference import TORCH_DTYPES, SegmentTensors
+from offload.kernels.stored import stored_dtype
+from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
 from offload.rules import RULES, segment_dtype
 
 if TYPE_CHECKING:
@@ -45,14 +47,15 @@ class PlainUpdateKernel(DeviceKernel):
         for number, gradient in enumerate(gradients.tolist()):
             rule = _RULES[int(used["rule"][number])]
             row = used[number : number + 1].view(segment_dtype(rule))[0]
-            for start, numel in _pieces(int(row["numel"]), int(row["first_index"]) % BLOCK_NUMEL):
-                reference.update(self._segment(row, rule, gradient, start, numel))
+            state = StateSpec(rule, FORMATS[int(row["state_format"])])
+            for start, numel in _pieces(int(row["numel"]), int(row["first_index"]) % state.format.block_numel):
+                reference.update(self._segment(row, state, gradient, start, numel))
 
-    def _segment(self, row: Any, rule: Any, gradient: int, start: int, numel: int) -> SegmentTensors:
+    def _segment(self, row: Any, state: StateSpec, gradient: int, start: int, numel: int) -> SegmentTensors:
         """Return elements of a segment as the reference takes them; what it updates lies where it is to be then."""
-        flags, state_format = SegmentFlag(int(row["flags"])), StateFormat(int(row["state_format"]))
+        flags, rule, formats = SegmentFlag(int(row["flags"])), state.rule, dict(state.stored)
         first_index, has_weight = int(row["first_index"]) + start, bool(row["weight"])
-        in_planes = state_format is StateFormat.COMPACT8 and has_weight
+        in_planes = MASTER_LOW in formats and has_weight
 
         def at(name: str, dtype: torch.dtype, first: int = start, count: int = numel) -> torch.Tensor:
             return self._at(int(row[name]) + first * dtype.itemsize, count, dtype)
@@ -74,20 +77,20 @@ class PlainUpdateKernel(DeviceKernel):
             master = written("master", torch.int16 if in_planes else torch.float32, not loads)
             master_low = written("master_low", torch.uint8, not loads) if in_planes else None
         scales = None
-        if state_format is StateFormat.COMPACT8:
+        if SCALES in formats:
             # Pieces but the first begin where blocks do.
-            before = (int(row["first_index"]) % BLOCK_NUMEL + start) // BLOCK_NUMEL
-            blocks, states = minifloat.blocks_numel(first_index, numel), len(rule.state)
-            scales = at("scales", torch.uint8, before * states, blocks * states).view(blocks, states)
+            blocks, states = blocks_numel(first_index, numel, state.format.block_numel), len(rule.state)
+            before = first_index // state.format.block_numel - int(row["first_index"]) // state.format.block_numel
+            scales = at(SCALES, torch.uint8, before * states, blocks * states).view(blocks, states)
         return SegmentTensors(
             master,
-            [at(tensor.name, STATE_DTYPES[state_format]) for tensor in rule.state],
+            [at(name, stored_dtype(formats[name])) for name in rule.state],
             at("gradient", TORCH_DTYPES[DtypeCode(gradient)]) if active else None,
             weight,
             flags,
             rule.scalars(*(float(row[name]) for name in rule.scalars._fields)),
             rule,
-            state_format,
+            state.format,
             int(row["rounding_key"]),
             first_index,
             master_low,

@@ -12,23 +12,15 @@ from typing import NamedTuple
 import torch
 
 from offload._native import decode, encode
-from offload.dtypes import DtypeCode
 from offload.errors import invariant
+from offload.formats import FP32, Format, StateSpec, blocks_numel
 from offload.kernels.reference import DTYPE_CODES
-from offload.kernels.reference.minifloat import blocks_numel
-from offload.protocols import StateFormat
-from offload.rules import BF16, FP32, MASTER, MASTER_LOW, SCALES, Format, UpdateRule
-from offload.rules.formats import FP24_UPPER, ROOT, SIGNED
-
-_DTYPES = {FP32: torch.float32, BF16: torch.bfloat16, FP24_UPPER: torch.int16}
-
-# As csrc/kernels/kernels.h counts them.
-_FORMS = {FP32: DtypeCode.FLOAT32, BF16: DtypeCode.BFLOAT16, FP24_UPPER: 4, SIGNED: 5, ROOT: 6}
 
 
 def stored_dtype(stored: Format) -> torch.dtype:
-    """Return the element type of a tensor with what is stored in a format: uint8 for codes and scales."""
-    return _DTYPES.get(stored, torch.uint8)
+    """Return the element type of a tensor with what is stored in a format."""
+    found: torch.dtype = getattr(torch, stored.dtype)
+    return found
 
 
 class Stored(NamedTuple):
@@ -51,13 +43,14 @@ class Stored(NamedTuple):
         numel, beside = self.first.numel(), self.beside
         _check("first", self.first, stored_dtype(self.format), numel)
         if beside is None:
-            invariant(self.format in (FP32, BF16), f"state in {self.format.name} without what lies beside it")
-            return _FORMS[self.format], self.first.data_ptr(), 0, 0, 0, numel
-        has_blocks = self.format is not FP24_UPPER
-        items = blocks_numel(self.first_index, numel) if has_blocks else numel
-        _check("beside", beside, torch.uint8, items, column=has_blocks)
-        stride = beside.stride(0)
-        return _FORMS[self.format], self.first.data_ptr(), beside.data_ptr(), stride, self.first_index, numel
+            whole = self.first.dtype in DTYPE_CODES
+            invariant(whole, f"state in {self.format.name} without what lies beside it")
+            return self.format.code, self.first.data_ptr(), 0, 0, 0, numel
+        block = self.format.block_numel
+        items = blocks_numel(self.first_index, numel, block)
+        _check("beside", beside, torch.uint8, items, column=block > 1)
+        place = beside.data_ptr(), beside.stride(0)
+        return self.format.code, self.first.data_ptr(), *place, self.first_index, numel
 
     def read(self, out: torch.Tensor, instruction_set: str = "") -> None:
         """Write what is stored to a flat tensor of as many elements, rounded to its type."""
@@ -87,39 +80,43 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, *, c
     )
 
 
-def stored_in(rule: UpdateRule, name: str, tensors: Mapping[str, torch.Tensor], first_index: int) -> Stored:
+def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], first_index: int) -> Stored:
     """Return what one state tensor of a segment is stored in.
 
     Args:
-        rule: The update rule, in the format of the state.
-        name: One of its `names`.
+        state: What the segment's state is, and how it is stored.
+        name: One of its rule's `names`.
         tensors: What state is stored in, by name; flat. A master without a lower plane is fp32.
         first_index: Index of the segment's first element in the unsharded parameter.
     """
-    form = {tensor.name: tensor.format for tensor in rule.stored}[name]
-    if name == MASTER.name:
-        beside = tensors.get(MASTER_LOW)
-        return Stored(FP32 if beside is None else form, tensors[name], beside)
-    if rule.state_format is not StateFormat.COMPACT8:
-        return Stored(form, tensors[name])
-    scales = tensors[SCALES].view(-1, len(rule.state))
-    return Stored(form, tensors[name], scales[:, rule.names.index(name) - 1], first_index)
+    formats = dict(state.stored)
+    others = state.format.stored_as(name)[1:]
+    if not others:
+        return Stored(formats[name], tensors[name])
+    (other,) = others
+    if other not in tensors:
+        return Stored(FP32, tensors[name])
+    beside = tensors[other]
+    if formats[name].block_numel > 1:
+        beside = beside.view(-1, len(state.rule.state))[:, state.rule.state.index(name)]
+    return Stored(formats[name], tensors[name], beside, first_index)
 
 
 @contextlib.contextmanager
 def as_fp32(
-    rule: UpdateRule, tensors: Mapping[str, torch.Tensor], first_index: int, *, read: bool, keep: bool
+    state: StateSpec, tensors: Mapping[str, torch.Tensor], first_index: int, *, read: bool, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Lend a segment's state in fp32 by the rule's names: the tensors that are fp32, and copies of others.
 
     Args:
-        rule: The update rule, in the format of the state.
+        state: What it is, and how it is stored.
         tensors: What state is stored in, by name; flat.
         first_index: Index of its first element in the unsharded parameter.
         read: Whether copies hold what is stored; else anything.
         keep: Whether copies are stored afterwards; see `Stored.write`.
     """
-    stored = {name: stored_in(rule, name, tensors, first_index) for name in rule.names}
+    rule = state.rule
+    stored = {name: stored_in(state, name, tensors, first_index) for name in rule.names}
     views = {
         name: place.first
         if place.format is FP32
@@ -132,10 +129,10 @@ def as_fp32(
     yield views
     if not keep:
         return
-    roots = [name for name, place in copies.items() if place.format is ROOT]
+    roots = rule.roots if state.format.stores_roots else ()
     invariant(len(roots) <= 1, "a rule with several roots")  # each would have to be zeroed where another is
-    for name, place in sorted(copies.items(), key=lambda item: item[1].format is not ROOT):  # roots first
-        if place.format is SIGNED and roots:
+    for name, place in sorted(copies.items(), key=lambda item: item[0] not in roots):  # roots first
+        if roots and name in rule.state and name not in roots:
             place.write(views[name], copies[roots[0]].first)
             place.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # divided by it, it was 0
         else:

@@ -11,15 +11,16 @@ import numpy as np
 
 from offload.dtypes import DtypeCode
 from offload.errors import invariant
-from offload.protocols import SEGMENT_DTYPE, SegmentFlag, StateFormat
-from offload.rules import BF16, MASTER, Format, UpdateRule, segment_dtype
+from offload.formats import BF16, Format, StateSpec
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.rules import MASTER, segment_dtype
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 
 def segment_table(
-    rule: UpdateRule,
+    state: StateSpec,
     numel: Any,
     addresses: Mapping[str, Any],
     *,
@@ -27,34 +28,32 @@ def segment_table(
     gradient_dtype: Any = DtypeCode.NONE,
     flags: Any = 0,
     scalars: Any = None,
-    state_format: StateFormat | None = None,
     rounding_key: Any = 0,
     first_index: Any = 0,
 ) -> npt.NDArray[Any]:
     """Return a segment table; every argument is a number, or an array with one a row, unless its type says otherwise.
 
     Args:
-        rule: The update rule.
+        state: What the state is, and how it is stored.
         numel: Elements.
         addresses: Of what the state is stored in, "weight" and "gradient"; an fp32 weight is the master.
         weight_dtype: Element type of the weights.
         gradient_dtype: `DtypeCode` of the gradients.
         flags: `SegmentFlag`.
         scalars: What `rule.row` returns, or columns of it.
-        state_format: How the state beside the master is stored; None for the rule's.
-        rounding_key: Of the update, from `offload.kernels.rounding_keys`; `EXACT` ignores it, as the index.
+        rounding_key: Of the update, from `offload.kernels.rounding_keys`; not every format needs it, or the index.
         first_index: Index of a segment's first element in the unsharded parameter.
     """
-    table = np.zeros(np.size(numel), segment_dtype(rule))
-    table["rule"], table["numel"], table["flags"] = rule.code, numel, flags
-    state_format = rule.state_format if state_format is None else state_format
-    table["state_format"], table["rounding_key"], table["first_index"] = state_format, rounding_key, first_index
+    table = np.zeros(np.size(numel), segment_dtype(state.rule))
+    table["rule"], table["state_format"] = state.rule.code, state.format.code
+    table["numel"], table["flags"] = numel, flags
+    table["rounding_key"], table["first_index"] = rounding_key, first_index
     is_master = weight_dtype is DtypeCode.FLOAT32
     for name, address in addresses.items():
-        table[MASTER.name if is_master and name == "weight" else name] = address
+        table[MASTER if is_master and name == "weight" else name] = address
     table["weight_dtype"], table["gradient_dtype"] = int(weight_dtype), gradient_dtype
     if scalars is not None:
-        for name, value in zip(rule.scalars._fields, scalars, strict=True):
+        for name, value in zip(state.rule.scalars._fields, scalars, strict=True):
             table[name] = value
     return table
 
@@ -65,22 +64,22 @@ def active_rows(table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return found
 
 
-def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:
+def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:
     """Return the table of an update to be timed; gradient and weight are bf16.
 
     Args:
-        rule: The update rule.
+        state: What the state is, and how it is stored.
         addresses: Of the tensors that `trial_items` names, or of the first of them, where they follow each other.
         numel: Elements, whole blocks.
     """
-    items = trial_items(rule)
+    items, rule = trial_items(state), state.rule
     if isinstance(addresses, int):
         offsets = accumulate((stored.offset(numel) for stored in items.values()), initial=addresses)
         addresses = dict(zip(items, offsets, strict=False))
     values = rule.values(rule.defaults)
     flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if rule.decoupled(values) else SegmentFlag(0))
     return segment_table(
-        rule,
+        state,
         numel,
         addresses,
         weight_dtype=DtypeCode.BFLOAT16,
@@ -90,14 +89,14 @@ def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int
     )
 
 
-def trial_items(rule: UpdateRule) -> dict[str, Format]:
+def trial_items(state: StateSpec) -> dict[str, Format]:
     """Return the tensors of a `trial_table`, and how each is stored."""
-    return dict(rule.stored) | dict.fromkeys(("gradient", "weight"), BF16)
+    return dict(state.stored) | dict.fromkeys(("gradient", "weight"), BF16)
 
 
-def trial_bytes(rule: UpdateRule) -> int:
+def trial_bytes(state: StateSpec) -> int:
     """Return the bytes that an element has in all of them, rounded up."""
-    return math.ceil(sum(stored.bytes_each for stored in trial_items(rule).values()))
+    return math.ceil(sum(stored.bytes_each for stored in trial_items(state).values()))
 
 
 def checked(table: npt.NDArray[Any]) -> npt.NDArray[Any]:

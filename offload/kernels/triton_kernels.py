@@ -36,11 +36,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from offload import rules
+from offload import formats, rules
 from offload.dtypes import DtypeCode
+from offload.formats.compact8 import BLOCK_NUMEL
 from offload.kernels.reference import minifloat
 from offload.kernels.reference.rounding import COUNTER_STEP, INDEX_STEP
-from offload.protocols import BLOCK_NUMEL, MAX_STATES, NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag, StateFormat
+from offload.protocols import MAX_STATES, NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 
 SEGMENT_OFFSETS = {name: field[1] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
 
@@ -57,7 +58,7 @@ DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
 LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
 ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
 NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
-EXACT, COMPACT8 = tl.constexpr(int(StateFormat.EXACT)), tl.constexpr(int(StateFormat.COMPACT8))
+EXACT, COMPACT8 = tl.constexpr(formats.EXACT.code), tl.constexpr(formats.COMPACT8.code)
 BYTE = tl.constexpr(4)  # beside the codes of dtypes: uint8, as it is
 SHARED = tl.constexpr(BLOCK_NUMEL)
 CODE_UNIT, ONE = tl.constexpr(2.0**126), tl.constexpr(1)
@@ -83,7 +84,7 @@ ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD_MOMENTUM
 
 def _roots() -> int:
     """Return, for each rule, a bit for each state tensor of which the root is what `COMPACT8` stores."""
-    states = [(rule, number, name) for rule in rules.RULES.values() for number, (name, _) in enumerate(rule.state)]
+    states = [(rule, number, name) for rule in rules.RULES.values() for number, name in enumerate(rule.state)]
     return sum(1 << MAX_STATES * rule.code + number for rule, number, name in states if name in rule.roots)
 
 

@@ -25,6 +25,7 @@ from offload._native import CompletionQueue
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError
+from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES
@@ -35,10 +36,9 @@ from offload.measure.observe import at_once
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, versions
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
-from offload.plan import GpuRates, PathRates, Rates
+from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES, StateFormat
-from offload.rules import ADAMW
+from offload.protocols import SECTOR_BYTES
 from offload.tiers import StoreOptions, check_places, open_tier, parse_place, slot_bytes
 from offload.units import format_bytes, format_count
 
@@ -101,13 +101,13 @@ def full_probe(
     check_places(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
-        most = available_bytes() // 4 // sum(trial_bytes(ADAMW.stored_in(form)) for form in StateFormat)
+        most = available_bytes() // 4 // sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
         numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.ExitStack() as stack:
         queue = CompletionQueue()
         states = {}
-        for form in StateFormat:
-            states[form] = TrialState(ADAMW.stored_in(form), numel, UPDATE_DEPTH, prefault=True)
+        for form in FORMATS:
+            states[form] = TrialState(EXACT_ADAMW.stored_in(form), numel, UPDATE_DEPTH, prefault=True)
             stack.callback(states[form].close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
@@ -118,19 +118,17 @@ def full_probe(
         for number, path in enumerate(paths):
             report(0, 1, f"opening {path}")
             probes.append(_PathProbe(number, path, queue, stack, cpu, run_s))
-        gpu = stack.enter_context(gpu_probe(lambda: cpu.rate(cpu.most)))
+        gpus = stack.enter_context(gpu_probe(lambda: cpu.rate(cpu.most)))
         samples: list[tuple[str, Sample]] = [*cpu.samples()]
         for probe in probes:
             samples += probe.samples()
-        if gpu is not None:
-            samples += gpu.samples()
+        samples += [sample for gpu in gpus for sample in gpu.samples()]
         found = _rounds(samples, seconds, report)
-        engine = None
-        if gpu is None:  # else calls of its runtime, which are not known apart, are most of what the thread does
-            unknown = Rates(1.0, (PathRates(1.0, 1.0),) * len(probes))
-            engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, unknown)
-    measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
-    return _result(measurements, counts, probes, gpu, engine)
+        measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
+        result = _result(measurements, counts, probes, gpus)
+        engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, result.rates)
+    costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
+    return dataclasses.replace(result, rates=dataclasses.replace(result.rates, **costs))
 
 
 def thread_counts(most: int) -> list[int]:
@@ -145,7 +143,7 @@ def thread_counts(most: int) -> list[int]:
 
 def _update_name(state_format: StateFormat, count: int) -> str:
     """Return what the update with so many threads is called among measurements."""
-    which = "" if state_format is StateFormat.EXACT else f" of {state_format.name.lower()}"
+    which = f" of {state_format.name}" if state_format.rounds else ""
     return f"update{which}/{format_count(count, 'thread')}"
 
 
@@ -195,14 +193,13 @@ def _result(
     measurements: dict[str, Measurement],
     counts: Sequence[int],
     probes: Sequence[_PathProbe],
-    on_gpu: GpuProbe | None,
-    engine: Rates | None,
+    gpus: Sequence[GpuProbe],
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
 
-    by_format = {form: {count: median(_update_name(form, count)) for count in counts} for form in StateFormat}
-    cpu = by_format[StateFormat.EXACT]
+    by_format = {form: {count: median(_update_name(form, count)) for count in counts} for form in FORMATS}
+    cpu = by_format[EXACT]
     streams = [median(f"memory/{name}") for name in _VARIANTS]
     memory = max(*streams, max(cpu.values()) * UPDATE_MEMORY_COST)
 
@@ -218,14 +215,11 @@ def _result(
         together = tier.depth if probe.shares else 1
         rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], together))
         facts.append(parse_place(tier.path).facts() | {"io": str(getattr(tier, "io_backend", tier.name))})
-    gpu = None
-    if on_gpu is not None:
+    gpu = NO_GPU
+    for on_gpu in gpus:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
         gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
     rates = Rates(cpu[counts[-1]], tuple(rated), gpu, memory)
-    if engine is not None:
-        costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
-        rates = dataclasses.replace(rates, **costs)
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if apart:
@@ -288,11 +282,11 @@ class _CpuProbe:
         for label, variant in _VARIANTS.items():
             yield "memory bandwidth", partial(self._stream, label, variant)
 
-    def load(self, threads: int, count: int | None, state_format: StateFormat = StateFormat.EXACT) -> Load:
+    def load(self, threads: int, count: int | None, state_format: StateFormat = EXACT) -> Load:
         """Return the update as a load."""
         return self._states[state_format].updates(self._kernels[threads], count)
 
-    def rate(self, threads: int, state_format: StateFormat = StateFormat.EXACT) -> float:
+    def rate(self, threads: int, state_format: StateFormat = EXACT) -> float:
         """Return the state bytes that the update does a second, with nothing beside it."""
         name = _update_name(state_format, threads)
         return lane_rates(self._runs.run(name, 4, lambda count: [self.load(threads, count, state_format)]))["cpu"]
@@ -302,7 +296,7 @@ class _CpuProbe:
 
     def _stream(self, label: str, variant: StreamVariant) -> dict[str, float]:
         # Twice, as a stream negates the state.
-        state, kernel = self._states[StateFormat.EXACT], self._kernels[self.most]
+        state, kernel = self._states[EXACT], self._kernels[self.most]
         return {f"memory/{label}": state.stream_rate(kernel, variant, variant)}
 
 

@@ -10,9 +10,9 @@ from functools import partial
 from offload._native import CompletionQueue
 from offload.backends import BACKENDS
 from offload.engine.gpu import GpuLanes
+from offload.formats import EXACT_ADAMW, StateSpec
 from offload.kernels.table import trial_bytes, trial_table
 from offload.protocols import DeviceLane, Mark
-from offload.rules import ADAMW, UpdateRule
 
 COPY_BYTES = 64 << 20
 COPIES = 8
@@ -25,8 +25,8 @@ H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
 
 
 @contextlib.contextmanager
-def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
-    """Yield a probe of the current accelerator, or None where torch has none that offload runs on.
+def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
+    """Yield the probe of the current accelerator; none where torch has none that offload runs on.
 
     Args:
         update: Runs the CPU's update for a while and returns its rate.
@@ -34,7 +34,7 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
     import torch
 
     with contextlib.ExitStack() as ends:
-        probe = None
+        probes = []
         there = torch.accelerator.current_accelerator(check_available=True)
         if there is not None and there.type in BACKENDS:
             from offload.engine.accelerator import AcceleratorDevice
@@ -43,11 +43,12 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
             lanes = GpuLanes(device, CompletionQueue())
             ends.callback(lanes.close)
             numel = min(UPDATE_NUMEL, device.free_bytes() // 64) // 1024 * 1024
-            probe = GpuProbe(lanes, ADAMW, numel, COPIES, update)
+            probe = GpuProbe(lanes, EXACT_ADAMW, numel, COPIES, update)
             ends.callback(probe.close)
             probe.memory_bytes = device.memory_bytes
             probe.rates(UPDATE)  # compiles
-        yield probe
+            probes.append(probe)
+        yield probes
 
 
 class GpuProbe:
@@ -57,7 +58,7 @@ class GpuProbe:
 
     Args:
         lanes: The device's, with nothing on them.
-        rule: The update rule.
+        state: What state is updated.
         numel: Elements of an update.
         repeats: Copies, or updates, of one run.
         update: Runs the CPU's update for a while and returns its rate.
@@ -73,7 +74,7 @@ class GpuProbe:
     def __init__(
         self,
         lanes: GpuLanes,
-        rule: UpdateRule,
+        state: StateSpec,
         numel: int,
         repeats: int = 1,
         update: Callable[[], float] = lambda: 1.0,
@@ -82,16 +83,16 @@ class GpuProbe:
         self._lanes = lanes
         self._repeats = repeats
         self._update = update
-        nbytes = numel * trial_bytes(rule)
+        nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, COPY_BYTES)
-        self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * rule.item_bytes)}
+        self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
         memory = self._memory = lanes.device.allocate(nbytes)
         self._host = lanes.arena(2 * size)
         host = self._host.address
         self._work = {
             H2D: partial(lanes.copy, H2D, memory, host, size),
             D2H: partial(lanes.copy, D2H, host + size, memory + size, size),
-            UPDATE: partial(lanes.device.update, trial_table(rule, memory, numel)),
+            UPDATE: partial(lanes.device.update, trial_table(state, memory, numel)),
         }
         lanes.store([(memory + at, host, min(size, nbytes - at)) for at in range(0, nbytes, size)])  # zeros
 

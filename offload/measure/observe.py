@@ -80,7 +80,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         demands[lane] = (nbytes / busy_s if shows else rate) * memory_cost
         return shows
 
-    def seen(lane: str, rate: float, memory_cost: float = 0.0) -> float:
+    def seen(lane: str, rate: float, memory_cost: float) -> float:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
         return nbytes / busy_s if is_seen(lane, rate, memory_cost) else rate
 
@@ -112,14 +112,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         return dataclasses.replace(path, latency_s=latency_s, at_once=together, **beside, **alone)
 
     paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
-    gpu = known.gpu
-    if gpu is not None:
-        gpu = dataclasses.replace(
-            gpu,
-            update_bytes_per_s=seen("gpu", gpu.update_bytes_per_s),
-            h2d_bytes_per_s=seen("h2d", gpu.h2d_bytes_per_s, gpu.memory_cost),
-            d2h_bytes_per_s=seen("d2h", gpu.d2h_bytes_per_s, gpu.memory_cost),
-        )
+    gpu = known.gpu.reaching({lane: seen(lane, rate, cost) for lane, (rate, cost) in known.gpu.lanes.items()})
     found = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine(known, timeline))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:
@@ -127,7 +120,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(spans, demands))
     if factor < 1:
         paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
-        gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor) if gpu is not None else None
+        gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor)
     return dataclasses.replace(found, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
 
@@ -141,7 +134,7 @@ def typical(history: Sequence[Rates]) -> Rates:
 
     last = recent[-1]
     paths = [middle(path, [rates.paths[number] for rates in recent]) for number, path in enumerate(last.paths)]
-    gpu = middle(last.gpu, [rates.gpu for rates in recent]) if last.gpu is not None else None
+    gpu = middle(last.gpu, [rates.gpu for rates in recent])
     found: Rates = dataclasses.replace(middle(last, recent), paths=tuple(paths), gpu=gpu)
     return found
 
@@ -288,7 +281,7 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, float]:
         engine_s = np.interp(started_s, edges_s, worked_s) - np.interp(due_s, edges_s, worked_s)
         found["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
     last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
-    if last < 1 or known.link.call_s:
+    if last < 1 or known.gpu.call_s:
         return found
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
     first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)

@@ -18,6 +18,8 @@ from typing import TypeVar
 
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena, available_bytes
+from offload.engine.none import NO_LANES, Lanes
+from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat, StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
@@ -26,10 +28,9 @@ from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
 from offload.measure.observe import at_once
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
-from offload.plan import GpuRates, PathRates, Plan, Rates
+from offload.plan import NO_GPU, GpuRates, PathRates, Plan, Rates
 from offload.plan.rates import mean_rate
-from offload.protocols import SECTOR_BYTES, Queue, StateFormat, Tier
-from offload.rules import ADAMW, UpdateRule
+from offload.protocols import SECTOR_BYTES, Queue, Tier
 from offload.units import format_bytes
 
 PROBE_TILES = 4
@@ -83,7 +84,7 @@ def quick_probe(
     queue: Queue,
     address: int,
     plan: Plan,
-    lanes: GpuLanes | None = None,
+    lanes: Lanes = NO_LANES,
 ) -> Rates:
     """Measure the update of exact state and of what else the session has, memory, the GPU, every path, the engine.
 
@@ -96,26 +97,25 @@ def quick_probe(
         queue: What all report to; nothing else does meanwhile.
         address: Staging memory, `plan.staging_bytes` long; its content is lost. 0 without any.
         plan: What the session is about to do.
-        lanes: The session's, with nothing on them; nor is the caller's work under way. None without a GPU.
+        lanes: The session's, with nothing on them; nor is the caller's work under way.
 
     Raises:
         TierError: If a path fails.
         OffloadError: If the device fails, or it or the host has no memory for it.
     """
-    layout, gpu = plan.layout, None
-    numels = numels_by_format(layout.parameters, layout.rule) or {StateFormat.EXACT: 1}
+    layout, gpu = plan.layout, NO_GPU
+    numels = numels_by_format(layout.parameters, layout.state.format) or {EXACT: 1}
     cpu: dict[StateFormat, float] = {}
     memory = 0.0
-    for state_format in sorted({StateFormat.EXACT, *numels}):
+    for state_format in sorted({EXACT, *numels}, key=FORMATS.index):
         with contextlib.closing(_HostProbe(kernel, queue, plan, state_format, address)) as host:
             cpu[state_format], reached = host.rates()
             memory = max(memory, reached)
-            if state_format is StateFormat.EXACT and lanes is not None:
-                gpu = _probe_gpu(lanes, host, plan)
+            if not state_format.rounds:
+                gpu = lanes.rated(partial(_probe_gpu, host=host, plan=plan))
     paths = tuple(_probe_path(tier, queue, address, plan) for tier in tiers)
     rates = Rates(mean_rate(cpu, numels), paths, gpu, memory)
-    # A GPU's calls are most of what its operations cost the engine's thread: its first steps teach that.
-    return rates if gpu is not None else trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
+    return trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
 
 
 class _HostProbe:
@@ -137,8 +137,8 @@ class _HostProbe:
     ) -> None:
         self._kernel = kernel
         self._queue = queue
-        self._rule = ADAMW.stored_in(state_format)
-        self._numel = _host_numel(plan, self._rule)
+        self._spec = EXACT_ADAMW.stored_in(state_format)
+        self._numel = _host_numel(plan, self._spec)
         self._staging = address, plan.staging_bytes
         self._state: TrialState | None = None
         cpus = frozenset(os.sched_getaffinity(0))
@@ -150,11 +150,11 @@ class _HostProbe:
             self.update()  # warms up
             found = _rounds(lambda: (self.update(), self._open().stream_rate(self._kernel, *_VARIANTS)))
             cpu, memory = (max(rates) for rates in zip(*found, strict=True))
-            _known[self.key] = cpu, max(memory, cpu * self._rule.memory_cost)
-            sizes = *_known[self.key], self._numel * trial_bytes(self._rule), cache_bytes()
+            _known[self.key] = cpu, max(memory, cpu * self._spec.memory_cost)
+            sizes = *_known[self.key], self._numel * trial_bytes(self._spec), cache_bytes()
             log.info(
                 "the update of %s state reaches %s/s and memory %s/s, by passes over %s; last-level caches hold %s",
-                self._rule.state_format.name.lower(),
+                self._spec.format,
                 *map(format_bytes, sizes),
             )
         return _known[self.key]
@@ -169,7 +169,7 @@ class _HostProbe:
     def _open(self) -> TrialState:
         if self._state is None:
             depth = max(1, min(UPDATE_DEPTH, self._numel // CHUNK_NUMEL))
-            self._state = TrialState(self._rule, self._numel, depth, prefault=True, borrowed=self._staging)
+            self._state = TrialState(self._spec, self._numel, depth, prefault=True, borrowed=self._staging)
         return self._state
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class _HostProbe:
 def _probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
     """Measure copies both ways at once, the update on the GPU, and what the copies leave of the CPU's update."""
     numel = min(CHUNK_NUMEL, max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024))
-    with contextlib.closing(GpuProbe(lanes, plan.layout.rule, numel)) as probe:
+    with contextlib.closing(GpuProbe(lanes, plan.layout.state, numel)) as probe:
         # Without the first, which may have to compile, or to touch memory.
         runs = [probe.rates(H2D, D2H) | probe.rates(UPDATE) for _ in range(ROUNDS + 1)][1:]
         update, h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("update", "h2d", "d2h"))
@@ -202,7 +202,7 @@ def _cost_beside(probe: GpuProbe, host: _HostProbe, h2d: float, d2h: float) -> f
     return min(memory_cost(memory, cpu, speed, h2d + d2h, spread / speed), MOST_MEMORY_COST)
 
 
-def _host_numel(plan: Plan, rule: UpdateRule) -> int:
+def _host_numel(plan: Plan, spec: StateSpec) -> int:
     """Return the elements to pass over: more than caches hold, if the session and the machine have room for that.
 
     They lie in what the session is about to take itself: in staging memory, which has been touched, or beside it.
@@ -213,7 +213,7 @@ def _host_numel(plan: Plan, rule: UpdateRule) -> int:
         max(beside, plan.staging_bytes - ALIGNMENT_BYTES, min(beside + plan.staging_bytes, SPARE_BYTES)),
         available_bytes() // SHARE_OF_AVAILABLE,
     )
-    numel = nbytes // trial_bytes(rule)
+    numel = nbytes // trial_bytes(spec)
     return max(SECTOR_NUMEL, numel // CHUNK_NUMEL * CHUNK_NUMEL or numel // SECTOR_NUMEL * SECTOR_NUMEL)
 
 

@@ -36,10 +36,9 @@ from typing import Any
 import psutil
 
 from offload.errors import ConfigError, OffloadError
+from offload.formats import EXACT, STATE_FORMATS, StateFormat
 from offload.plan import Rates
 from offload.plan.rates import mean_rate
-from offload.protocols import StateFormat
-from offload.rules import STATE_FORMATS
 from offload.tiers import parse_place
 from offload.tiers.filesystem import read_json, replacing
 
@@ -116,7 +115,7 @@ class RatesFile:
 
     def guesses(self, numels: Mapping[StateFormat, int]) -> str:
         """Return what `cpu_rate` takes without a measurement, as a sentence; "" for nothing."""
-        names = [form.name.lower() for form, numel in numels.items() if numel and form not in self.cpu_bytes_per_s]
+        names = [form.name for form, numel in numels.items() if numel and form not in self.cpu_bytes_per_s]
         if not names:
             return ""
         what = f"there are no rates of the update of {' and '.join(names)} state"
@@ -168,7 +167,7 @@ class RatesFile:
         """Return the file's content."""
         rates = self.rates.to_dict()
         rates["cpu_bytes_per_s"] = {
-            form.name.lower(): known[0] if 0 in known else {str(count): known[count] for count in sorted(known)}
+            form.name: known[0] if 0 in known else {str(count): known[count] for count in sorted(known)}
             for form, known in self.cpu_bytes_per_s.items()
         }
         return {
@@ -203,7 +202,7 @@ class RatesFile:
             raise ConfigError("rates", file, f"it has no rates; {_ADVICE}")
         try:
             cpu = _by_format(rates.get("cpu_bytes_per_s"))
-            checked = Rates.from_dict({**rates, "cpu_bytes_per_s": _with_threads(cpu[StateFormat.EXACT], None)})
+            checked = Rates.from_dict({**rates, "cpu_bytes_per_s": _with_threads(cpu[EXACT], None)})
             paths = _listed(values, "paths", Mapping)
             if paths and len(paths) != len(checked.paths):
                 raise ConfigError("paths", len(paths), f"name the {len(checked.paths)} paths of rates.paths")
@@ -241,7 +240,7 @@ def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
         if name not in STATE_FORMATS:
             raise ConfigError("rates.cpu_bytes_per_s", name, f"give rates by format: {', '.join(STATE_FORMATS)}")
         found[STATE_FORMATS[name]] = _by_threads(known) if isinstance(known, Mapping) else {0: _rate(known)}
-    if StateFormat.EXACT not in found:
+    if EXACT not in found:
         raise ConfigError("rates.cpu_bytes_per_s.exact", None, "is missing; measure it")
     return found
 

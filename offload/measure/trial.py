@@ -25,13 +25,13 @@ from offload.engine.memory import Arena
 from offload.engine.operations import Begin, Run, Sweep
 from offload.engine.tables import Tables
 from offload.engine.timeline import Interval
+from offload.formats import BF16, EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure.observe import observe, typical
-from offload.plan import Budgets, Home, PathBudget, Plan, Rates, make_plan, visit_order
+from offload.plan import NO_GPU, Budgets, Home, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.protocols import Queue, Tier
-from offload.rules import ADAMW, BF16
 from offload.tiers import tier_error
 
 SUBGROUPS, SLOTS = 12, 4
@@ -59,7 +59,7 @@ def trial_rates(
         tiers: The session's tiers, with nothing in any slot yet; they have little room at least, or nothing is tried.
             With an object store among them, the steps are in memory.
         queue: What all report to; nothing else does meanwhile.
-        known: The rates of a session's lanes, measured otherwise.
+        known: The rates of a session's lanes, measured otherwise; returned with a GPU's, whose calls cost most.
         plan: What the session is about to do: as large a part of the small plan's state is at home in memory. Without
             one, none is where there are paths.
         memory: Address and size of memory whose content is lost; other memory is taken where that is too small.
@@ -70,9 +70,10 @@ def trial_rates(
     if any(tier.paid for tier in tiers):
         tiers = ()
     small = _small_plan(tiers, plan)
-    if any(tier.free_bytes() < small.storage_bytes for tier in tiers):
+    if known.gpu != NO_GPU or any(tier.free_bytes() < small.storage_bytes for tier in tiers):
         return known
-    beside = SECTOR_NUMEL * trial_bytes(ADAMW)  # of one update at a time: what is at home, gradients and weights
+    # Of one update at a time: what is at home, gradients and weights.
+    beside = SECTOR_NUMEL * trial_bytes(EXACT_ADAMW)
     with contextlib.ExitStack() as ends:
         address, nbytes = memory
         if nbytes < small.staging_bytes:

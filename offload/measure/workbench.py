@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from offload.engine.memory import HUGE_PAGE_BYTES, Arena
 from offload.errors import OffloadError, TierError
+from offload.formats import StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_items, trial_table
 from offload.measure.drive import Load
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKernel
-from offload.rules import UpdateRule
 from offload.tiers import slot_bytes, tier_error
 
 CHUNK_NUMEL = 1 << 21
@@ -77,7 +77,7 @@ class TrialState:
     """State, gradient and weight of `numel` elements in huge pages, to be updated chunk by chunk.
 
     Args:
-        rule: The update rule.
+        spec: What the state is.
         numel: Elements.
         depth: Updates in flight at once.
         prefault: Touch all memory now.
@@ -89,7 +89,7 @@ class TrialState:
 
     def __init__(
         self,
-        rule: UpdateRule,
+        spec: StateSpec,
         numel: int,
         depth: int = 1,
         *,
@@ -97,9 +97,9 @@ class TrialState:
         borrowed: tuple[int, int] = (0, 0),
     ) -> None:
         self.numel = numel
-        self._rule = rule
+        self._spec = spec
         self._depth = depth
-        self._items = trial_items(rule)
+        self._items = trial_items(spec)
         offsets, end = {}, 0
         for index, (name, stored) in enumerate(self._items.items()):
             # Tensors a large power of two apart would compete for the same places in the first-level cache.
@@ -128,14 +128,14 @@ class TrialState:
     def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
         """Return the segment table of a run of elements."""
         addresses = {name: address + self._items[name].offset(start) for name, address in self._addresses.items()}
-        return trial_table(self._rule, addresses, numel)
+        return trial_table(self._spec, addresses, numel)
 
     def stream_rate(self, kernel: CpuUpdateKernel, *variants: StreamVariant) -> float:
         """Return the bytes per second, reads and writes together, of passes over all memory: one for each variant."""
         whole, started_s = self.table(0, self.numel), time.perf_counter()
         for variant in variants:
             kernel.stream(whole, variant)
-        moved_bytes = len(variants) * self.numel * self._rule.item_bytes * self._rule.memory_cost
+        moved_bytes = len(variants) * self.numel * self._spec.item_bytes * self._spec.memory_cost
         return moved_bytes / (time.perf_counter() - started_s)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
@@ -148,7 +148,7 @@ class TrialState:
         def error(completion: Completion) -> OffloadError:
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
-        return Load("cpu", int(self._chunk_numel * self._rule.item_bytes), self._depth, start, error, count)
+        return Load("cpu", int(self._chunk_numel * self._spec.item_bytes), self._depth, start, error, count)
 
 
 def _repeat(values: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> None:

@@ -85,7 +85,6 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
-        late.waits = not isinstance(late.device, NoDevice) and config.gpu_memory == "auto"
         if late.waits:
             self._widen_gradients(parameters)
         else:
@@ -231,7 +230,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling.forget()
         self._route.forget()
         if self._late.opened is not None:
-            self._late.opened.drop_gradients()
+            self._late.opened.gradients.drop()
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[Bound]:
@@ -268,8 +267,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             )
             raise ConfigError("params", "FSDP1's", allowed)
         if all(bound.cut is None for bound in bounds):
-            return self.engine.gradient_norm_sq(positions)
-        found = dict(zip(active, self.engine.gradient_norms_sq(positions), strict=True))
+            return self.engine.gradients.norm_sq(positions)
+        found = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
         # All ranks take part for all parameters, whichever of them have a gradient.
         return shards.total((bound.cut, found.get(bound, 0.0)) for bound in bounds)
 
@@ -433,7 +432,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _show_state(self) -> None:
-        self._late.open().end_backward()
+        self._late.open().gradients.end_backward()
         self._state.check()
         self._bind_late()
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)

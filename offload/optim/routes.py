@@ -47,6 +47,7 @@ def choose_route(
         kind, come = Slots if is_alone else Reduced, arrive
     else:
         kind, come = (AtStep, False) if late.config.keep_grads else (Departing, is_alone)
+        late.waits = late.config.gpu_memory == "auto"  # for backward, which shows what is free there
     if late.config.overlap == "backward" and not come:
         allowed = (
             'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
@@ -145,7 +146,7 @@ class Route:
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._held.append(gradient)
         dtype, address = DTYPE_CODES[gradient.dtype], shards.own(gradient, rows).data_ptr()
-        self._engine.bind_gradient(bound.position, address, dtype, gathered=gathered)
+        self._engine.gradients.bind(bound.position, address, dtype, gathered=gathered)
         return True
 
     def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
@@ -261,7 +262,7 @@ class Reduced(Route):
             gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
             _check_gradient(gradient, parameter, bound.name)
             if _lies_as(gradient, parameter):
-                self._engine.gradient_final(bound.position, shards.own(gradient, rows))
+                self._engine.gradients.final(bound.position, shards.own(gradient, rows))
 
 
 class Slots(Route):
@@ -275,7 +276,7 @@ class Slots(Route):
 
     def attach(self, bound: Bound) -> None:
         """See `Route.attach`."""
-        bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.local)
+        bound.slot = GradientSlot(self._late.engine.gradients.slot(bound.position), bound.local)
         if bound.local.numel():
             self._slots_at.add(bound.slot.address)
         super().attach(bound)
@@ -286,7 +287,7 @@ class Slots(Route):
             return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
         _check_gradient(gradient, parameter, bound.name)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
-            engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
+            engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
         elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
             return  # part of a graph, or of a weight that is not what it was: `step` looks at it
         elif gradient.dtype not in (slot.dtype, parameter.dtype):
@@ -296,10 +297,10 @@ class Slots(Route):
         else:
             lent = slot.lend()
             if _lies_as(gradient, parameter):
-                engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+                engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             else:
                 lent.copy_(gradient)
-                engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
+                engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent
         bound.gathered = gradient._version
 
@@ -337,12 +338,12 @@ class Departing(Route):
 
     def _end_backward(self) -> None:
         if self._engine.broken is None:
-            self._engine.end_backward()
+            self._engine.gradients.end_backward()
 
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
         parameter, engine = shards.local(bound.parameter), self._engine
-        is_first = not engine.has_gradient(bound.position)  # which no interrupt makes untrue
+        is_first = not engine.gradients.has_arrived(bound.position)  # which no interrupt makes untrue
         if not is_first:
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
@@ -358,14 +359,14 @@ class Departing(Route):
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         if is_first:
-            self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
-        mark = engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+            self._left[bound] = gradient if engine.gradients.stays(bound.position) else None
+        mark = engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         bound.parameter.grad = None
         if mark is not None:
-            engine.hold_until_read(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
+            engine.gradients.hold(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
 
     def _bind(self, bound: Bound) -> bool:
-        if not self._engine.has_gradient(bound.position):
+        if not self._engine.gradients.has_arrived(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
             gradient = shards.reduced(bound.parameter.grad, bound.parameter, bound.name)
@@ -374,7 +375,7 @@ class Departing(Route):
 
     def note(self, bound: Bound) -> Note | None:
         """See `Route.note`."""
-        if not self._engine.has_gradient(bound.position):
+        if not self._engine.gradients.has_arrived(bound.position):
             return super().note(bound)
         return Note(weakref.ref(bound.parameter), bound.arrivals, 0)
 
@@ -383,9 +384,9 @@ class Departing(Route):
         try:
             if self._left:
                 kept = [gradient for gradient in self._left.values() if gradient is not None]
-                self._engine.forget_gradients(kept)
+                self._engine.gradients.forget(kept)
         finally:  # it may be interrupted, having forgotten them; else they are read, and added to
-            if not any(self._engine.has_gradient(bound.position) for bound in self._left):
+            if not any(self._engine.gradients.has_arrived(bound.position) for bound in self._left):
                 self.release()
 
     def read(self) -> list[torch.Tensor]:
@@ -395,7 +396,7 @@ class Departing(Route):
 
     def taken(self) -> None:
         """See `Route.taken`."""
-        self._engine.forget_gradients()
+        self._engine.gradients.forget()
         self.release()
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ class GradientSlot:
     memory, for gradients that outlive the session.
 
     Args:
-        flat: The slot; see `Engine.gradient_slot`.
+        flat: The slot; see `Gradients.slot`.
         parameter: Whose gradient it is for.
 
     Attributes:

@@ -199,7 +199,7 @@ class StateView(MutableMapping[Any, Any]):
         starts = self._starts()
         found = {bound: starts[bound.parameter] for bound in bounds if bound.parameter in starts}
         if found:
-            self._late.engine.write_state(
+            self._late.engine.state.write(
                 {
                     bound.position: {
                         name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
@@ -210,16 +210,16 @@ class StateView(MutableMapping[Any, Any]):
             )
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, torch.Tensor]]:
-        """Return copies of the state of some bound parameters; see `Engine.read_state`."""
+        """Return copies of the state of some bound parameters; see `State.read`."""
         found = []
         with self._lock, torch.inference_mode(False):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
-            states = self._late.engine.read_state(positions, own_masters=own_masters) if bounds else []
+            states = self._late.engine.state.read(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
                 entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
-                for name in (*self._rule.names[1:], MASTER.name):
+                for name in (*self._rule.names[1:], MASTER):
                     if name in state:
                         entry[name] = shards.shaped(state[name], bound.parameter, bound.cut)
                 found.append(entry)
@@ -247,14 +247,14 @@ class StateView(MutableMapping[Any, Any]):
     def checked(self, what: str, entry: Mapping[str, Any], bound: Bound) -> Entry:
         """Return one parameter's whole state as it is written; a missing master is left out."""
         entry = entry if isinstance(entry, Mapping) else {}
-        others = {tensor.name for rule in RULES.values() for tensor in rule.state}.difference(self._rule.names)
+        others = {name for rule in RULES.values() for name in rule.state}.difference(self._rule.names)
         if found := sorted(name for name in others.intersection(entry) if entry[name] is not None):
             raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
         step = checked_step(f"{what}.step", entry.get("step", self._rule.missing_step))
         return {
             name: _in_order(f"{what}.{name}", entry.get(name), bound)
             for name in self._rule.names
-            if name != MASTER.name or not _is_missing(entry.get(name))
+            if name != MASTER or not _is_missing(entry.get(name))
         }, step
 
     def replace_all(self, entries: Mapping[Bound, Entry]) -> None:
@@ -270,7 +270,7 @@ class StateView(MutableMapping[Any, Any]):
                 if engine.step_count(position):
                     engine.reload_master(position)
             if others:
-                engine.reset_state(others)
+                engine.state.reset(others)
 
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """See `OffloadedOptimizer.reset_state`."""
@@ -282,21 +282,21 @@ class StateView(MutableMapping[Any, Any]):
             positions = [self._weights.of(parameter).position for parameter in wanted]
             self._weights.check()
             self.changed()
-            self._late.engine.reset_state(positions)
+            self._late.engine.state.reset(positions)
             self.begin(self._weights.of(parameter) for parameter in wanted)
 
     def _replace(self, entries: Mapping[Bound, Entry]) -> None:
         """Write whole entries; masters that are not given are taken from the weights."""
         self._write(entries)
         for bound, (tensors, _) in entries.items():
-            if MASTER.name not in tensors:
+            if MASTER not in tensors:
                 self._late.engine.reload_master(bound.position)
 
     def _write(self, entries: Mapping[Bound, Entry]) -> None:
         self.changes += 1
-        masters = {bound: tensors[MASTER.name] for bound, (tensors, _) in entries.items() if MASTER.name in tensors}
+        masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
         following = followers(masters)
-        self._late.engine.write_state(
+        self._late.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
         )

@@ -18,6 +18,7 @@ import torch
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
+from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
 from offload.optim import ranks
 from offload.optim.groups import (
@@ -34,7 +35,7 @@ from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
-from offload.rules import STATE_FORMATS, UpdateRule
+from offload.rules import UpdateRule
 from offload.session.engine import Engine
 
 _log = logging.getLogger("offload")
@@ -70,8 +71,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        rule = self.rule.stored_in(STATE_FORMATS[self._late.config.state_format])
-        rule.row(1, rule.values(group), 1.0)
+        state = StateSpec(self.rule, STATE_FORMATS[self._late.config.state_format])
+        state.row(1, self.rule.values(group), 1.0)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""

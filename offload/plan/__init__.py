@@ -4,9 +4,10 @@ from offload.plan.budget import Budgets, Home, PathBudget, Placement, Plan, choo
 from offload.plan.cost import Estimate, estimate
 from offload.plan.order import visit_order
 from offload.plan.planner import choose_plan
-from offload.plan.rates import GpuRates, PathRates, Rates
+from offload.plan.rates import NO_GPU, GpuRates, PathRates, Rates
 
 __all__ = [
+    "NO_GPU",
     "Budgets",
     "Estimate",
     "GpuRates",

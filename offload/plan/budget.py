@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import InfeasiblePlanError
+from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
-from offload.protocols import SECTOR_BYTES, StateFormat
-from offload.rules import ADAMW, UpdateRule
+from offload.protocols import SECTOR_BYTES
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
@@ -69,19 +69,19 @@ AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
 
-def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: UpdateRule = ADAMW) -> int:
+def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, state: StateSpec = EXACT_ADAMW) -> int:
     """Return a subgroup size that suits a model of so many elements and the staging memory.
 
     Args:
         numel: Elements of one rank's shard.
         staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
-        rule: What is kept for each element.
+        state: What is kept for each element, and how.
     """
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
-        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * rule.item_bytes)))
-    return max(rule.sector_numel, chosen // rule.sector_numel * rule.sector_numel)
+        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * state.item_bytes)))
+    return max(state.sector_numel, chosen // state.sector_numel * state.sector_numel)
 
 
 class Home(Enum):
@@ -391,16 +391,16 @@ class Plan:
     def formats(self) -> dict[str, tuple[int, int]]:
         """Parameters whose state is stored in each format, and the bytes that it takes."""
         found = {}
-        for state_format in StateFormat:
-            subgroups = [s for s in self.layout.subgroups if s.state_format is state_format]
+        for state_format in FORMATS:
+            subgroups = [s for s in self.layout.subgroups if s.state.format is state_format]
             if subgroups:
                 numel = sum(segment.numel for s in subgroups for segment in s.segments)
-                found[state_format.name.lower()] = numel, sum(s.state_bytes for s in subgroups)
+                found[state_format.name] = numel, sum(s.state_bytes for s in subgroups)
         return found
 
     def _format_lines(self) -> list[str]:
         """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
-        if self.layout.rule.state_format is StateFormat.EXACT:
+        if not self.layout.state.format.rounds:
             return []
         return [
             f"  {name:<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
@@ -527,31 +527,57 @@ def make_plan(
             (or not as many as `kept` has slots).
     """
     sizes = layout.subgroup_bytes
-    homes = [*kept.homes] if kept else []
-    gpu, host, stream = Home
-    left = {gpu: budgets.gpu_bytes, host: budgets.host_bytes, stream: math.inf}
-    for number, nbytes in enumerate(sizes):
-        if number == len(homes):
-            homes.append(gpu if nbytes <= left[gpu] else host if nbytes <= left[host] else stream)
-        left[homes[number]] -= nbytes
+    homes = _homes(sizes, budgets, kept.homes if kept else ())
     asked = itertools.chain(placements, itertools.repeat(Placement.CPU))
-    placed = [Placement.GPU if home is gpu else device for home, device in zip(homes, asked, strict=False)]
+    placed = [Placement.GPU if home is Home.GPU else device for home, device in zip(homes, asked, strict=False)]
     gpu_slots = 0
-    if placed.count(Placement.GPU) > homes.count(gpu):
-        largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not gpu)
+    if placed.count(Placement.GPU) > homes.count(Home.GPU):
+        largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not Home.GPU)
         gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
         if gpu_slots < 1:
+            offers = {"GPU staging": budgets.gpu_staging_bytes}
             raise InfeasiblePlanError(
-                "one staging slot on the GPU",
-                largest,
-                {"GPU staging": budgets.gpu_staging_bytes},
-                "raise gpu_memory or lower subgroup_numel",
+                "one staging slot on the GPU", largest, offers, "raise gpu_memory or lower subgroup_numel"
             )
-    streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is stream]
+    streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is Home.STREAMED]
     plan = Plan(layout, tuple(homes), tuple(placed), 0, 0, budgets, gpu_slots)
-    if not streamed:
-        return _with_checkpoints(plan)
-    slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
+    if streamed:
+        slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
+        slots = _staging_slots(budgets, slot_bytes, staging_slots, kept.staging_slots if kept else 0)
+        plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
+        _refuse_without_room(plan)
+    return _with_checkpoints(plan)
+
+
+def _homes(sizes: Sequence[int], budgets: Budgets, kept: Sequence[Home]) -> list[Home]:
+    """Return a home for each subgroup, the first ones' being kept."""
+    homes = [*kept]
+    left = {Home.GPU: budgets.gpu_bytes, Home.HOST: budgets.host_bytes, Home.STREAMED: math.inf}
+    for number, nbytes in enumerate(sizes):
+        if number == len(homes):
+            homes.append(next(home for home, room in left.items() if nbytes <= room))
+        left[homes[number]] -= nbytes
+    return homes
+
+
+def _staging_slots(budgets: Budgets, slot_bytes: int, least: int, kept: int) -> int:
+    """Return how many staging slots there may be, `kept` of which are there."""
+    if budgets.staging_bytes is None or not budgets.paths:
+        return max(1, least, kept)
+    slots = budgets.staging_bytes // slot_bytes
+    offers, remedy = {"staging_memory": budgets.staging_bytes}, "raise staging_memory or lower subgroup_numel"
+    if slots < 1:
+        raise InfeasiblePlanError("one staging slot", slot_bytes, offers, remedy)
+    if slots < kept:
+        # Slots may hold the only copy of what they hold, so there cannot be fewer.
+        what = f"{kept} staging slots as large as the largest subgroup"
+        raise InfeasiblePlanError(what, kept * slot_bytes, offers, remedy)
+    return slots
+
+
+def _refuse_without_room(plan: Plan) -> None:
+    """Refuse a plan whose streamed state finds no room on its paths."""
+    budgets = plan.budgets
     offers = {
         **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
         "host_memory": budgets.host_bytes,
@@ -559,41 +585,14 @@ def make_plan(
     }
     if not budgets.paths:
         raise InfeasiblePlanError(
-            "the optimizer state",
-            layout.state_bytes,
-            offers,
-            "raise host_memory or give paths to stream from",
+            "the optimizer state", plan.state_bytes, offers, "raise host_memory or give paths to stream from"
         )
-    slots = max(1, staging_slots, kept.staging_slots if kept else 0)
-    if budgets.staging_bytes is not None:
-        slots = budgets.staging_bytes // slot_bytes
-        if slots < 1:
-            raise InfeasiblePlanError(
-                "one staging slot",
-                slot_bytes,
-                {"staging_memory": budgets.staging_bytes},
-                "raise staging_memory or lower subgroup_numel",
-            )
-        if kept and slots < kept.staging_slots:
-            # Slots may hold the only copy of what they hold, so there cannot be fewer.
-            raise InfeasiblePlanError(
-                f"{kept.staging_slots} staging slots as large as the largest subgroup",
-                kept.staging_slots * slot_bytes,
-                {"staging_memory": budgets.staging_bytes},
-                "raise staging_memory or lower subgroup_numel",
-            )
-    plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
     # What is left at the end of each path may be too short for a slot.
     largest = max(plan.slot_counts) + SECTOR_BYTES
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)
     if needed > sum(path.available_bytes for path in budgets.paths):
-        raise InfeasiblePlanError(
-            "state on storage (with the versions in flight)",
-            needed,
-            offers,
-            "raise host_memory, free space on a path, or add a path",
-        )
-    return _with_checkpoints(plan)
+        what = "state on storage (with the versions in flight)"
+        raise InfeasiblePlanError(what, needed, offers, "raise host_memory, free space on a path, or add a path")
 
 
 def _with_checkpoints(plan: Plan) -> Plan:

@@ -136,12 +136,12 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     lanes = _lanes(mix, shares, rates)
     costs = {
         **{f"{verb}:{n}": path.memory_cost for n, path in enumerate(rates.paths) for verb in ("read", "write")},
-        **dict.fromkeys((lane for lane in lanes if lane in ("h2d", "d2h")), rates.link.memory_cost),
+        **{lane: cost for lane, (_, cost) in rates.gpu.lanes.items()},
     }
     traffic = {lane: (lanes[lane][0] * cost, lanes[lane][1]) for lane, cost in costs.items()}
-    if "d2h" in traffic:  # while the CPU still works, the last copies out are not behind the step
-        copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.brought_bytes
-        traffic["d2h"] = copied * rates.link.memory_cost, copied / rates.link.d2h_bytes_per_s
+    # While the CPU still works, the last copies out are not behind the step.
+    copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.brought_bytes
+    traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
     step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
     if _mean_speed(rates, traffic, span_s) < 1:
         # The slower the updates, the longer the step, and the thinner the other traffic: one speed fits.
@@ -155,7 +155,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
         lane_s["memory"] = (lanes["cpu"][0] * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
         step_s = max(step_s, lane_s["memory"])
-    if rates.operation_s or rates.begin_s or rates.link.call_s:
+    if rates.operation_s or rates.begin_s or rates.gpu.call_s:
         lane_s["engine"] = rates.begin_s + _engine_s(mix, rates)
         step_s = max(step_s, lane_s["engine"])
     return Estimate(step_s, lane_s)
@@ -189,7 +189,7 @@ def _engine_s(mix: Mix, rates: Rates) -> float:
     operations = on_cpu * (3 if mix.pushed_bytes else 1) + 3 * copied + mix.gpu.count + 2 * moved * mix.tiles
     passing = (mix.pushed_bytes > 0) + (mix.brought_bytes > 0)
     calls = CALLS * (3 * copied + mix.gpu.count) + passing * on_cpu * (PASSING_CALLS + mix.segments)
-    return operations * rates.operation_s + calls * rates.link.call_s
+    return operations * rates.operation_s + calls * rates.gpu.call_s
 
 
 def _moved(mix: Mix) -> tuple[int, float]:
@@ -204,14 +204,11 @@ def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple
     on_cpu = mix.streamed[0].nbytes + mix.host[0].nbytes
     copied = mix.streamed[1].nbytes + mix.host[1].nbytes
     lanes = {"cpu": (float(on_cpu), on_cpu / rates.cpu_bytes_per_s)}
-    if rates.gpu is not None:
-        updated, inward = copied + mix.gpu.nbytes, copied + mix.pushed_bytes
-        lanes["gpu"] = updated, updated / rates.gpu.update_bytes_per_s
-        lanes["h2d"] = inward, inward / rates.gpu.h2d_bytes_per_s
-        # The last ones are copied out behind the step.
-        count = mix.streamed[1].count + mix.host[1].count
-        outward = copied * max(0, count - mix.gpu_slots) / max(count, 1) + mix.brought_bytes
-        lanes["d2h"] = outward, outward / rates.gpu.d2h_bytes_per_s
+    # The last ones are copied out behind the step.
+    count = mix.streamed[1].count + mix.host[1].count
+    outward = copied * max(0, count - mix.gpu_slots) / max(count, 1) + mix.brought_bytes
+    on_gpu = {"gpu": copied + mix.gpu.nbytes, "h2d": copied + mix.pushed_bytes, "d2h": outward}
+    lanes |= {lane: (on_gpu[lane], on_gpu[lane] / rate) for lane, (rate, _) in rates.gpu.lanes.items()}
     moved, mean_bytes = _moved(mix)
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
         nbytes, latency_s = moved * mean_bytes * share, moved * mix.tiles * share * path.latency_s
@@ -230,9 +227,8 @@ def _step_s(
     Args:
         speed: Part of its own rate that the CPU's update keeps meanwhile.
     """
-    cpu_s_per_byte = 1 / (rates.cpu_bytes_per_s * speed)
-    link = rates.link
-    in_s, up_s, out_s = 1 / link.h2d_bytes_per_s, 1 / link.update_bytes_per_s, 1 / link.d2h_bytes_per_s
+    gpu, cpu_s_per_byte = rates.gpu, 1 / (rates.cpu_bytes_per_s * speed)
+    in_s, up_s, out_s = 1 / gpu.h2d_bytes_per_s, 1 / gpu.update_bytes_per_s, 1 / gpu.d2h_bytes_per_s
     on_cpu = mix.streamed[0].count + mix.host[0].count
     push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
     bring_s = mix.brought_bytes / on_cpu * out_s if on_cpu else 0.0
@@ -269,17 +265,17 @@ def _step_s(
             round_s / mix.slots,
         )
         # While resident subgroups last, one that comes back finds the device at work on one and others handed over.
-        copy_s = mean_bytes * max(in_s, up_s, out_s)
+        copy_s = mean_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
         behind = (
             (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.host[0].nbytes),
             (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.host[1].nbytes),
         )
         hindrance_s = 0.0
-        for part, wait_s, work_s, resident_bytes in behind:
+        for part, wait_s, each_s, resident_bytes in behind:
             hindered_s = max(every_s, (round_s + part * wait_s) / mix.slots)
-            spare_s = hindered_s - part * work_s
+            spare_s = hindered_s - part * each_s
             if part and spare_s > 0:
-                lasts = resident_bytes / mean_bytes * work_s / spare_s
+                lasts = resident_bytes / mean_bytes * each_s / spare_s
                 hindrance_s += min(moved, int(lasts)) * (hindered_s - every_s)
         pipeline_s = round_s + (moved - together) * every_s + (together - 1) * work_s + hindrance_s
     # What the CPU has not done by then, it does at its full speed.

@@ -58,14 +58,13 @@ def choose_plan(
     _check_placement(placement)
     if len(rates.paths) != len(budgets.paths):
         raise ConfigError("rates.paths", len(rates.paths), f"give one entry for each of {len(budgets.paths)} paths")
-    if (budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0)) and rates.gpu is None:
-        raise ConfigError("rates.gpu", None, "is missing, and the plan is to use the GPU; measure it")
+    if budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0):
+        rates.gpu.check_used(planned=True)
     plan = make_plan(layout, budgets, kept=kept)
     on_cpu = mix = mix_of(plan)
     placements = plan.placements
     if placement == "auto":
-        if rates.gpu is not None:
-            placements, mix = _cheapest(plan, on_cpu, rates)
+        placements, mix = _cheapest(plan, on_cpu, rates)
     elif placement != "cpu":
         placements = _named(plan, placement)
         mix = mix_of(make_plan(layout, budgets, kept=kept, placements=placements))

@@ -11,13 +11,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from offload.errors import ConfigError
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
+from offload.formats import EXACT, EXACT_ADAMW, StateFormat
 
-UPDATE_MEMORY_COST = ADAMW.memory_cost
+UPDATE_MEMORY_COST = EXACT_ADAMW.memory_cost
 """Bytes of memory traffic for each state byte of Adam's update of exact state. Other rules move up to 8% more
 for each, other formats up to 20%."""
 
@@ -39,7 +38,7 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
         numels: How many parameters have each, one at least.
     """
     nbytes = {form: numel * _bytes_each(form) for form, numel in numels.items()}
-    exact_numel_per_s = bytes_per_s[StateFormat.EXACT] / _bytes_each(StateFormat.EXACT)
+    exact_numel_per_s = bytes_per_s[EXACT] / _bytes_each(EXACT)
     seconds = sum(
         size / bytes_per_s.get(form, exact_numel_per_s * _bytes_each(form)) for form, size in nbytes.items()
     )
@@ -47,7 +46,7 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
 
 
 def _bytes_each(state_format: StateFormat) -> float:
-    return ADAMW.stored_in(state_format).item_bytes
+    return EXACT_ADAMW.stored_in(state_format).item_bytes
 
 
 class Direction(NamedTuple):
@@ -153,8 +152,38 @@ class GpuRates:
     memory_cost: float = 1.0
     call_s: float = 0.0
 
+    weights_on: ClassVar[str] = "gpu"  # if nobody says it
 
-NO_GPU = GpuRates(math.inf, math.inf, math.inf, memory_cost=0.0)
+    @property
+    def lanes(self) -> Mapping[str, tuple[float, float]]:
+        """Of each lane its bytes a second, and the host memory bandwidth that each of them takes."""
+        updates, cost = (self.update_bytes_per_s, 0.0), self.memory_cost
+        return {"gpu": updates, "h2d": (self.h2d_bytes_per_s, cost), "d2h": (self.d2h_bytes_per_s, cost)}
+
+    def reaching(self, bytes_per_s: Mapping[str, float]) -> GpuRates:
+        """Return rates by which the lanes, all that there are, reach so much."""
+        names: Any = {f"{'update' if lane == 'gpu' else lane}_bytes_per_s": s for lane, s in bytes_per_s.items()}
+        return dataclasses.replace(self, **names)
+
+    def check_used(self, *, planned: bool) -> None:
+        """Raise `ConfigError` if a plan that uses the GPU, or is to use it (`planned`), has none to use."""
+
+
+class _NoGpu(GpuRates):
+    """No GPU: it has no lanes, and is so slow that nobody chooses it."""
+
+    __slots__ = ()
+    weights_on = "cpu"
+    lanes: Mapping[str, tuple[float, float]] = {}
+
+    def check_used(self, *, planned: bool) -> None:
+        why = f"and the plan {'is to use' if planned else 'uses'} the GPU"
+        raise ConfigError("rates.gpu", None, f"is missing, {why}; measure it")
+
+
+_LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates stay finite
+
+NO_GPU: GpuRates = _NoGpu(_LEAST, _LEAST, _LEAST, memory_cost=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +194,7 @@ class Rates:
         cpu_bytes_per_s: State bytes that the CPU updates per second, with all threads of the session and nothing else
             running, in the formats that its state has (`mean_rate`).
         paths: One entry per path, in the config's order.
-        gpu: The GPU and its link; None without one.
+        gpu: The GPU and its link; `NO_GPU` without one.
         memory_bytes_per_s: Host memory bandwidth of this session, reads and writes together; infinite where unknown,
             so that nothing slows anything down.
         compute_flops_per_s: What forward and backward reach, for predictions of whole iterations; 0 where unknown.
@@ -184,7 +213,7 @@ class Rates:
 
     cpu_bytes_per_s: float
     paths: tuple[PathRates, ...] = ()
-    gpu: GpuRates | None = None
+    gpu: GpuRates = NO_GPU
     memory_bytes_per_s: float = math.inf
     compute_flops_per_s: float = 0.0
     reaction_s: float = 0.0
@@ -192,19 +221,13 @@ class Rates:
     begin_s: float = 0.0
 
     def __post_init__(self) -> None:
-        parts: list[tuple[str, Any]] = [("", self)]
+        parts: list[tuple[str, Any]] = [("", self), ("gpu.", self.gpu)]
         parts += [(f"paths[{number}].", path) for number, path in enumerate(self.paths)]
-        parts += [("gpu.", self.gpu)] if self.gpu is not None else []
         for prefix, part in parts:
             for field in dataclasses.fields(part):
                 value = getattr(part, field.name)
                 if field.name not in ("paths", "gpu"):
                     _check(f"rates.{prefix}{field.name}", field.name, value)
-
-    @property
-    def link(self) -> GpuRates:
-        """Rates of the GPU and its link; without one, those of work that takes no time."""
-        return self.gpu or NO_GPU
 
     def cpu_speed(self, beside_bytes_per_s: float) -> float:
         """Return the part of its own rate that the update keeps beside others.
@@ -221,21 +244,17 @@ class Rates:
         """
         paths = tuple(path.part(1 / ranks) for path in self.paths)
         gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
-        h2d, d2h = self.link.h2d_bytes_per_s, self.link.d2h_bytes_per_s
-        if self.link.memory_cost:
-            part = min(1.0, memory / (self.link.memory_cost * (h2d + d2h)))
-            gpu = dataclasses.replace(self.link, h2d_bytes_per_s=part * h2d, d2h_bytes_per_s=part * d2h)
+        h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
+        if gpu.memory_cost:
+            part = min(1.0, memory / (gpu.memory_cost * (h2d + d2h)))
+            gpu = dataclasses.replace(gpu, h2d_bytes_per_s=part * h2d, d2h_bytes_per_s=part * d2h)
         cpu = self.cpu_bytes_per_s / ranks
         return dataclasses.replace(self, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all rates as JSON knows them; what is infinite or absent is left out."""
-        found = dataclasses.asdict(self)
-        if self.gpu is None:
-            del found["gpu"]
-        if self.memory_bytes_per_s == math.inf:
-            del found["memory_bytes_per_s"]
-        return found
+        found, left_out = dataclasses.asdict(self), {"gpu": NO_GPU, "memory_bytes_per_s": math.inf}
+        return {name: value for name, value in found.items() if getattr(self, name) != left_out.get(name)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rates:
@@ -250,12 +269,11 @@ class Rates:
             raise ConfigError("rates.paths", listed, "give a list with an object for each path")
         paths = [PathRates(**_fields(f"rates.paths[{n}]", PathRates, path)) for n, path in enumerate(listed)]
         top["paths"] = tuple(paths)
-        if top.get("gpu") is not None:
-            top["gpu"] = GpuRates(**_fields("rates.gpu", GpuRates, top["gpu"]))
+        gpu = top.get("gpu")
+        top["gpu"] = NO_GPU if gpu is None else GpuRates(**_fields("rates.gpu", GpuRates, gpu))
         return cls(**top)
 
 
-_LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates stay finite
 _MAY_BE_ZERO = (
     "latency_s",
     "memory_cost",

@@ -1,14 +1,10 @@
-"""Update rules: which state is kept for each parameter, in which format, and how a step changes it. Pure."""
+"""Update rules: which state is kept for each parameter, and how a step changes it. Pure."""
 
 from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
-from offload.rules.formats import BF16, FP32, STATE_FORMATS, Format
 from offload.rules.lion import LION
 from offload.rules.rule import (
     MASTER,
-    MASTER_LOW,
-    SCALES,
-    StateTensor,
     UpdateRule,
     checked_step,
     items,
@@ -25,18 +21,11 @@ __all__ = [
     "ADAGRAD",
     "ADAM",
     "ADAMW",
-    "BF16",
-    "FP32",
     "LION",
     "MASTER",
-    "MASTER_LOW",
     "RULES",
-    "SCALES",
     "SGD_MOMENTUM",
-    "STATE_FORMATS",
-    "Format",
     "GroupScalars",
-    "StateTensor",
     "UpdateRule",
     "checked_step",
     "items",

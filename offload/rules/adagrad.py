@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, flag, not_negative, rounded
+from offload.rules.rule import UpdateRule, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
@@ -20,7 +20,7 @@ class Scalars(NamedTuple):
 class _Adagrad(UpdateRule):
     name = "adagrad"
     code = 2
-    state = (StateTensor("sum"),)
+    state = ("sum",)
     roots = ("sum",)
     scalars = Scalars
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -40,8 +40,11 @@ class _Adagrad(UpdateRule):
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
         step_size = values["lr"] / (1.0 + (step - 1) * values["lr_decay"])
-        eps = self.added_to_roots(values["eps"])
-        return Scalars(*rounded((values["sign"] * grad_scale, values["weight_decay"], eps, step_size)))
+        return Scalars(*rounded((values["sign"] * grad_scale, values["weight_decay"], values["eps"], step_size)))
+
+    def added_to_roots(self, values: Mapping[str, Any]) -> float | None:
+        eps: float = values["eps"]
+        return eps
 
 
 ADAGRAD = _Adagrad()

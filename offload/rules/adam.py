@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
-from offload.rules.rule import StateTensor, UpdateRule, check_decay_rates, decay_rates, flag, not_negative, rounded
+from offload.rules.rule import UpdateRule, check_decay_rates, decay_rates, flag, not_negative, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def scalars(
 class _Adam(UpdateRule):
     name = "adam"
     code = 0
-    state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+    state = ("exp_avg", "exp_avg_sq")
     roots = ("exp_avg_sq",)
     scalars = Scalars
 
@@ -121,7 +121,7 @@ class _Adam(UpdateRule):
             step,
             lr=values.lr,
             betas=(values.beta1, values.beta2),
-            eps=self.added_to_roots(values.eps),
+            eps=values.eps,
             weight_decay=values.weight_decay,
             decoupled=values.decoupled,
             grad_scale=grad_scale,
@@ -130,6 +130,9 @@ class _Adam(UpdateRule):
 
     def decoupled(self, values: GroupScalars) -> bool:
         return values.decoupled
+
+    def added_to_roots(self, values: GroupScalars) -> float | None:
+        return values.eps
 
 
 ADAM = _Adam(decoupled=False, weight_decay=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, check_decay_rates, decay_rates, flag, not_negative, rounded
+from offload.rules.rule import UpdateRule, check_decay_rates, decay_rates, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
@@ -23,7 +23,7 @@ class Scalars(NamedTuple):
 class _Lion(UpdateRule):
     name = "lion"
     code = 1
-    state = (StateTensor("exp_avg"),)
+    state = ("exp_avg",)
     scalars = Scalars
     missing_step = 1
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}

@@ -6,27 +6,17 @@ Each rule has arithmetic in csrc/kernels/rules/, a block in `offload.kernels.tri
 
 from __future__ import annotations
 
-import copy
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from offload.errors import ConfigError
-from offload.protocols import SEGMENT_DTYPE, StateFormat
-from offload.rules.formats import BF16, FP24_LOWER, FP24_UPPER, FP32, ROOT, SIGNED, Format, scales
-
-
-class StateTensor(NamedTuple):
-    """One tensor of state, or of what it is stored in: as many elements as the parameter, and how they are stored."""
-
-    name: str
-    format: Format = FP32
-
+from offload.protocols import SEGMENT_DTYPE
 
 MOST_STEPS = 2**53
 """Step counts beyond this are not told apart in float64, in which the factors of a step are computed."""
@@ -36,11 +26,8 @@ MOST_ITEMS = 64
 
 BETAS = "give a sequence of two numbers from 0 (included) to 1 (not included)"
 
-MASTER = StateTensor("master")
+MASTER = "master"
 """The fp32 copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
-
-MASTER_LOW, SCALES = "master_low", "scales"
-"""What `COMPACT8` stores beside tensors of their own names: see `offload.kernels.reference.minifloat`."""
 
 
 class UpdateRule(ABC):
@@ -52,14 +39,11 @@ class UpdateRule(ABC):
     code: ClassVar[int]
     """Number of the rule in csrc/kernels/rules.h."""
 
-    state: tuple[StateTensor, ...]
+    state: ClassVar[tuple[str, ...]]
     """The tensors beside the master, each of which starts from zeros; at most `protocols.MAX_STATES`."""
 
     roots: ClassVar[tuple[str, ...]] = ()
-    """Those that are never negative and enter updates by their square roots, which are what `COMPACT8` stores."""
-
-    state_format: StateFormat = StateFormat.EXACT
-    """How these are stored; see `stored_in`."""
+    """Those that are never negative and enter updates by their square roots, which a format may store instead."""
 
     scalars: ClassVar[Any]
     """A named tuple of what an update needs beside tensors, each number one of float32's.
@@ -116,81 +100,14 @@ class UpdateRule(ABC):
         """Return whether an update starts from zeros, whatever the state holds (which may not be finite)."""
         return False
 
-    def added_to_roots(self, eps: float) -> float:
-        """Return what a root is added to before it divides.
-
-        Raises:
-            ConfigError: If it is 0 in fp32, and the state in `COMPACT8`: small roots and what they divide become 0.
-        """
-        if self.state_format is StateFormat.COMPACT8 and np.float32(eps) == 0:
-            raise ConfigError("eps", eps, "with state_format compact8 it divides zeros; give one above 1e-45")
-        return eps
-
-    def stored_in(self, state_format: StateFormat) -> UpdateRule:
-        """Return this rule with its state in a format: of two calls, the same object."""
-        return self if state_format is self.state_format else _stored_in(self, state_format)
+    def added_to_roots(self, values: Any) -> float | None:
+        """Return what is added to roots before they divide, of what `values` returned; None where none do."""
+        return None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, the master first."""
-        return (MASTER.name, *(tensor.name for tensor in self.state))
-
-    @property
-    def masters(self) -> tuple[StateTensor, ...]:
-        """What the master of a 16-bit weight is stored in."""
-        if self.state_format is not StateFormat.COMPACT8:
-            return (MASTER,)
-        return StateTensor(MASTER.name, FP24_UPPER), StateTensor(MASTER_LOW, FP24_LOWER)
-
-    @property
-    def beside(self) -> tuple[StateTensor, ...]:
-        """What all other state is stored in."""
-        if self.state_format is not StateFormat.COMPACT8:
-            return self.state
-        return (*self.state, StateTensor(SCALES, scales(len(self.state))))
-
-    @property
-    def stored(self) -> tuple[StateTensor, ...]:
-        """What all state of a 16-bit weight is stored in."""
-        return (*self.masters, *self.beside)
-
-    def stored_as(self, name: str) -> tuple[str, ...]:
-        """Return the names of what one of `names` is stored in."""
-        if self.state_format is not StateFormat.COMPACT8:
-            return (name,)
-        return (name, MASTER_LOW if name == MASTER.name else SCALES)
-
-    @property
-    def item_bytes(self) -> float:
-        """Bytes of state that an element of a 16-bit weight has."""
-        return sum(tensor.format.bytes_each for tensor in self.stored)
-
-    @property
-    def sector_numel(self) -> int:
-        """Elements of which every tensor is whole sectors, but for `scales`, which are padded."""
-        return max(tensor.format.sector_numel for tensor in self.stored if tensor.format.item_numel == 1)
-
-    @property
-    def tile_unit(self) -> int:
-        """Elements of which all that is stored is whole sectors: every tile but the last has a multiple of them."""
-        return max(tensor.format.sector_numel for tensor in self.stored)
-
-    @property
-    def memory_cost(self) -> float:
-        """Bytes that an update reads and writes for each byte of state, gradient and weight having 16 bits."""
-        return (2 * self.item_bytes + 2 + 2) / self.item_bytes
-
-
-@cache
-def _stored_in(rule: UpdateRule, state_format: StateFormat) -> UpdateRule:
-    found = copy.copy(rule)
-    found.state_format = state_format
-    of_names: dict[StateFormat, Format] = {StateFormat.EXACT: FP32, StateFormat.COMPACT16: BF16}
-    found.state = tuple(
-        StateTensor(name, of_names.get(state_format, ROOT if name in rule.roots else SIGNED))
-        for name, _ in rule.state
-    )
-    return found
+        return (MASTER, *self.state)
 
 
 @cache
@@ -198,8 +115,8 @@ def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
     """Return `SEGMENT_DTYPE` with the names that a rule has for its state and scalars."""
     fields = {name: field[:2] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
     (_, states), (_, scalars) = fields.pop("state"), fields.pop("scalars")
-    for number, tensor in enumerate(rule.state):
-        fields[tensor.name] = np.dtype(np.uint64), states + 8 * number
+    for number, name in enumerate(rule.state):
+        fields[name] = np.dtype(np.uint64), states + 8 * number
     for number, name in enumerate(rule.scalars._fields[2:]):
         fields[name] = np.dtype(np.float32), scalars + 4 * number
     names = sorted(fields, key=lambda name: fields[name][1])

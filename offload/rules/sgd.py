@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from offload.errors import ConfigError
-from offload.rules.rule import StateTensor, UpdateRule, flag, not_negative, number, rounded
+from offload.rules.rule import UpdateRule, flag, not_negative, number, rounded
 
 
 class Scalars(NamedTuple):
@@ -24,7 +24,7 @@ class Scalars(NamedTuple):
 class _Sgd(UpdateRule):
     name = "sgd"
     code = 3
-    state = (StateTensor("momentum_buffer"),)
+    state = ("momentum_buffer",)
     scalars = Scalars
     missing_step = 1
     defaults: ClassVar[Mapping[str, Any]] = {

@@ -16,8 +16,8 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Snapshot, save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.engine.loop import pump
-from offload.engine.machine import Phase
 from offload.engine.operations import BeginSave, Release, Sweep, TakeUp
+from offload.engine.staging import Phase
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.session.parts import Parts
 from offload.session.thread import EngineThread

@@ -11,7 +11,6 @@ shows before it is called, or after it has returned, the next request of any kin
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -30,26 +29,26 @@ from offload.checkpoint.reader import StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
-from offload.dtypes import DtypeCode
 from offload.engine.limits import Limits
 from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval
 from offload.engine.touching import bound, cores_of_rank
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
-from offload.layout import Layout, Parameter, Segment
+from offload.layout import Layout, Parameter
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
-from offload.protocols import Device, DeviceLane, Mark, StateFormat
-from offload.rules import ADAMW, MASTER, UpdateRule, checked_step
+from offload.protocols import Device, DeviceLane
+from offload.rules import ADAMW, UpdateRule
 from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
-from offload.session.handout import Handout, copy_run, refuse_negative, refuse_uncopied, rooms_beside
+from offload.session.gradients import Gradients
 from offload.session.parts import Parts
 from offload.session.setup import named_shortage
+from offload.session.state import State
 from offload.session.thread import EngineThread, nothing
-from offload.session.visits import Take, Visits
+from offload.session.visits import Visits
 
 
 class Engine:
@@ -68,6 +67,11 @@ class Engine:
         among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
             share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
         limits: No setting: for tests, whose models are small.
+
+    Attributes:
+        config: What it was made with.
+        gradients: Where they lie, when they have arrived, their norms: see `offload.session.gradients.Gradients`.
+        state: What is kept of each parameter, to be read and written: see `offload.session.state.State`.
 
     Raises:
         ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
@@ -103,7 +107,9 @@ class Engine:
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
                 thread.aborted = partial(_aborted, parts, visits)
-                self._checkpoints = Checkpoints(parts, thread, self._visits)
+                self._checkpoints = Checkpoints(parts, thread, visits)
+                self.gradients = Gradients(parts, thread, visits)
+                self.state = State(parts, thread, visits)
                 self._step_s = self._step_started_s = 0.0
                 # None of these holds this object, so an engine that is forgotten is closed.
                 self._ending = Ending(parts, thread)
@@ -144,7 +150,7 @@ class Engine:
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
         self._thread.wait_behind()
-        return int(self._parts.tables.steps[self._position(parameter)])
+        return int(self._parts.tables.steps[self._parts.position(parameter)])
 
     def timeline(self) -> list[Interval]:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
@@ -203,17 +209,6 @@ class Engine:
             found[f"path/{path}/written_bytes"] = parts.executor.written_bytes[path]
         return found
 
-    def _position(self, parameter: int | str) -> int:
-        """Return a parameter's position from its position or name."""
-        layout = self.plan.layout
-        if isinstance(parameter, str):
-            if parameter not in layout.index_by_name:
-                raise ConfigError("parameter", parameter, "use a name that the engine was made with")
-            return layout.index_by_name[parameter]
-        if not 0 <= parameter < len(layout.parameters):
-            raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
-        return parameter
-
     # Memory
 
     def add(self, parameters: Sequence[Parameter]) -> None:
@@ -236,55 +231,13 @@ class Engine:
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
         """Say where a parameter's weight lies: contiguous, in the parameter's dtype."""
-        self.wait_for([parameter])
-        self._parts.tables.weights[self._position(parameter)] = address
+        self._visits.wait_for([parameter])
+        self._parts.tables.weights[self._parts.position(parameter)] = address
 
     def reload_master(self, parameter: int | str) -> None:
         """Take the master from the weight when the parameter is next updated; the moments stay."""
-        self.wait_for([parameter])
-        self._parts.tables.reload_master(self._position(parameter))
-
-    def gradient_slot(self, parameter: int | str) -> torch.Tensor:
-        """Return the memory for a parameter's gradient: flat, in the config's gradient dtype.
-
-        Raises:
-            ConfigError: If the engine was made without gradient slots.
-        """
-        return self._parts.gradients.slot(self._position(parameter))
-
-    def gradient_arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> Mark | None:
-        """Take in a parameter's gradient: gather its norm and, with slots, copy it there.
-
-        On the CPU it is the whole gradient, whatever was accumulated. On a GPU it is that of one backward pass, to be
-        added to those that arrived since the last step or `forget_gradients`.
-
-        Args:
-            parameter: Which one.
-            address: Where the gradient lies; if that is its slot, nothing is copied.
-            dtype: Its element type; widened where the slot is float32.
-
-        Returns:
-            On a GPU, the mark after which the gradient is not read any more. It is not reached while the gradient
-            waits for others to leave with, until `end_backward` or the mark's `wait` end that. The first gradient of
-            a parameter of which `keeps_gradient` is true is read, and added to, until the step has returned.
-        """
-        self.wait_for([parameter])
-        self._thread.check_usable()
-        position = self._position(parameter)
-        mark = self._parts.gradients.arrived(position, address, dtype)
-        self._thread.ahead.arrived(position)
-        return mark
-
-    def gradient_final(self, parameter: int | str, gradient: torch.Tensor) -> None:
-        """Say that a parameter's gradient lies where the step will read it, unless more of it comes; see `speculate`.
-
-        Args:
-            parameter: Which one.
-            gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before.
-        """
-        self.wait_for([parameter])
-        self._thread.check_usable()
-        self._thread.ahead.arrived(self._position(parameter), gradient)
+        self._visits.wait_for([parameter])
+        self._parts.tables.reload_master(self._parts.position(parameter))
 
     def speculate(
         self, hyperparameters: Callable[[], Foreseen | None] | None, is_last_pass: Callable[[], bool] | None = None
@@ -309,91 +262,11 @@ class Engine:
             self._thread.ahead.is_last_pass = is_last_pass
             self._thread.ahead.hyperparameters = hyperparameters
 
-    def drop_gradients(self) -> None:
-        """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
-        if self._thread.is_usable and self._thread.ahead.restart():
-            with self._thread.turn():
-                self._thread.request(lambda: None)
-
-    def end_backward(self) -> None:
-        """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
-        self._thread.check_usable()
-        self._parts.gradients.leave()
-
-    def keeps_gradient(self, parameter: int | str) -> bool:
-        """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
-        return self._parts.gradients.stays(self._position(parameter))
-
-    def has_gradient(self, parameter: int | str) -> bool:
-        """Return whether a parameter's gradient has arrived on a GPU and has not been forgotten."""
-        return self._parts.gradients.has_arrived(self._position(parameter))
-
-    def settle_gradients(self) -> None:
-        """Wait until gradients that have arrived on a GPU are where the step reads them: slots, or where they lie."""
-        self._thread.check_usable()
-        self._parts.gradients.settle()
-
-    def hold_until_read(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool = False) -> None:
-        """Hold a gradient on a GPU until it has been read, or forgotten.
-
-        Of more than a gibibyte that is held, the oldest is let go, and the caller's stream waits until it has been
-        read.
-
-        Args:
-            gradient: Has arrived; the caller drops it, and nobody writes to it.
-            mark: What `gradient_arrived` returned.
-            elsewhere: Whether its memory is used again on other streams than the caller's: then the caller waits
-                itself, and not its stream.
-        """
-        self._parts.gradients.hold(gradient, mark, elsewhere=elsewhere)
-
-    def forget_gradients(self, dropped: Iterable[torch.Tensor] = ()) -> None:
-        """Forget all gradients that arrived on a GPU: those that arrive next are the first.
-
-        Args:
-            dropped: Gradients of which `keeps_gradient` is true, and which the caller drops now.
-        """
-        if self._thread.is_usable:
-            for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
-                self._parts.lanes.device.give_up(gradient)
-            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            # And no gradient is here; a step that goes on is waited for, a few times.
-            if self._thread.ahead.restart() or self._visits.placing.due:
-                with contextlib.suppress(SessionBrokenError), self._thread.turn():
-                    self._thread.request(self._visits.placing.review)
-
     def wait_weights(self) -> None:
         """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""
         self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 
-    def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
-        """Say where a parameter's gradient lies for the next norm and step.
-
-        Args:
-            parameter: Which one.
-            address: Its first element, at any alignment.
-            dtype: Its element type.
-            gathered: Whether `gradient_arrived` gathered its norm. On the CPU the norm is made anew where any bit of
-                the gradient has changed since; false saves looking.
-        """
-        self.wait_for([parameter])
-        self._parts.gradients.bind(self._position(parameter), address, dtype, gathered)
-
     # Work
-
-    def gradient_norm_sq(self, parameters: Iterable[int | str]) -> float:
-        """Return the squared L2 norm of the bound gradients, as `offload.kernels.reference` defines it.
-
-        It is not finite if and only if an element is not. What was gathered on arrival is used where the gradient
-        still has the fingerprint that it had then (it is read for that); the rest is made anew.
-        """
-        self._thread.check_usable()
-        return self._parts.gradients.norm_sq([self._position(parameter) for parameter in parameters])
-
-    def gradient_norms_sq(self, parameters: Iterable[int | str]) -> list[float]:
-        """Return the squared L2 norm of each of the bound gradients; see `gradient_norm_sq`."""
-        self._thread.check_usable()
-        return self._parts.gradients.norms_sq([self._position(parameter) for parameter in parameters])
 
     def step(
         self,
@@ -430,7 +303,7 @@ class Engine:
         parts, thread, visits, tables = self._parts, self._thread, self._visits, self._parts.tables
         with thread.turn():
             parameters = parts.plan.layout.parameters
-            chosen = list(range(len(parameters)) if active is None else map(self._position, active))
+            chosen = list(range(len(parameters)) if active is None else map(self._parts.position, active))
             if not scale or not math.isfinite(scale):
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
             unbound = (tables.weights[chosen] == 0) | (tables.gradients[chosen] == 0)
@@ -474,11 +347,7 @@ class Engine:
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        if not self.is_behind or os.getpid() != self._thread.pid:
-            return
-        subgroups = self._visits.subgroups_of(map(self._position, parameters))
-        if self._thread.wait_for(subgroups):
-            self._parts.lanes.lead_caller_to(subgroups)
+        self._visits.wait_for(parameters)
 
     def finish(self) -> None:
         """Wait until a step that goes on behind its caller is over, if one does.
@@ -487,158 +356,6 @@ class Engine:
             StepAbortedError: It could not be finished; the session is broken.
         """
         self._thread.finish()
-
-    def read_state(
-        self, parameters: Iterable[int | str], *, own_masters: bool = True
-    ) -> list[dict[str, torch.Tensor]]:
-        """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32.
-
-        More than 64 MiB lies in a file without a name, on a path or where temporary files go: pages that are not used
-        take no memory. The file goes with the last tensor.
-
-        Args:
-            parameters: Which ones.
-            own_masters: Whether masters that are (fp32) weights are among the tensors.
-
-        Raises:
-            InfeasiblePlanError: Neither a disk nor memory has room for that; nothing was taken.
-            OffloadError: The system does not give the memory.
-            TierError: A disk has failed, the one with the file included.
-        """
-        parts = self._parts
-        with self._thread.turn():
-            layout = parts.plan.layout
-            positions = [self._position(parameter) for parameter in parameters]
-            wanted = [
-                (position, name)
-                for position in dict.fromkeys(positions)
-                for name in layout.rule.names
-                if own_masters or name != MASTER.name or layout.parameters[position].dtype is not DtypeCode.FLOAT32
-            ]
-            numbers = {tensor: number for number, tensor in enumerate(wanted)}
-            numels = [layout.parameters[position].numel for position, _ in wanted]
-            rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
-            with named_shortage("state cannot be copied"):
-                handout = Handout(numels, rooms, parts.limits.large_copy_bytes)
-            with contextlib.closing(handout):
-
-                def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
-                    for name, values in views.items():
-                        number = numbers.get((position, name))
-                        if number is not None:
-                            handout.write(number, start, values)
-
-                self.visit_state(read, positions)
-                found: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
-                for (position, name), tensor in zip(wanted, handout.tensors, strict=True):
-                    found[position][name] = tensor
-            return [found[position] for position in positions]
-
-    def visit_state(
-        self,
-        take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
-        parameters: Iterable[int | str] | None = None,
-    ) -> None:
-        """Hand out state once, run by run in the engine's order, where it lies in memory: nothing is copied.
-
-        Args:
-            take: Called with a parameter's position, the first element of the run, and flat fp32 views of its
-                state that must not be written to or kept. It runs on a thread of the engine's and
-                must not call the engine.
-            parameters: Whose subgroups; None for all.
-
-        Raises:
-            Exception: What `take` raised first; it is not called again, and the state is unharmed.
-        """
-        failed: list[Exception] = []
-
-        def visit(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-            if not failed:
-                try:
-                    take(segment.parameter, segment.start, views)
-                except Exception as error:  # the reader's own affair
-                    failed.append(error)
-
-        with self._thread.turn():
-            subgroups: Sequence[int] = range(len(self.plan.layout.subgroups))
-            if parameters is not None:
-                subgroups = self._visits.subgroups_of(map(self._position, parameters))
-            self._visits.visit(subgroups, visit, changes=False)
-        if failed:
-            raise failed[0]
-
-    def write_state(
-        self,
-        values: Mapping[int | str, Mapping[str, torch.Tensor]],
-        steps: Mapping[int | str, int] | None = None,
-        *,
-        weights: bool = True,
-    ) -> None:
-        """Replace state: any tensor that `read_state` returns, and step counts.
-
-        Tensors may be of any shape, strides, dtype and device: their elements are taken in row-major order, piece by
-        piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
-        given is written to it; a 16-bit weight becomes the rounding of a master that is given. A tensor that is not
-        given keeps its value.
-
-        Args:
-            values: By parameter and name of a tensor.
-            steps: Step counts by parameter.
-            weights: Whether 16-bit weights follow masters that are given; else they do with their next update.
-
-        Raises:
-            ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
-                negative where a compact format stores roots; or a count is none.
-        """
-        with self._thread.turn():
-            tensors_of = {self._position(parameter): tensors for parameter, tensors in values.items()}
-            counts = {self._position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
-            rule = self.plan.layout.rule
-            for position, tensors in tensors_of.items():
-                parameter = self.plan.layout.parameters[position]
-                for name, tensor in tensors.items():
-                    what = f"{name} of {parameter.name}"
-                    if name not in rule.names:
-                        raise ConfigError(what, name, f"use {', '.join(rule.names)}")
-                    refuse_uncopied(tensor, what)
-                    if tensor.numel() != parameter.numel:
-                        raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
-                    if name in rule.roots and rule.state_format is not StateFormat.EXACT:
-                        refuse_negative(tensor, what)
-
-            def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-                for name, tensor in tensors_of.get(segment.parameter, {}).items():
-                    copy_run(tensor, segment.start, views[name])
-
-            masters = {position for position, tensors in tensors_of.items() if weights and MASTER.name in tensors}
-            self._change_state(self._visits.subgroups_of(tensors_of), write, counts, masters)
-
-    def reset_state(self, parameters: Iterable[int | str]) -> None:
-        """Make moments and step counts 0; masters and weights stay."""
-        with self._thread.turn():
-            chosen = {self._position(parameter) for parameter in parameters}
-            tensors, machine = self.plan.layout.rule.state, self._parts.machine
-
-            def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-                if segment.parameter in chosen:
-                    for tensor in tensors:
-                        views[tensor.name].zero_()
-
-            # What was never changed has no moments yet.
-            subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
-            self._change_state(subgroups, reset, dict.fromkeys(chosen, 0))
-
-    def _change_state(
-        self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int], masters: Collection[int] = ()
-    ) -> None:
-        """Let `change` write to the state of every segment of some subgroups, and set step counts."""
-        counts = self._parts.tables.steps
-
-        def applied() -> None:
-            for position, step in steps.items():
-                counts[position] = step
-
-        self._visits.visit(subgroups, change, changes=True, masters=masters, applied=applied)
 
     # Checkpoints
 
@@ -687,9 +404,9 @@ class Engine:
 
         def describe() -> Snapshot:
             layout, tables = self.plan.layout, self._parts.tables
-            rounds = layout.rule.state_format is not StateFormat.EXACT
+            rounds = layout.state.format.rounds
             return Snapshot(
-                layout=Layout((), (), layout.rule) if replica else layout.renamed(names) if names else layout,
+                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},

@@ -31,13 +31,14 @@ from offload.engine.none import Lanes, NoDevice
 from offload.engine.operations import Extend
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
-from offload.errors import InfeasiblePlanError, OffloadError, TierError
+from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
+from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.protocols import Completion, Device, Mark, StateFormat, Tier, TileRequest
-from offload.rules import STATE_FORMATS, UpdateRule
+from offload.protocols import Completion, Device, Mark, Tier, TileRequest
+from offload.rules import UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
@@ -84,7 +85,7 @@ class Parts:
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
-        self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
+        self.state = StateSpec(rule, STATE_FORMATS[config.state_format])
         self.is_whole = False
         self._told_nameless = False
         self.tables = Tables(config.seed)
@@ -94,17 +95,19 @@ class Parts:
         self.queue = CompletionQueue()
         self.lanes = Lanes(device)
         self._make_gradients: Callable[..., GradientStore] = HostGradients
-        self._probed: GpuLanes | None = None
-        if not isinstance(device, NoDevice):
+        if isinstance(device, NoDevice):
+            refuse_gpu(config)
+        else:
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-            self.lanes = self._probed = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
-            self._make_gradients = partial(GpuGradients, lanes=self._probed, limits=limits)
+            self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
+            self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
+            gradient_slots = True
         self.memory = HostMemory(self.lanes)
         self.closing: list[tuple[Tier, waits.Aside]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            wanted=gradient_slots or self.lanes.on_gpu,
+            wanted=gradient_slots,
             passing=not config.keep_grads,
         )
         self._threads = config.threads or default_threads(self.lanes, sharing)
@@ -125,10 +128,8 @@ class Parts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
-        if not self.lanes.on_gpu:
-            refuse_gpu(config)
         parameters = self._with_formats(parameters)
-        known = self._known_rates(paths, numels_by_format(parameters, self.rule))
+        known = self._known_rates(paths, numels_by_format(parameters, self.state.format))
         budgets = self._first_plan(parameters, known)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
@@ -159,7 +160,7 @@ class Parts:
 
     def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         """Return parameters that know how their state is stored."""
-        if self.rule.state_format is not StateFormat.COMPACT8:
+        if not self.state.format.shares_scales:
             return parameters
         nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
         if nameless and self.config.exact_names and not self._told_nameless:
@@ -182,11 +183,11 @@ class Parts:
         paths = [path.path for path in config.path_configs]
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.rule)
-        state_bytes = int(self.rule.item_bytes * self._subgroup_numel)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.state)
+        state_bytes = int(self.state.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
-        layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
+        layout = extend_layout(Layout((), (), self.state), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
         if known is None:
@@ -245,7 +246,7 @@ class Parts:
             self.rates = known
             return
         caller.wait()  # forward and backward would be slower, and seem so
-        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self._probed)
+        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         if plan != self.plan:
             self.plan = plan
@@ -277,7 +278,7 @@ class Parts:
         """Take memory for what `plan` adds on the device and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
         layout = plan.layout
-        kinds = {(slots.dtype_of(found), found.dtype, layout.format_of(found)) for found in layout.parameters}
+        kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
         self.lanes.device.prepare(layout.rule.name, kinds)
         self.memory.adopt_device(plan, before)
         return self.counting_gradients(plan)
@@ -310,7 +311,7 @@ class Parts:
             return self._place(layout, budgets)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
-            most = int(before.slot_bytes / before.layout.rule.item_bytes)
+            most = int(before.slot_bytes / before.layout.state.item_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             return self._place(extend_layout(before.layout, parameters, most, self._tile_bytes), budgets)
@@ -321,6 +322,21 @@ class Parts:
         # What is there stays where it is: memory for its gradients has been given out by that.
         placements = (*before.placements, *fresh[len(before.placements) :])
         return make_plan(layout, budgets, kept=before, placements=placements)
+
+    def position(self, parameter: int | str) -> int:
+        """Return a parameter's position from its position or name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        layout = self.plan.layout
+        if isinstance(parameter, str):
+            if parameter not in layout.index_by_name:
+                raise ConfigError("parameter", parameter, "use a name that the engine was made with")
+            return layout.index_by_name[parameter]
+        if not 0 <= parameter < len(layout.parameters):
+            raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
+        return parameter
 
     def adopt(self, plan: Plan) -> None:
         """Go on with a plan that keeps all homes; on the engine thread, with nothing in flight.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -63,6 +64,14 @@ class Visits:
         """Return the subgroups that parameters lie in."""
         places = self._parts.plan.layout.places
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
+
+    def wait_for(self, parameters: Iterable[int | str]) -> None:
+        """Wait for a step that goes on behind its caller to have visited some parameters; see `Engine.wait_for`."""
+        if self._thread.behind is None or os.getpid() != self._thread.pid:
+            return
+        subgroups = self.subgroups_of(map(self._parts.position, parameters))
+        if self._thread.wait_for(subgroups):
+            self._parts.lanes.lead_caller_to(subgroups)
 
     def visit(
         self,

@@ -32,9 +32,9 @@ from offload.engine.operations import (
 )
 from offload.engine.saving import SAVE_DEPTH
 from offload.errors import CorruptRecordError
+from offload.formats import FP32
 from offload.plan.budget import Plan
 from offload.protocols import TileId
-from offload.rules import FP32
 
 State = npt.NDArray[np.uint32]
 

@@ -29,21 +29,11 @@ import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InternalError, OffloadError
+from offload.formats import FORMATS, StateSpec, StateTensor
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
-from offload.kernels.reference.minifloat import blocks_numel
 from offload.kernels.table import checked
-from offload.protocols import (
-    BLOCK_NUMEL,
-    ERROR_DEVICE,
-    LANES,
-    NORM_BLOCK_NUMEL,
-    DeviceLane,
-    Mark,
-    Queue,
-    SegmentFlag,
-    StateFormat,
-)
+from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
 from offload.rules import MASTER, RULES, segment_dtype
 
 ALIGNMENT = 256
@@ -104,17 +94,20 @@ def _common(left: tuple[list[int], list[int]], right: tuple[list[int], list[int]
 _RULES = {rule.code: rule for rule in RULES.values()}
 
 
+def _state_of(row: Any) -> StateSpec:
+    return StateSpec(_RULES[int(row["rule"])], FORMATS[int(row["state_format"])])
+
+
 def spans_of(row: Any) -> list[Span]:
     """Return what memory the update of a row of a segment table touches."""
     numel = int(row["numel"])
     if not numel:
         return []
-    rule = _RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"]))
+    state, first_index = _state_of(row), int(row["first_index"])
     active = bool(row["flags"] & int(SegmentFlag.ACTIVE))
-    row = row.reshape(1).view(segment_dtype(rule))[0]
-    stored = dict(rule.stored if row["weight"] else (MASTER, *rule.beside))
-    blocks = blocks_numel(int(row["first_index"]), numel) * BLOCK_NUMEL
-    sizes = {name: form.offset(numel if form.item_numel == 1 else blocks) for name, form in stored.items()}
+    row = row.reshape(1).view(segment_dtype(state.rule))[0]
+    stored = state.stored if row["weight"] else (StateTensor(MASTER), *state.beside)
+    sizes = {name: form.run_bytes(first_index, numel) for name, form in stored}
     sizes["weight"] = numel * int(ITEM_BYTES[row["weight_dtype"]])
     sizes |= {f"new_{name}": sizes[name] for name in ("master", "master_low", "weight") if name in sizes}
     columns = [(int(row[name]), size, True) for name, size in sizes.items()]
@@ -227,7 +220,7 @@ class SimulatedDevice:
         self.capturing = False
         """Whether the user captures a CUDA graph from the caller's lane."""
         self._index = index
-        self.prepared: set[tuple[DtypeCode, DtypeCode, StateFormat]] = set()
+        self.prepared: set[tuple[DtypeCode, DtypeCode, int]] = set()
         """For what a real device would have compiled its kernels; see `Device.prepare`."""
         self._thread = threading.local()
         self._blocks: dict[int, _Block] = {}
@@ -306,7 +299,7 @@ class SimulatedDevice:
     def _caller(self) -> Lane:
         return getattr(self._thread, "stream", DeviceLane.CALLER)
 
-    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `Device.prepare`."""
         self.prepared |= set(kinds)
 
@@ -518,10 +511,7 @@ class SimulatedDevice:
         """See `Device.update`."""
         rows = checked(table).copy()
         spans = [span for row in rows for span in spans_of(row)]
-        nbytes = sum(
-            int(_RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"])).item_bytes * int(row["numel"]))
-            for row in rows
-        )
+        nbytes = sum(int(_state_of(row).item_bytes * int(row["numel"])) for row in rows)
         self._send_table(DeviceLane.UPDATE, rows.nbytes)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 

@@ -129,6 +129,4 @@ def _rate(rates: Rates, lane: str) -> float:
         return float(getattr(rates.paths[int(number)], f"{kind}_bytes_per_s"))
     if kind == "engine":
         return 1 / rates.operation_s if rates.operation_s else 1.0
-    if kind == "cpu" or rates.gpu is None:
-        return rates.cpu_bytes_per_s
-    return float(getattr(rates.gpu, "update_bytes_per_s" if kind == "gpu" else f"{kind}_bytes_per_s"))
+    return rates.cpu_bytes_per_s if kind == "cpu" else rates.gpu.lanes[kind][0]

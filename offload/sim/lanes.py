@@ -89,16 +89,9 @@ class VirtualLanes:
         self._copies = Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
         self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
         self._pushes = Lane("pushes", rates.cpu_bytes_per_s)
-        self._gpu: dict[str, Lane] = {}
-        if rates.gpu is not None:
-            gpu, cost = rates.gpu, rates.gpu.memory_cost
-            self._gpu = {
-                "gpu": Lane("gpu", gpu.update_bytes_per_s, servers=servers),
-                "h2d": Lane("h2d", gpu.h2d_bytes_per_s, 0.0, cost, servers),
-                "d2h": Lane("d2h", gpu.d2h_bytes_per_s, 0.0, cost, servers),
-            }
-        elif plan.uses_gpu:
-            raise ConfigError("rates.gpu", None, "is missing, and the plan uses the GPU; measure it")
+        if plan.uses_gpu:
+            rates.gpu.check_used(planned=False)
+        self._gpu = {lane: Lane(lane, rate, 0.0, cost, servers) for lane, (rate, cost) in rates.gpu.lanes.items()}
         self._heap: list[tuple[float, int, Operation | Event, Any]] = []
         self._pushed = 0  # breaks ties in time: first given, first reported
         self._started: list[tuple[Lane, Operation | int | None, float, float, int]] = []

@@ -54,7 +54,7 @@ class TimingExecutor(VirtualLanes):
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         # What the engine's thread does, one thing after the other.
         self._engine = Lane(ENGINE, 1.0)
-        self._call_s = rates.link.call_s
+        self._call_s = rates.gpu.call_s
         self._reaction_s = rates.reaction_s  # to what has been reported last: nothing where the engine did it itself
         self._costly = bool(rates.operation_s or rates.begin_s or self._call_s)
         # Updates that share the memory end when the others let them: they wait here, not in the heap.
@@ -82,7 +82,7 @@ class TimingExecutor(VirtualLanes):
     @property
     def device_ends_s(self) -> float:
         """When the GPU has ended all updates and copies to it that it has been given."""
-        return max((self._gpu[name].free_s[0] for name in ("gpu", "h2d") if self._gpu), default=0.0)
+        return max((lane.free_s[0] for name, lane in self._gpu.items() if name != "d2h"), default=0.0)
 
     def _lanes(self) -> list[Lane]:
         return [*super()._lanes(), self._engine] if self._costly else super()._lanes()
@@ -229,8 +229,8 @@ class TimingExecutor(VirtualLanes):
 
     def _leaves_s(self) -> float:
         """Return when the next copy from the GPU begins, as far as is known; infinite for none."""
-        ready_s = min((stream[0][0] for stream in self._leaving if stream), default=math.inf)
-        return max(ready_s, self._gpu["d2h"].free_s[0]) if self._gpu else ready_s
+        ready_s = [stream[0][0] for stream in self._leaving if stream]
+        return max(min(ready_s), self._gpu["d2h"].free_s[0]) if ready_s else math.inf
 
     def _leave(self) -> None:
         """Begin the next copy from the GPU."""

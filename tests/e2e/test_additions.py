@@ -153,7 +153,7 @@ def test_what_a_further_pass_asks_of_the_device(tmp_path: Path) -> None:
             accumulate(parameters, 1)
             device.asked.clear()
             accumulate(parameters, 1)
-            optimizer.engine.settle_gradients()
+            optimizer.engine.gradients.settle()
             assert device.asked.pop("caller") == len(parameters)
             seen.append(device.asked.total())
     assert max(seen) < 50  # some for each buffer
@@ -233,7 +233,7 @@ def test_an_addition_that_fails_is_told_until_gradients_are_forgotten(
 
             patch.setattr(optimizer.engine._parts.kernel, "add", fail)
             accumulate(parameters, 2)
-            for ask in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.engine.settle_gradients):
+            for ask in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.engine.gradients.settle):
                 with pytest.raises(offload.OffloadError, match="it cannot be added"):
                     ask()
         optimizer.zero_grad()
@@ -287,9 +287,9 @@ def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
                 optimizer._route.arrived(optimizer._weights.bound[parameter])
             interrupted = InterruptedHere(nth)
             try:
-                interrupted(optimizer.engine.settle_gradients)
+                interrupted(optimizer.engine.gradients.settle)
             except KeyboardInterrupt:
-                optimizer.engine.settle_gradients()
+                optimizer.engine.gradients.settle()
             fired = interrupted.has_fired
             optimizer.step()
             assert same([p.detach() for p in parameters], wanted), interrupted.where

@@ -190,7 +190,7 @@ def test_state_that_cannot_be_written_breaks_nothing(values: dict[str, Any], cou
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             with pytest.raises(offload.ConfigError, match=words):
-                optimizer.engine.write_state({0: values}, None if counts is None else {0: counts})
+                optimizer.engine.state.write({0: values}, None if counts is None else {0: counts})
         assert optimizer.engine.step_count(0) == 2
 
 

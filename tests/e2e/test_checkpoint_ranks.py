@@ -39,13 +39,13 @@ class Shard:
         settings = offload.OffloadConfig(**{"subgroup_numel": 1024, **config})
         self.engine = offload.Engine([parameter], settings, limits=limits)
         self.engine.bind_weight(0, self.weight.data_ptr())
-        self.engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+        self.engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
 
     def step(self) -> None:
         self.engine.step([SCALARS])
 
     def state(self) -> list[torch.Tensor]:
-        (found,) = self.engine.read_state([0])
+        (found,) = self.engine.state.read([0])
         return [self.weight.clone(), *found.values()]
 
 

@@ -219,7 +219,7 @@ def a_saved_tensor(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
 def test_what_is_kept_of_a_gradient_stays(streaming: Any, hold: str, reset: str) -> None:
     parameter = make()
     with offload.AdamW([parameter], offload=streaming()) as optimizer:
-        slot = optimizer.engine.gradient_slot(0).data_ptr()
+        slot = optimizer.engine.gradients.slot(0).data_ptr()
         kept, copies = [], []
         for step in range(3):
             backward(parameter, step)
@@ -260,7 +260,7 @@ def test_what_is_kept_outlives_the_session(streaming: Any, hold: str) -> None:
 def test_gradients_nobody_keeps_lie_in_their_slots(streaming: Any) -> None:
     parameters = [make(), torch.nn.Parameter(torch.randn(30, 50).t()), torch.nn.Parameter(torch.tensor(2.0))]
     with offload.AdamW(parameters, offload=streaming()) as optimizer:
-        slots = [optimizer.engine.gradient_slot(n).data_ptr() for n in range(3)]
+        slots = [optimizer.engine.gradients.slot(n).data_ptr() for n in range(3)]
         for step in range(4):
             for parameter in parameters:
                 backward(parameter, step)

@@ -132,7 +132,7 @@ def test_a_close_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     with pytest.raises(offload.SessionBrokenError):
-        engine.read_state([0])
+        engine.state.read([0])
     engine.close()
     assert threads_end(before)
     assert not list(tmp_path.iterdir())
@@ -326,7 +326,7 @@ def test_an_addition_that_was_interrupted_is_taken_up_again(tmp_path: Path, monk
 
 
 class Reader:
-    """What a caller gives to `visit_state`."""
+    """What a caller gives to `State.visit`."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -348,17 +348,17 @@ def test_an_engine_holds_on_to_nothing_of_a_request_that_it_has_answered(tmp_pat
         engine, held = optimizer.engine, []
 
         def read() -> list[Any]:
-            return list(engine.read_state([0])[0].values())
+            return list(engine.state.read([0])[0].values())
 
         def visit(fails: bool) -> list[Any]:
             reader = Reader(fails)
             with contextlib.suppress(KeyError):
-                engine.visit_state(reader.take)
+                engine.state.visit(reader.take)
             return [reader]
 
         def write() -> list[Any]:
             values = {"exp_avg": torch.zeros(5000)}
-            engine.write_state({0: values})
+            engine.state.write({0: values})
             return list(values.values())
 
         def load() -> list[Any]:

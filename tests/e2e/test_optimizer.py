@@ -75,7 +75,7 @@ def test_grad_is_a_view_of_its_slot(streaming: Any) -> None:
         for step in range(2):
             backward(model, step)
             addresses.append([p.grad.data_ptr() for p in model.parameters()])
-            slots = [optimizer.engine.gradient_slot(n).data_ptr() for n in range(len(addresses[0]))]
+            slots = [optimizer.engine.gradients.slot(n).data_ptr() for n in range(len(addresses[0]))]
             assert addresses[-1] == slots
             optimizer.step()
             optimizer.zero_grad()

@@ -588,7 +588,7 @@ def test_memory_for_new_weights_is_that_of_the_plan_in_force(tmp_path: Path) -> 
     training.settle()
     parts.plan = exchanged(plan)
     assert parts.plan.image_bytes != plan.image_bytes
-    engine.read_state([0])  # what was made is revoked, and made again
+    engine.state.read([0])  # what was made is revoked, and made again
     assert parts.plan.image_bytes in [arena.nbytes for arena in parts.memory.arenas]
     parts.plan = plan
     training.optimizer.close()

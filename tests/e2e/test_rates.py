@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import offload
+from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS, StateFormat
 from offload.measure import RatesFile, default_rates_file, load_rates, save_rates
 from offload.measure.observe import HISTORY
 from offload.measure.rates_file import machine_facts, versions
-from offload.plan import GpuRates, PathRates, Rates, estimate
-from offload.protocols import StateFormat
+from offload.plan import NO_GPU, GpuRates, PathRates, Rates, estimate
 from offload.sim import predict
 from offload.tiers import parse_place
 
@@ -26,7 +26,7 @@ Configure = Callable[..., offload.OffloadConfig]
 def measured(path: Path) -> RatesFile:
     return RatesFile(
         rates=Rates(30 * GB, (PathRates(4 * GB, 2 * GB, 1e-4, 1.5),), GpuRates(9 * GB, GB, GB), 90 * GB),
-        cpu_bytes_per_s={StateFormat.EXACT: {1: 10 * GB, 2: 18 * GB}, StateFormat.COMPACT8: {1: 2 * GB}},
+        cpu_bytes_per_s={EXACT: {1: 10 * GB, 2: 18 * GB}, COMPACT8: {1: 2 * GB}},
         machine=machine_facts(),
         versions=versions(),
         paths=(parse_place(str(path)).facts(),),
@@ -44,7 +44,7 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
         rates = optimizer.engine.rates
         assert rates.paths == measured(tmp_path).rates.paths
         assert rates.cpu_bytes_per_s == 10 * GB
-        assert rates.gpu is None  # nothing of this session runs there
+        assert rates.gpu == NO_GPU  # nothing of this session runs there
         # As the fifth step begins three have been looked at; before that, the file's rates are one of the last three.
         for _ in range(2 + HISTORY):
             optimizer.param_groups[0]["params"][0].grad = torch.ones(400_000, dtype=torch.bfloat16)
@@ -56,13 +56,13 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
         assert learnt.reaction_s > 0
 
 
-@pytest.mark.parametrize("state_format", list(StateFormat))
+@pytest.mark.parametrize("state_format", FORMATS, ids=str)
 def test_a_step_is_predicted_by_the_rates_of_its_formats(
     state_format: StateFormat, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In memory, where the update is all that a step does; small parameters are exact beside compact8."""
     caplog.set_level("INFO", "offload")
-    file, name = tmp_path / "rates.json", state_format.name.lower()
+    file, name = tmp_path / "rates.json", state_format.name
     save_rates(file, measured(tmp_path))
     big, small = (torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((600, 1000), (200_000,)))
     settings = offload.OffloadConfig(state_format=name, rates=file, threads=1)
@@ -70,16 +70,16 @@ def test_a_step_is_predicted_by_the_rates_of_its_formats(
         plan, rates = optimizer.engine.plan, optimizer.engine.rates
         shown = str(optimizer.plan)
     seconds = {
-        StateFormat.EXACT: 12 * 800_000 / (10 * GB),
-        StateFormat.COMPACT16: 12 * 800_000 / (10 * GB),  # no rate: as many parameters a second as exact
-        StateFormat.COMPACT8: 12 * 200_000 / (10 * GB) + (5 + 2 / 64) * 600_000 / (2 * GB),
+        EXACT: 12 * 800_000 / (10 * GB),
+        COMPACT16: 12 * 800_000 / (10 * GB),  # no rate: as many parameters a second as exact
+        COMPACT8: 12 * 200_000 / (10 * GB) + (5 + 2 / 64) * 600_000 / (2 * GB),
     }[state_format]
     prediction = predict(plan, rates)
     assert prediction.busy_s["cpu"] == pytest.approx(seconds, rel=0.02)  # what is stored is padded to sectors
     assert estimate(plan, rates).lane_s["cpu"] == pytest.approx(seconds, rel=0.02)
     assert prediction.step_s == pytest.approx(seconds, rel=0.1)
-    assert ("no rates of the update of compact16 state" in caplog.text) == (state_format is StateFormat.COMPACT16)
-    assert (f"  {name} " in shown) == (state_format is not StateFormat.EXACT)
+    assert ("no rates of the update of compact16 state" in caplog.text) == (state_format is COMPACT16)
+    assert (f"  {name} " in shown) == (state_format is not EXACT)
 
 
 def test_auto_takes_this_machine_s_file(
@@ -138,5 +138,5 @@ def test_what_the_command_writes_is_what_a_session_reads(tmp_path: Path, streami
     arguments = ["--paths", str(tmp_path), "--out", str(file), "--seconds", "0.3", "--quiet"]
     assert cli.main(["probe", *arguments]) == 0
     with make(streaming(rates=file, threads=1)) as optimizer:
-        assert optimizer.engine.rates == load_rates(file).for_session([str(tmp_path)], 1, {StateFormat.EXACT: 1})
+        assert optimizer.engine.rates == load_rates(file).for_session([str(tmp_path)], 1, {EXACT: 1})
         assert "bound by" in str(optimizer.plan)

@@ -31,11 +31,12 @@ from offload._native import CompletionQueue
 from offload.dtypes import DtypeCode
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
-from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
 from offload.engine.none import NO_LANES
+from offload.engine.runs import RESIDENT_RUNS_IN_FLIGHT
+from offload.formats import COMPACT8, EXACT
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, StateFormat
+from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
 
@@ -778,7 +779,7 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
 
 def test_kernels_are_made_ready_when_the_session_opens(tmp_path: Path) -> None:
     parameters, device = weights(), SimulatedDevice()
-    narrow, wide, exact = DtypeCode.BFLOAT16, DtypeCode.FLOAT32, StateFormat.EXACT
+    narrow, wide, exact = DtypeCode.BFLOAT16, DtypeCode.FLOAT32, EXACT.code
     with OnDevice(parameters[:2], device=device, offload=config(tmp_path)) as optimizer:
         assert device.prepared == {(narrow, narrow, exact)}
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3000))]})
@@ -790,7 +791,7 @@ def test_kernels_are_made_ready_when_the_session_opens(tmp_path: Path) -> None:
     compact = config(tmp_path, state_format="compact8", subgroup_numel=4096, host_memory=0, gpu_memory=0)
     named = [("p", torch.nn.Parameter(torch.ones(70, 64))), ("embed", parameters[0])]
     with OnDevice(named, device=device, offload=compact):
-        assert device.prepared == {(wide, wide, StateFormat.COMPACT8), (narrow, narrow, exact)}
+        assert device.prepared == {(wide, wide, COMPACT8.code), (narrow, narrow, exact)}
 
 
 def test_threads_leave_cores_for_those_that_drive_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,8 +272,8 @@ def test_when_a_bucket_leaves(tmp_path: Path, limits: dict[str, int], left: list
             arrive(optimizer, parameter, torch.ones_like(parameter))
             seen.append(sums_asked(device))
         assert seen == left
-        optimizer.engine.end_backward()
-        optimizer.engine.end_backward()
+        optimizer.engine.gradients.end_backward()
+        optimizer.engine.gradients.end_backward()
         assert sums_asked(device) == left[-1] + (left[-1] in (0, 2) and "bucket_bytes" not in limits)
 
 
@@ -287,12 +287,12 @@ ASKING: dict[str, Callable[[offload.AdamW, list[torch.nn.Parameter]], object]] =
     "the norm": lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
     "a step": lambda optimizer, _: optimizer.step(),
     "another gradient of one": lambda optimizer, p: arrive(optimizer, p[0], torch.ones_like(p[0])),
-    "a gradient in place of one": lambda optimizer, p: optimizer.engine.bind_gradient(
+    "a gradient in place of one": lambda optimizer, p: optimizer.engine.gradients.bind(
         0, p[1].data_ptr(), offload.DtypeCode.BFLOAT16
     ),
     "its mark": lambda optimizer, _: on_gpu(optimizer).in_transit[0][0].wait(),
     "its memory": lambda optimizer, _: on_gpu(optimizer).hand_back(),
-    "whoever has gradients in slots": lambda optimizer, _: optimizer.engine.settle_gradients(),
+    "whoever has gradients in slots": lambda optimizer, _: optimizer.engine.gradients.settle(),
 }
 
 

@@ -13,10 +13,11 @@ from mirror import same, same_bits, states
 
 import offload
 from offload.errors import ConfigError
+from offload.formats import COMPACT8, STATE_FORMATS
 from offload.kernels import reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat
-from offload.protocols import SegmentFlag, StateFormat
-from offload.rules import ADAMW, STATE_FORMATS
+from offload.protocols import SegmentFlag
+from offload.rules import ADAMW
 
 SIZES = [(70, 64), (3000,), (1,), (129, 33), (4096,)]
 STEPS = 6
@@ -69,7 +70,6 @@ def reference_segment(weight: torch.Tensor, form: str) -> SegmentTensors:
         weight=None if is_master else flat,
         flags=SegmentFlag.LOAD_MASTER,
         scalars=None,
-        rule=ADAMW.stored_in(STATE_FORMATS[form]),
         state_format=STATE_FORMATS[form],
         master_low=torch.zeros(numel, dtype=torch.uint8) if planes else None,
         scales=torch.zeros(-(-numel // 64), 2, dtype=torch.uint8) if form == "compact8" else None,
@@ -244,7 +244,7 @@ def test_state_takes_eight_bytes_a_parameter(tmp_path: Path) -> None:
     with offload.AdamW(parameters, offload=settings) as optimizer:
         train(optimizer, parameters, range(2))
         assert optimizer.metrics()["state_bytes"] == 8 << 18
-        assert optimizer.plan.plan.layout.rule.memory_cost == 20 / 8
+        assert optimizer.plan.plan.layout.state.memory_cost == 20 / 8
         state = optimizer.state_dict()["state"][0]
         assert {tensor.dtype for name, tensor in state.items() if name != "step"} == {torch.float32}
 
@@ -257,12 +257,12 @@ def test_what_shares_scales_takes_five_bytes_and_the_plan_says_what_does_not(tmp
         train(optimizer, [p for _, p in parameters], range(2))
         layout = optimizer.plan.plan.layout
         assert [p.exact for p in layout.parameters] == [True, False, True]
-        assert layout.rule.item_bytes == 5.03125
+        assert layout.state.item_bytes == 5.03125
         # The matrix, and in subgroups of their own what is exact: the embedding and the bias.
-        found = Counter(dict.fromkeys(("EXACT", "COMPACT8"), 0))
+        found = Counter(dict.fromkeys(("exact", "compact8"), 0))
         for subgroup in layout.subgroups:
-            found[subgroup.state_format.name] += subgroup.state_bytes
-        assert found == {"EXACT": 12 * (512 * 512 + 1024), "COMPACT8": 5 << 20 | 1 << 15}
+            found[subgroup.state.format.name] += subgroup.state_bytes
+        assert found == {"exact": 12 * (512 * 512 + 1024), "compact8": 5 << 20 | 1 << 15}
         text = str(optimizer.plan)
         assert "12 bytes each" in text
         assert "5.031 bytes each" in text
@@ -276,7 +276,7 @@ def test_embeddings_without_names_are_told_of_once(caplog: pytest.LogCaptureFixt
     parameter = torch.nn.Parameter(torch.zeros(100, 64))
     with offload.AdamW([parameter], offload=offload.OffloadConfig(state_format="compact8")) as optimizer:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(100, 64))]})
-        assert optimizer.plan.plan.layout.rule.state_format is StateFormat.COMPACT8
+        assert optimizer.plan.plan.layout.state.format is COMPACT8
     assert caplog.text.count("embeddings cannot be told") == 1
 
 
@@ -323,7 +323,7 @@ def piece(weight: torch.Tensor, start: int, whole: int, form: str) -> tuple[offl
     config = offload.OffloadConfig(state_format=form, subgroup_numel=4096)
     engine = offload.Engine([parameter], config, gradient_slots=False)
     engine.bind_weight(0, weight.data_ptr())
-    engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+    engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
     return engine, gradient
 
 
@@ -342,7 +342,7 @@ def test_bits_do_not_depend_on_how_a_parameter_is_sharded(form: str, inner: list
             for first, last, engine, gradient in pieces:
                 gradient.copy_(values[first:last])
                 engine.step(groups)
-        states = [engine.read_state([0])[0] for *_, engine, _ in pieces]
+        states = [engine.state.read([0])[0] for *_, engine, _ in pieces]
         found.append([weight, *(torch.cat([state[name] for state in states]) for name in states[0])])
         for *_, engine, _ in pieces:
             engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 import torch
 from kernel_cases import WEIGHT_DTYPES, Case, Placed, some_scalars, store_in_codes
 
+from offload.formats import SCALES
+from offload.formats.compact8 import BLOCK_NUMEL
 from offload.kernels import reference
-from offload.protocols import BLOCK_NUMEL, SegmentFlag
-from offload.rules import SCALES
+from offload.protocols import SegmentFlag
 
 ACTIVE, ZERO = SegmentFlag.ACTIVE, SegmentFlag.ZERO_STATE
 GREATEST = (63 / 32 * 2.0**63) ** 2
@@ -31,8 +33,8 @@ def replaced(case: Case, **tensors: torch.Tensor) -> Case:
         if name in tensors:
             getattr(segment, name).copy_(tensors[name])
     state, master = reference.state_of(segment), reference.master_of(segment)
-    for number, tensor in enumerate(segment.rule.state):
-        state[number].copy_(tensors.get(tensor.name, state[number]))
+    for number, name in enumerate(segment.rule.state):
+        state[number].copy_(tensors.get(name, state[number]))
     segment.state, segment.master = state, tensors.get("master", master)
     store_in_codes(segment)
     return placed_again(case)
@@ -68,8 +70,12 @@ def stored(case: Case) -> dict[str, torch.Tensor]:
     names = segment.rule.names[1:]
     codes = {name: case.placed[name].tensor() for name in names}
     scales = case.placed[SCALES].tensor().view(-1, len(names))
-    found = {name: reference.decoded(segment.rule, name, codes[name], scales, segment.first_index) for name in names}
-    return found | {f"{name} codes": code for name, code in codes.items()} | {"scales": scales}
+    state = reference.state_of(dataclasses.replace(segment, state=[*codes.values()], scales=scales))
+    return (
+        dict(zip(names, state, strict=True))
+        | {f"{name} codes": code for name, code in codes.items()}
+        | {"scales": scales}
+    )
 
 
 # Tests for every kernel.

@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from offload.dtypes import DtypeCode
+from offload.formats import COMPACT8, EXACT, FORMATS
 from offload.kernels import triton_kernels
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES, COPY_OPTIONS, GATHER_OPTIONS, UPDATE_OPTIONS
-from offload.protocols import StateFormat
 from offload.rules import ADAMW, RULES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -70,16 +70,16 @@ def main() -> None:
     combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
     for gradient, weight, aligned in [*combinations, (bfloat16, bfloat16, False), (float16, float16, False)]:
         kinds = {"GRADIENT": gradient, "WEIGHT": weight, "ALIGNED": aligned, "BLOCK": BLOCK_NUMEL}
-        constants = {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": int(StateFormat.EXACT), **kinds}
+        constants = {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": EXACT.code, **kinds}
         compiled("update", capability, tables, constants)
-    for rule, state_format in itertools.product(RULES.values(), StateFormat):
-        constants |= {"RULE": rule.code, "STATES": len(rule.state), "STATE_FORMAT": int(state_format)}
-        constants |= {"ALIGNED": state_format is StateFormat.COMPACT8}
+    for rule, state_format in itertools.product(RULES.values(), FORMATS):
+        constants |= {"RULE": rule.code, "STATES": len(rule.state), "STATE_FORMAT": state_format.code}
+        constants |= {"ALIGNED": state_format is COMPACT8}
         compiled("update", capability, tables, constants)
     constants |= {"ALIGNED": True}
     compiled("update", capability, tables, constants | {"WEIGHT": none})
     compiled("update", capability, tables, constants | {"GRADIENT": none})
-    constants |= {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": int(StateFormat.EXACT)}
+    constants |= {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": EXACT.code}
     compiled("update", capability, tables, constants, enable_fp_fusion=True)
     addresses = {"source": "i64", "numel": "i64", "blocks": "i64", "destination": "i64"}
     for source, destination, add, aligned in (

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from offload.formats import COMPACT8, COMPACT16, EXACT, MASTER_LOW, SCALES, StateFormat
+from offload.formats.compact8 import BLOCK_NUMEL
 from offload.kernels import reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat
-from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
-from offload.rules import ADAMW, MASTER, MASTER_LOW, SCALES, UpdateRule, segment_dtype
+from offload.protocols import SegmentFlag
+from offload.rules import ADAMW, MASTER, UpdateRule, segment_dtype
 
 GUARD = 0xA5
 SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 12345)
@@ -20,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, None)
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-_STATE_DTYPES = {StateFormat.EXACT: torch.float32, StateFormat.COMPACT16: torch.bfloat16}
+_STATE_DTYPES = {EXACT: torch.float32, COMPACT16: torch.bfloat16}
 _INTEGERS |= {dtype: dtype for dtype in (torch.int16, torch.uint8)}
 _SPECIAL = (
     0.0,
@@ -105,7 +107,7 @@ class Case:
     tensors: SegmentTensors
     placed: dict[str, Placed]
 
-    state_format: ClassVar[StateFormat] = StateFormat.EXACT
+    state_format: ClassVar[StateFormat] = EXACT
     """Of all segments that are made."""
 
     @classmethod
@@ -128,8 +130,8 @@ class Case:
             master=values(seed, numel, torch.float32, kind),
             state=[
                 # What a root is taken of is negative by mistake only.
-                state.abs() if kind == "plain" and tensor.name in never_negative(rule) else state
-                for number, tensor in enumerate(rule.state)
+                state.abs() if kind == "plain" and name in never_negative(rule) else state
+                for number, name in enumerate(rule.state)
                 for state in [values(seed + 1 + number, numel, state_dtype, kind)]
             ],
             gradient=values(seed + 3, numel, gradient_dtype, kind),
@@ -141,7 +143,7 @@ class Case:
             rounding_key=int(rounding_keys(seed, 0, 1)[0]),
             first_index=some_index(seed, numel) if first_index is None else first_index,
         )
-        if cls.state_format is StateFormat.COMPACT8:
+        if cls.state_format is COMPACT8:
             if kind == "wild":
                 for number, tensor in enumerate(tensors.tensors().values()):
                     tensor.copy_(mostly_finite(tensor, tensors.first_index, seed + number))
@@ -149,7 +151,7 @@ class Case:
         named = tensors.tensors()
         names = (*tensors.rule.names, "gradient", "weight")
         at = dict(zip(names, offsets or [0] * len(names), strict=True))
-        for name, beside in ((MASTER_LOW, MASTER.name), (SCALES, tensors.rule.names[1])):
+        for name, beside in ((MASTER_LOW, MASTER), (SCALES, tensors.rule.names[1])):
             at[name] = at[beside] // 4
         return cls(tensors, {name: Placed(tensor, at[name]) for name, tensor in named.items()})
 
@@ -226,9 +228,7 @@ def never_negative(rule: UpdateRule) -> frozenset[str]:
     states = [torch.zeros(2) for _ in rule.state]
     gradient, row = torch.tensor([-1.0, 1.0]), unlike_scalars(rule)
     reference.update(SegmentTensors(torch.zeros(2), states, gradient, None, SegmentFlag.ACTIVE, row, rule))
-    return frozenset(
-        tensor.name for tensor, state in zip(rule.state, states, strict=True) if bool((state >= 0).all())
-    )
+    return frozenset(name for name, state in zip(rule.state, states, strict=True) if bool((state >= 0).all()))
 
 
 def unlike_scalars(rule: UpdateRule) -> Any:

@@ -29,8 +29,8 @@ from test_update_kernel import (  # noqa: F401
 )
 
 from offload.errors import InternalError
+from offload.formats import COMPACT16, EXACT
 from offload.kernels import CpuUpdateKernel, instruction_sets, reference, rounding_keys
-from offload.protocols import StateFormat
 from offload.rules import LION, RULES
 
 GREATEST = float(torch.finfo(torch.bfloat16).max)
@@ -39,7 +39,7 @@ GREATEST = float(torch.finfo(torch.bfloat16).max)
 @pytest.fixture(scope="module", params=[*instruction_sets(), "interpreter", "torch", LATE_FULL[0], CUDA[0]])
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "state_format", StateFormat.COMPACT16)
+        patch.setattr(Case, "state_format", COMPACT16)
         if request.param in instruction_sets():
             with CpuUpdateKernel(threads=2, instruction_set=request.param) as kernel:
                 yield kernel
@@ -147,7 +147,7 @@ def test_cuts_change_nothing(kernel, first_index):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads, monkeypatch):
-    monkeypatch.setattr(Case, "state_format", StateFormat.COMPACT16)
+    monkeypatch.setattr(Case, "state_format", COMPACT16)
     cases = [Case.make(i % 23, seed=i, flags=UPDATES[i % len(UPDATES)]) for i in range(50)]
     cases.insert(30, Case.make(200_001, seed=6))
     with CpuUpdateKernel(threads=threads) as kernel:
@@ -156,7 +156,7 @@ def test_threads_change_nothing(threads, monkeypatch):
 
 def test_both_formats_in_one_table(kernel):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "state_format", StateFormat.EXACT)
+        patch.setattr(Case, "state_format", EXACT)
         exact = [Case.make(1000, seed=seed, kind="wild") for seed in range(3)]
     compact = [Case.make(1000, seed=seed, kind="wild") for seed in range(3)]
     run_and_check(kernel, [case for pair in zip(exact, compact, strict=True) for case in pair])
@@ -164,7 +164,7 @@ def test_both_formats_in_one_table(kernel):
 
 def test_exact_state_ignores_key_and_index(kernel):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "state_format", StateFormat.EXACT)
+        patch.setattr(Case, "state_format", EXACT)
         case = Case.make(1000)
         row = case.row()
     row["rounding_key"], row["first_index"] = 77, 1 << 40
@@ -195,7 +195,7 @@ def test_wrong_tables_are_refused(kernel, changes, message):
 
 def test_tensors_of_another_format_are_refused():
     case = Case.make(4)
-    case.tensors.state_format = StateFormat.COMPACT16
+    case.tensors.state_format = COMPACT16
     case.tensors.state = [tensor.to(torch.float32) for tensor in case.tensors.state]
     with pytest.raises(ValueError, match=r"exp_avg: dtype torch\.float32"):
         reference.segment_table([case.tensors])
@@ -206,7 +206,7 @@ def test_the_master_moves_by_what_is_not_rounded():
     for rule, flags in itertools.product(RULES.values(), (ACTIVE, ACTIVE | DECOUPLED, ACTIVE | ZERO)):
         cases = [Case.make(1000, flags=flags, rule=rule) for _ in range(2)]
         segment = cases[1].tensors
-        segment.state_format = StateFormat.COMPACT16
+        segment.state_format = COMPACT16
         segment.state = [tensor.to(torch.bfloat16) for tensor in segment.state]
         for exact, compact in zip(cases[0].tensors.state, segment.state, strict=True):
             exact.copy_(compact)
@@ -233,7 +233,7 @@ def second_moment(beta2: float, steps: int, numel: int = 65_536, *, nearest: boo
     segments = []
     for dtype in (torch.bfloat16, torch.float32):
         state = [torch.zeros(numel, dtype=dtype), (sizes * sizes).to(torch.bfloat16).to(dtype)]
-        compact = StateFormat.COMPACT16 if dtype == torch.bfloat16 else StateFormat.EXACT
+        compact = COMPACT16 if dtype == torch.bfloat16 else EXACT
         row = reference.scalars(1000, **settings)
         gradient = torch.where(falls, sizes / 20, sizes)
         segments.append(
@@ -244,7 +244,7 @@ def second_moment(beta2: float, steps: int, numel: int = 65_536, *, nearest: boo
         for step in range(1, steps + 1):
             if nearest:
                 state = [tensor.float() for tensor in compact.state]
-                wide = replace(compact, state=state, state_format=StateFormat.EXACT)
+                wide = replace(compact, state=state, state_format=EXACT)
                 kernel.run(reference.segment_table([wide, exact]))
                 for kept, values in zip(compact.state, wide.state, strict=True):
                     kept.copy_(reference.round_to_bfloat16(values))
@@ -276,7 +276,7 @@ def test_second_moments_vanish_as_in_fp32(beta2, steps):
     state = [torch.zeros(numel, dtype=torch.bfloat16), torch.ones(numel, dtype=torch.bfloat16)]
     row = some_scalars(ACTIVE)._replace(beta2=float(np.float32(beta2)))
     segment = reference.SegmentTensors(
-        torch.zeros(numel), state, torch.zeros(numel), None, ACTIVE, row, state_format=StateFormat.COMPACT16
+        torch.zeros(numel), state, torch.zeros(numel), None, ACTIVE, row, state_format=COMPACT16
     )
     with CpuUpdateKernel(threads=1) as kernel:
         for step in range(1, steps + 1):

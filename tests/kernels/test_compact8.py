@@ -36,11 +36,12 @@ from test_update_kernel import (  # noqa: F401
 )
 
 from offload.errors import InternalError
+from offload.formats import COMPACT8, FORMATS, MASTER_LOW, SCALES
+from offload.formats.compact8 import BLOCK_NUMEL
 from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys
 from offload.kernels.reference import minifloat
 from offload.kernels.reference.rounding import random_bits
-from offload.protocols import BLOCK_NUMEL, StateFormat
-from offload.rules import ADAMW, MASTER_LOW, RULES, SCALES
+from offload.rules import ADAMW, RULES
 
 BITS = (minifloat.SIGNED_MANTISSA_BITS, minifloat.ROOT_MANTISSA_BITS)
 
@@ -48,7 +49,7 @@ BITS = (minifloat.SIGNED_MANTISSA_BITS, minifloat.ROOT_MANTISSA_BITS)
 @pytest.fixture(scope="module", params=instruction_sets())
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "state_format", StateFormat.COMPACT8)
+        patch.setattr(Case, "state_format", COMPACT8)
         with CpuUpdateKernel(threads=2, instruction_set=request.param) as kernel:
             yield kernel
 
@@ -204,7 +205,7 @@ def test_cuts_between_blocks_change_nothing(kernel, first_index, rule):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads, first_index, monkeypatch):
     """Pieces are cut at multiples of 4096 elements of their segment, wherever blocks begin."""
-    monkeypatch.setattr(Case, "state_format", StateFormat.COMPACT8)
+    monkeypatch.setattr(Case, "state_format", COMPACT8)
     cases = [Case.make(i % 23, seed=i, flags=UPDATES[i % len(UPDATES)]) for i in range(50)]
     cases[30:30] = [
         Case.make(200_001, seed=6, flags=flags, first_index=first_index) for flags in (ACTIVE, LOAD | ZERO)
@@ -215,7 +216,7 @@ def test_threads_change_nothing(threads, first_index, monkeypatch):
 
 def test_all_formats_in_one_table(kernel):
     cases = []
-    for state_format in StateFormat:
+    for state_format in FORMATS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Case, "state_format", state_format)
             cases.append([Case.make(1000, seed=seed, kind="wild") for seed in range(3)])

@@ -34,13 +34,14 @@ from test_update_kernel import (  # noqa: F401
 )
 
 from offload.errors import InternalError
+from offload.formats import COMPACT8, MASTER_LOW, SCALES
+from offload.formats.compact8 import BLOCK_NUMEL as SHARED_NUMEL
 from offload.kernels import GpuUpdateKernel, reference
 from offload.kernels import gpu as kernels
 from offload.kernels.gpu import BLOCK_NUMEL
 from offload.kernels.reference import minifloat
-from offload.protocols import BLOCK_NUMEL as SHARED_NUMEL
-from offload.protocols import SEGMENT_DTYPE, StateFormat
-from offload.rules import ADAGRAD, ADAMW, LION, MASTER, MASTER_LOW, RULES, SCALES, segment_dtype
+from offload.protocols import SEGMENT_DTYPE
+from offload.rules import ADAGRAD, ADAMW, LION, MASTER, RULES, segment_dtype
 
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
@@ -48,7 +49,7 @@ CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 @pytest.fixture(scope="module", params=["interpreter8", "torch", LATE_FULL[0], CUDA[0]])
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch, gpu_kernel(request.param) as kernel:
-        patch.setattr(Case, "state_format", StateFormat.COMPACT8)
+        patch.setattr(Case, "state_format", COMPACT8)
         yield kernel
 
 
@@ -184,7 +185,7 @@ def test_masters_that_are_special(kernel, weight_dtype):
     near = torch.where(masters.abs() < 1, torch.zeros(numel), masters)
     case.tensors.gradient.copy_(torch.nan_to_num(near - masters, 0.0) + masters.abs().clamp(max=1.0))
     reference.store_master(case.tensors, near)
-    case.placed |= {name: Placed(case.tensors.tensors()[name]) for name in (MASTER.name, MASTER_LOW, "gradient")}
+    case.placed |= {name: Placed(case.tensors.tensors()[name]) for name in (MASTER, MASTER_LOW, "gradient")}
     run_and_check(kernel, [case])
 
 
@@ -222,7 +223,7 @@ def test_unread_fields_may_be_null(kernel):
     kernel.run(row)
     whole.check()
     empty = np.zeros(3, segment_dtype(ADAMW))
-    empty["flags"], empty["state_format"] = int(ACTIVE), int(StateFormat.COMPACT8)
+    empty["flags"], empty["state_format"] = int(ACTIVE), COMPACT8.code
     kernel.run(empty)
 
 

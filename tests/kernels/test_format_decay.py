@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from offload.formats import COMPACT8, COMPACT16, EXACT, StateFormat
 from offload.kernels import reference
 from offload.kernels.reference import SegmentTensors, minifloat, rounding_keys, state_of
 from offload.kernels.reference.rounding import random_bits
-from offload.protocols import SegmentFlag, StateFormat
+from offload.protocols import SegmentFlag
 from offload.rules import ADAMW
 
 NUMEL = 8192
@@ -25,9 +26,9 @@ FALLING = torch.arange(NUMEL) % 8 != 0
 
 def fresh(state_format: StateFormat) -> SegmentTensors:
     form = {
-        StateFormat.EXACT: torch.float32,
-        StateFormat.COMPACT16: torch.bfloat16,
-        StateFormat.COMPACT8: torch.uint8,
+        EXACT: torch.float32,
+        COMPACT16: torch.bfloat16,
+        COMPACT8: torch.uint8,
     }
     return SegmentTensors(
         master=torch.zeros(NUMEL),
@@ -36,9 +37,8 @@ def fresh(state_format: StateFormat) -> SegmentTensors:
         weight=None,
         flags=SegmentFlag.ACTIVE,
         scalars=None,
-        rule=ADAMW.stored_in(state_format),
         state_format=state_format,
-        scales=torch.zeros(BLOCKS, 2, dtype=torch.uint8) if state_format is StateFormat.COMPACT8 else None,
+        scales=torch.zeros(BLOCKS, 2, dtype=torch.uint8) if state_format is COMPACT8 else None,
     )
 
 
@@ -53,12 +53,12 @@ def without_zeros_beside_zeros(segment: SegmentTensors, state: list[torch.Tensor
 
 
 FORMATS: dict[str, tuple[StateFormat, Callable[[SegmentTensors, list[torch.Tensor]], None] | None]] = {
-    "exact": (StateFormat.EXACT, None),
-    "compact16": (StateFormat.COMPACT16, None),
-    "compact8": (StateFormat.COMPACT8, None),
-    "compact16, to nearest": (StateFormat.COMPACT16, to_nearest),
-    "compact8, to nearest": (StateFormat.COMPACT8, to_nearest),
-    "compact8, any exp_avg": (StateFormat.COMPACT8, without_zeros_beside_zeros),
+    "exact": (EXACT, None),
+    "compact16": (COMPACT16, None),
+    "compact8": (COMPACT8, None),
+    "compact16, to nearest": (COMPACT16, to_nearest),
+    "compact8, to nearest": (COMPACT8, to_nearest),
+    "compact8, any exp_avg": (COMPACT8, without_zeros_beside_zeros),
 }
 """Formats, and how another than the right one would store new state."""
 

@@ -47,11 +47,12 @@ from test_update_kernel import (  # noqa: F401
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
+from offload.formats import FORMATS
 from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, plain, reference
 from offload.kernels.device import DeviceKernel
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
 from offload.kernels.reference import DTYPE_CODES
-from offload.protocols import NORM_BLOCK_NUMEL, StateFormat
+from offload.protocols import NORM_BLOCK_NUMEL
 from offload.rules import ADAMW, segment_dtype
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -264,7 +265,7 @@ def test_pieces_of_any_size_are_copied_bit_for_bit(kernel):
             kernel.copy_pieces(np.array([row], np.uint64))
 
 
-@pytest.mark.parametrize("state_format", StateFormat)
+@pytest.mark.parametrize("state_format", FORMATS, ids=str)
 def test_pieces_that_torch_works_on_change_nothing(monkeypatch, state_format):
     """Cut where blocks begin, of which a segment may have a part first."""
     monkeypatch.setattr(plain, "PIECE_NUMEL", NORM_BLOCK_NUMEL)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload.protocols import StateFormat
+from offload.formats import COMPACT8
 from offload.rules import ADAGRAD, ADAMW, LION, RULES, SGD_MOMENTUM
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -56,8 +56,8 @@ def operations_of(constants: dict[str, Any]) -> list[int]:
     """Return how many of `OPERATIONS` an element takes."""
     (rule,) = [rule for rule in RULES.values() if rule.code == constants["RULE"]]
     rows = [UPDATE[rule.code]]
-    if constants["STATE_FORMAT"] == int(StateFormat.COMPACT8):
-        rows += [ROOT if tensor.name in rule.roots else SIGNED for tensor in rule.state]
+    if constants["STATE_FORMAT"] == COMPACT8.code:
+        rows += [ROOT if name in rule.roots else SIGNED for name in rule.state]
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
@@ -159,7 +159,7 @@ def test_aligned_tensors_are_read_and_written_four_elements_at_a_time(compiled):
     for line in compiled:
         if line["kernel"] == "update" and line["constants"]["GRADIENT"] != 0:
             wide, ptx = line["constants"]["ALIGNED"], line["ptx"]
-            in_planes = line["constants"]["STATE_FORMAT"] == int(StateFormat.COMPACT8) and line["constants"]["WEIGHT"]
+            in_planes = line["constants"]["STATE_FORMAT"] == COMPACT8.code and line["constants"]["WEIGHT"]
             widest = "st.global.v2.b32" if in_planes else "st.global.v4.b32"  # four of 16 bits, where none has 32
             assert (ptx.get(widest, 0) > 0) is wide, line["constants"]
 

@@ -9,9 +9,9 @@ from kernel_cases import Case, table_of
 
 from offload import _native
 from offload.errors import ConfigError
+from offload.formats import FORMATS, StateFormat
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.kernels.cpu import PREFETCH_SETTING, prefetch_setting
-from offload.protocols import StateFormat
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_what_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, asked: 
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("ahead", [0, 256, 1000, 65536])
-@pytest.mark.parametrize("form", StateFormat)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_bits_do_not_depend_on_it(
     monkeypatch: pytest.MonkeyPatch, instruction_set: str, ahead: int, form: StateFormat
 ) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from kernel_cases import Case, Placed
 
+from offload.formats import COMPACT16
 from offload.kernels import CpuUpdateKernel, instruction_sets, rounding_keys
 from offload.kernels.reference import rounding
-from offload.protocols import SegmentFlag, StateFormat
+from offload.protocols import SegmentFlag
 
 FLAGS = SegmentFlag.ACTIVE | SegmentFlag.ZERO_STATE
 M64 = (1 << 64) - 1
@@ -228,7 +229,7 @@ def test_no_element_is_biased(instruction_set):
     value = float(np.array([0x3F800000 + fraction], np.uint32).view(np.float32)[0])
     ups = [np.zeros(numel), np.zeros(numel)]
     with pytest.MonkeyPatch.context() as patch, CpuUpdateKernel(threads=1, instruction_set=instruction_set) as kernel:
-        patch.setattr(Case, "state_format", StateFormat.COMPACT16)
+        patch.setattr(Case, "state_format", COMPACT16)
         case = Case.make(numel, gradient_dtype=torch.float32, weight_dtype=None, flags=FLAGS)
         row = case.row()
         row["grad_scale"], row["decay"], row["one_minus_beta1"], row["one_minus_beta2"] = 1.0, 0.0, 1.0, 1.0 / value

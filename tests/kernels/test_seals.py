@@ -11,10 +11,11 @@ import pytest
 from offload._native import CompletionQueue, crc32c_portable
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError
+from offload.formats import COMPACT8, EXACT, EXACT_ADAMW, FORMATS, Format, StateFormat
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.kernels.table import segment_table
-from offload.protocols import ERROR_CHECKSUM, Completion, SealedState, SegmentFlag, StateFormat
-from offload.rules import ADAMW, Format
+from offload.protocols import ERROR_CHECKSUM, Completion, SealedState, SegmentFlag
+from offload.rules import ADAMW
 
 NUMEL, TILE_NUMEL = 150 * 1024, 70 * 1024
 """Of each tensor, and of a tile: neither is a multiple of what a worker takes at a time, 64 Ki elements."""
@@ -31,16 +32,16 @@ RUNS = [
 ]
 """Offset and length of each segment, with padding between them and at the end."""
 
-FORMATS = pytest.mark.parametrize("state_format", StateFormat)
+IN_EACH_FORMAT = pytest.mark.parametrize("state_format", FORMATS, ids=str)
 
 
 class Subgroup:
     """A subgroup's state, as bytes, gradients and weights in memory."""
 
-    def __init__(self, inactive: int | None = None, state_format: StateFormat = StateFormat.EXACT) -> None:
+    def __init__(self, inactive: int | None = None, state_format: StateFormat = EXACT) -> None:
         random = np.random.default_rng(0)
-        self.rule = ADAMW.stored_in(state_format)
-        self.state = [self._stored(form, random) for _, form in self.rule.stored]
+        self.spec = EXACT_ADAMW.stored_in(state_format)
+        self.state = [self._stored(form, random) for _, form in self.spec.stored]
         self.gradient = random.standard_normal(NUMEL, np.float32)
         self.weight = np.zeros(NUMEL, np.uint16)
         self.offsets = np.array([offset for offset, _ in RUNS], np.uint64)
@@ -63,12 +64,12 @@ class Subgroup:
     def table(self) -> npt.NDArray[Any]:
         addresses = {
             name: tensor.ctypes.data + form.offset(self.offsets)
-            for (name, form), tensor in zip(self.rule.stored, self.state, strict=True)
+            for (name, form), tensor in zip(self.spec.stored, self.state, strict=True)
         }
         addresses["gradient"] = self.gradient.ctypes.data + self.offsets * np.uint64(4)
         addresses["weight"] = self.weight.ctypes.data + self.offsets * np.uint64(2)
         return segment_table(
-            self.rule,
+            self.spec,
             np.array([numel for _, numel in RUNS], np.uint64),
             addresses,
             weight_dtype=DtypeCode.BFLOAT16,
@@ -82,20 +83,20 @@ class Subgroup:
     def sealed(self) -> SealedState:
         tensors = [
             (tensor.ctypes.data, form.item_bytes, form.item_numel, tensor.nbytes)
-            for (_, form), tensor in zip(self.rule.stored, self.state, strict=True)
+            for (_, form), tensor in zip(self.spec.stored, self.state, strict=True)
         ]
         return SealedState(tensors, self.offsets, NUMEL, TILE_NUMEL)
 
     def tile(self, tensor: int, tile: int) -> npt.NDArray[np.uint8]:
         """Return a tile of a tensor, the last one with what pads the tensor."""
-        form = self.rule.stored[tensor].format
+        form = self.spec.stored[tensor].format
         end = form.offset((tile + 1) * TILE_NUMEL) if tile < NUMEL // TILE_NUMEL else None
         return self.state[tensor][form.offset(tile * TILE_NUMEL) : end]
 
     def block(self, element: int) -> list[bytes]:
         """Return the bytes of state and weight of the 1024 elements around one."""
         first = element // 1024 * 1024
-        cuts = [slice(form.offset(first), form.offset(first + 1024)) for _, form in self.rule.stored]
+        cuts = [slice(form.offset(first), form.offset(first + 1024)) for _, form in self.spec.stored]
         state = [tensor[cut].tobytes() for tensor, cut in zip(self.state, cuts, strict=True)]
         return [*state, self.weight[first : first + 1024].tobytes()]
 
@@ -105,7 +106,7 @@ def ended(queue: CompletionQueue) -> Completion:
     return Completion(*record)
 
 
-@FORMATS
+@IN_EACH_FORMAT
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("inactive", [None, 0, 4])
 def test_a_sealed_update_has_the_same_bits_and_the_checksums_of_its_tiles(
@@ -128,11 +129,11 @@ def test_a_sealed_update_has_the_same_bits_and_the_checksums_of_its_tiles(
 
 
 @pytest.mark.parametrize("element", [0, 1024, 2047, 2048, 65_535, 70 * 1024, NUMEL - 1])
-@FORMATS
+@IN_EACH_FORMAT
 def test_a_changed_bit_is_found_before_its_block_is_used(state_format: StateFormat, element: int) -> None:
     queue = CompletionQueue()
     with CpuUpdateKernel(queue, 2) as kernel:
-        for tensor, (_, form) in enumerate(ADAMW.stored_in(state_format).stored):
+        for tensor, (_, form) in enumerate(EXACT_ADAMW.stored_in(state_format).stored):
             subgroup = Subgroup(state_format=state_format)
             seal = kernel.submit_sealed(1, subgroup.table(), subgroup.sealed(), None)
             assert ended(queue).error == 0
@@ -147,9 +148,9 @@ def test_a_changed_bit_is_found_before_its_block_is_used(state_format: StateForm
 
 def test_padding_is_sealed() -> None:
     """What a tier writes of it comes back, or the path has damaged it."""
-    subgroup, queue = Subgroup(state_format=StateFormat.COMPACT8), CompletionQueue()
+    subgroup, queue = Subgroup(state_format=COMPACT8), CompletionQueue()
     scales = len(subgroup.state) - 1
-    assert subgroup.state[scales].nbytes > subgroup.rule.stored[scales].format.offset(NUMEL)
+    assert subgroup.state[scales].nbytes > subgroup.spec.stored[scales].format.offset(NUMEL)
     with CpuUpdateKernel(queue, 2) as kernel:
         seal = kernel.submit_sealed(1, subgroup.table(), subgroup.sealed(), None)
         assert ended(queue).error == 0

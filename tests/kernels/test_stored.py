@@ -9,12 +9,25 @@ import torch
 from kernel_cases import Placed, mostly_finite, same_bits, values
 
 from offload.errors import InternalError
+from offload.formats import (
+    BF16,
+    COMPACT8,
+    COMPACT16,
+    EXACT_ADAMW,
+    FORMATS,
+    FP32,
+    MASTER_LOW,
+    SCALES,
+    Format,
+    StateFormat,
+    StateSpec,
+)
+from offload.formats.compact8 import BLOCK_NUMEL, FP24_UPPER, ROOT, SIGNED
 from offload.kernels import instruction_sets, reference
 from offload.kernels.reference import SegmentTensors, minifloat
 from offload.kernels.stored import Stored, as_fp32, store_rounded, stored_in
-from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
-from offload.rules import ADAMW, BF16, FP32, MASTER_LOW, RULES, SCALES, UpdateRule
-from offload.rules.formats import FP24_UPPER, ROOT, SIGNED, Format
+from offload.protocols import SegmentFlag
+from offload.rules import RULES, UpdateRule
 
 SETS = pytest.mark.parametrize("instruction_set", instruction_sets())
 CODES = pytest.mark.parametrize("form", [SIGNED, ROOT], ids=lambda form: form.name)
@@ -193,9 +206,10 @@ def test_elements(instruction_set: str, form: Format, numel: int) -> None:
         assert same_bits(out.tensor(), reference.round_weight(kept.to(torch.float32), out_dtype))
 
 
-def state_tensors(rule: UpdateRule, numel: int, first_index: int, *, fp32_weight: bool) -> dict[str, torch.Tensor]:
-    """Return what so many elements of a rule's state are stored in, filled with something."""
-    if rule.state_format is StateFormat.COMPACT8:
+def state_tensors(state: StateSpec, numel: int, first_index: int, *, fp32_weight: bool) -> dict[str, torch.Tensor]:
+    """Return what so many elements of state are stored in, filled with something."""
+    rule = state.rule
+    if state.format is COMPACT8:
         found = {name: torch.full((numel,), 9, dtype=torch.uint8) for name in rule.names[1:]}
         found[SCALES] = torch.full((minifloat.blocks_numel(first_index, numel) * len(rule.state),), 99).to(
             torch.uint8
@@ -203,24 +217,24 @@ def state_tensors(rule: UpdateRule, numel: int, first_index: int, *, fp32_weight
         if not fp32_weight:
             found[MASTER_LOW] = torch.full((numel,), 9, dtype=torch.uint8)
     else:
-        dtype = torch.bfloat16 if rule.state_format is StateFormat.COMPACT16 else torch.float32
+        dtype = torch.bfloat16 if state.format is COMPACT16 else torch.float32
         found = {name: torch.full((numel,), 9, dtype=dtype) for name in rule.names[1:]}
     found["master"] = torch.full((numel,), 9, dtype=torch.int16 if MASTER_LOW in found else torch.float32)
     return found
 
 
 @pytest.mark.parametrize("fp32_weight", [False, True])
-@pytest.mark.parametrize("state_format", StateFormat)
+@pytest.mark.parametrize("state_format", FORMATS, ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_a_segment_is_stored_as_the_reference_stores_it(
     rule: UpdateRule, state_format: StateFormat, fp32_weight: bool
 ) -> None:
     """All tensors of it: where a root is stored as 0, what is divided by it is."""
-    rule, numel, first_index = rule.stored_in(state_format), 1_000, 29
-    ours, theirs = (state_tensors(rule, numel, first_index, fp32_weight=fp32_weight) for _ in range(2))
+    state, numel, first_index = StateSpec(rule, state_format), 1_000, 29
+    ours, theirs = (state_tensors(state, numel, first_index, fp32_weight=fp32_weight) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     wanted = {name: torch.exp2(-16 * torch.rand(numel, generator=generator)) for name in rule.names}
-    with as_fp32(rule, ours, first_index, read=False, keep=True) as views:
+    with as_fp32(state, ours, first_index, read=False, keep=True) as views:
         assert list(views) == list(rule.names)
         for name, view in views.items():
             view.copy_(wanted[name])
@@ -242,7 +256,7 @@ def test_a_segment_is_stored_as_the_reference_stores_it(
     reference.store_state(segment, [wanted[name] for name in rule.names[1:]])
     assert all(same_bits(ours[name], theirs[name]) for name in theirs)
     before = {name: tensor.clone() for name, tensor in ours.items()}
-    with as_fp32(rule, ours, first_index, read=True, keep=False) as views:
+    with as_fp32(state, ours, first_index, read=True, keep=False) as views:
         decoded_state = [reference.master_of(segment), *reference.state_of(segment)]
         assert all(same_bits(view, tensor) for view, tensor in zip(views.values(), decoded_state, strict=True))
         for name, view in views.items():
@@ -326,11 +340,11 @@ def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
 
 
 def test_scales_of_a_tensor_are_its_column() -> None:
-    rule = ADAMW.stored_in(StateFormat.COMPACT8)
-    tensors = state_tensors(rule, 200, 0, fp32_weight=False)
+    state = EXACT_ADAMW.stored_in(COMPACT8)
+    tensors = state_tensors(state, 200, 0, fp32_weight=False)
     tensors[SCALES].copy_(torch.tensor([10, 20]).repeat(4))
     for name, scale in (("exp_avg", 10), ("exp_avg_sq", 20)):
-        beside = stored_in(rule, name, tensors, 0).beside
+        beside = stored_in(state, name, tensors, 0).beside
         assert beside is not None
         assert beside.tolist() == [scale] * 4
-    assert [stored_in(rule, name, tensors, 0).format for name in rule.names] == [FP24_UPPER, SIGNED, ROOT]
+    assert [stored_in(state, name, tensors, 0).format for name in state.rule.names] == [FP24_UPPER, SIGNED, ROOT]

@@ -14,9 +14,10 @@ from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, same_bits, 
 
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError
+from offload.formats import MASTER_LOW
 from offload.kernels import CpuUpdateKernel, instruction_sets, reference
 from offload.protocols import SegmentFlag
-from offload.rules import ADAMW, MASTER_LOW, RULES, segment_dtype
+from offload.rules import ADAMW, RULES, segment_dtype
 
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_STATE

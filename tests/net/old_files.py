@@ -161,7 +161,8 @@ def write_rates(file: Path) -> None:
     cpu: dict[Any, Any] = by_threads
     rates_file = importlib.import_module("offload.measure.rates_file")
     if rates_file.FORMAT > 1:
-        formats = importlib.import_module("offload.protocols").StateFormat
+        formats: Any = importlib.import_module("offload.protocols")
+        formats = getattr(formats, "StateFormat", None) or importlib.import_module("offload.formats")
         cpu = {formats.EXACT: by_threads, formats.COMPACT16: {1: 8e9}, formats.COMPACT8: {1: 2e9, 8: 1.2e10}}
     path = {"path": "/data", "file_system": "ext4", "device": "00000000000000fe"}
     found = measure.RatesFile(

@@ -26,7 +26,7 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.executor import visit_nothing
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, Phase, update_visits
+from offload.engine.machine import Machine, update_visits
 from offload.engine.none import NO_LANES
 from offload.engine.operations import (
     BeginSave,
@@ -41,6 +41,7 @@ from offload.engine.operations import (
     Transfer,
     Visit,
 )
+from offload.engine.staging import Phase
 from offload.errors import InternalError, OffloadError, SessionBrokenError, StepAbortedError, TierError
 from offload.plan import Plan, visit_order
 from offload.session.behind import Behind

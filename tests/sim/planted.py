@@ -16,7 +16,7 @@ import forwards
 
 from offload.engine.executor import visit_nothing
 from offload.engine.index import Location, Record, TileIndex
-from offload.engine.machine import Machine, Phase
+from offload.engine.machine import Machine
 from offload.engine.operations import (
     Admit,
     AwaitPush,
@@ -40,6 +40,7 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
+from offload.engine.staging import Phase
 from offload.errors import InternalError, SessionBrokenError
 from offload.session.ahead import Ahead
 from offload.session.behind import Behind

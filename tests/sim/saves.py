@@ -13,8 +13,9 @@ import swarm
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, Phase
+from offload.engine.machine import Machine
 from offload.engine.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeUp, Visit
+from offload.engine.staging import Phase
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
 from offload.protocols import TileId

@@ -15,7 +15,18 @@ from offload.engine.machine import Machine, update_visits
 from offload.engine.operations import Begin, Extend, Reshare, Run, Sweep, Visit
 from offload.errors import InfeasiblePlanError, InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout, extend_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, make_plan, visit_order
+from offload.plan import (
+    NO_GPU,
+    Budgets,
+    GpuRates,
+    PathBudget,
+    PathRates,
+    Placement,
+    Plan,
+    Rates,
+    make_plan,
+    visit_order,
+)
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
 from offload.sim import (
@@ -155,7 +166,7 @@ def random_rates(rng: random.Random, plan: Plan) -> Rates:
         return 10 ** rng.uniform(5, 8)
 
     paths = tuple(PathRates(speed(), speed(), rng.choice((0.0, 1e-4))) for _ in plan.budgets.paths)
-    return Rates(speed(), paths, GpuRates(speed(), speed(), speed()) if plan.uses_gpu else None)
+    return Rates(speed(), paths, GpuRates(speed(), speed(), speed()) if plan.uses_gpu else NO_GPU)
 
 
 def make_scenario(seed: int, *, faulty: bool | None = None) -> Scenario:

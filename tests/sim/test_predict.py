@@ -13,6 +13,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.layout import Parameter, build_layout
 from offload.plan import (
+    NO_GPU,
     Budgets,
     GpuRates,
     PathBudget,
@@ -288,22 +289,23 @@ def random_problem(rng: random.Random, *, whole: bool = False) -> tuple[Plan, Ra
         read = share * speed(8.3, 9.3)
         paths.append(PathRates(read, read * rng.uniform(0.4, 1.0), latency_s))
     link = speed(8.5, 9.5)
-    gpu = GpuRates(speed(10, 11), link, link * rng.uniform(0.8, 1.1)) if rng.random() < 0.5 else None
+    gpu = GpuRates(speed(10, 11), link, link * rng.uniform(0.8, 1.1)) if rng.random() < 0.5 else NO_GPU
+    on_gpu = gpu != NO_GPU
     demand = sum(path.read_bytes_per_s + path.write_bytes_per_s for path in paths)
-    demand += gpu.h2d_bytes_per_s + gpu.d2h_bytes_per_s if gpu else 0.0
+    demand += gpu.h2d_bytes_per_s + gpu.d2h_bytes_per_s if on_gpu else 0.0
     memory = max(cpu * 28 / 12 * rng.uniform(1, 1.6), demand / 0.8) if rng.random() < 0.5 else float("inf")
     budgets = Budgets(
         host_bytes=max(rng.randrange(subgroups + 1), whole * subgroups) * size,
         paths=tuple(PathBudget(f"/path{i}", 1 << 50, share) for i, share in enumerate(shares)),
         follow_rates=rng.random() < 0.5,
-        gpu_bytes=rng.choice((0, subgroups // 5)) * size if gpu else 0,
+        gpu_bytes=rng.choice((0, subgroups // 5)) * size if on_gpu else 0,
         gpu_staging_bytes=rng.choice((0, 4)) * size,
-        weights_on_gpu=gpu is not None,
-        gradients_on_gpu=whole and gpu is not None,
+        weights_on_gpu=on_gpu,
+        gradients_on_gpu=whole and on_gpu,
     )
     rates = Rates(cpu, tuple(paths), gpu, memory, reaction_s=rng.choice((0.0, 1e-6, 1e-5)))
     if whole:
-        gpu = replace(gpu, call_s=rng.choice((0.0, 1e-8, 1e-7))) if gpu else None
+        gpu = replace(gpu, call_s=rng.choice((0.0, 1e-8, 1e-7))) if on_gpu else NO_GPU
         rates = replace(rates, gpu=gpu, operation_s=rng.choice((0.0, 1e-7, 1e-6)))
     return choose_plan(layout, budgets, rates), rates
 

@@ -21,8 +21,9 @@ from offload import backends
 from offload.dtypes import DtypeCode
 from offload.engine import accelerator as module
 from offload.errors import ConfigError, OffloadError
+from offload.formats import EXACT, FORMATS, StateFormat
 from offload.kernels import gpu as kernels
-from offload.protocols import LANES, DeviceLane, SegmentFlag, StateFormat
+from offload.protocols import LANES, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
 
 ON_LATE = pytest.mark.late(shared=True)
@@ -336,7 +337,7 @@ def _kind(argument: Any) -> Any:
     return argument.dtype, argument.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("formats", [(StateFormat.EXACT,), tuple(StateFormat)])
+@pytest.mark.parametrize("formats", [(EXACT,), FORMATS])
 @pytest.mark.parametrize("weight", [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32])
 def test_what_is_launched_has_been_compiled(
     monkeypatch: pytest.MonkeyPatch, weight: DtypeCode, formats: tuple[StateFormat, ...]
@@ -347,9 +348,9 @@ def test_what_is_launched_has_been_compiled(
     kernel = kernels.GpuUpdateKernel("cpu")
     at = 1 << 45
     for gradient in {weight, DtypeCode.FLOAT32}:
-        kernel.compile(ADAMW, {(gradient, weight, state_format) for state_format in formats})
+        kernel.compile(ADAMW, {(gradient, weight, state_format.code) for state_format in formats})
         table = np.zeros(len(formats), segment_dtype(ADAMW))
-        table["state_format"] = [int(state_format) for state_format in formats]
+        table["state_format"] = [state_format.code for state_format in formats]
         for name in ("master", "master_low", "exp_avg", "exp_avg_sq", "scales", "gradient"):
             table[name] = at
         table["weight"] = at if weight is not DtypeCode.FLOAT32 else 0

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from offload import cli
-from offload.cli.node import Node
 from offload.cli.plan import Question, advice, ask, least
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
@@ -441,12 +440,12 @@ def test_the_least_budget_is_the_least_that_works(node):
 
 def test_advice_gives_no_more_than_the_node_has():
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9, memory_bytes=4 * GIB), 300e9)
-    question = Question(params=GB, rates=rates, weights_on_gpu=True, node=Node(4 * GIB, 1))
+    question = Question(params=GB, rates=rates, weights_on_gpu=True, node_memory=4 * GIB, gpus=1)
     found = dict(advice(ask(question, simulate=False)))
     room = [line for line in found if line.startswith("host budget")]
     assert len(room) == 1
     assert parse_bytes("room", room[0].split("+")[1].removesuffix(" a rank")) < 2 * GIB
-    tight = advice(ask(replace(question, node=Node(int(3.3 * GIB), 1)), simulate=False))
+    tight = advice(ask(replace(question, node_memory=int(3.3 * GIB)), simulate=False))
     assert all("host budget" not in what or "MiB" in what for what, _ in tight)
 
 

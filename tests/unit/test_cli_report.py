@@ -1,19 +1,24 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from offload.cli import report
-from offload.cli.record import Comparison, Interval, RunRecord, StepRecord, same_losses, to_json
+from offload.cli.record import OPTIMIZERS, Comparison, RunRecord
+from offload.cli.values import in_columns, to_json
+from offload.engine.timeline import Interval, lane_order, tracks
 
 PNG = b"\x89PNG"
 
 
-def _record(step: int, loss: float = 2.0, **metrics: float) -> StepRecord:
-    return StepRecord(
-        step, loss, 1e-3, 0.5, 100.0 * step, 0.1, 0.2, 0.3, {"step": step, "path/0/read_bytes": 7, **metrics}
-    )
+def _row(step: int, loss: float = 2.0, **metrics: float) -> dict[str, Any]:
+    own = {"step": step, "loss": loss, "lr": 1e-3, "norm": 0.5, "tokens_per_s": 100.0 * step}
+    seconds = {"forward_s": 0.1, "backward_s": 0.2, "step_s": 0.3, "iteration_s": 0.6}
+    metrics = {"step": step, "path/0/read_bytes": 7, **metrics}
+    return own | seconds | {f"{OPTIMIZERS}{name}": value for name, value in metrics.items()}
 
 
 def _summary(run: RunRecord) -> dict[str, object]:
@@ -28,17 +33,8 @@ def _summary(run: RunRecord) -> dict[str, object]:
     }
 
 
-def test_a_line_holds_the_step_and_the_optimizer_s_own_metrics() -> None:
-    line = json.loads(_record(3, math.nan, **{"lane/cpu/busy_s": 0.25}).as_line())
-    assert line["step"] == 3
-    assert line["loss"] is None
-    assert line["norm"] == 0.5
-    assert line["optimizer/path/0/read_bytes"] == 7
-    assert line["optimizer/lane/cpu/busy_s"] == 0.25
-
-
 def test_the_summary_leaves_the_first_step_out_of_its_medians() -> None:
-    run = RunRecord([_record(step, 6.0 - step, predicted_step_s=0.1 * step) for step in (1, 2, 3, 4)])
+    run = RunRecord([_row(step, 6.0 - step, predicted_step_s=0.1 * step) for step in (1, 2, 3, 4)])
     summary = run.summary()
     assert summary["tokens_per_s"] == 300
     assert summary["predicted_step_s"] == pytest.approx(0.3)
@@ -49,7 +45,7 @@ def test_the_summary_leaves_the_first_step_out_of_its_medians() -> None:
 
 
 def test_the_final_loss_is_the_mean_of_the_last_steps() -> None:
-    run = RunRecord([_record(step, float(step)) for step in range(1, 41)])
+    run = RunRecord([_row(step, float(step)) for step in range(1, 41)])
     assert run.summary()["final_loss"] == 30.5
 
 
@@ -62,17 +58,17 @@ def test_the_table_says_what_is_known() -> None:
         "resident_share": 0.25,
         "streamed_bytes": 3 * 2**20,
     }
-    text = report.table(_summary(RunRecord([_record(1, **known), _record(2, **known)])))
+    text = report.table(_summary(RunRecord([_row(1, **known), _row(2, **known)])))
     assert "25% resident" in text
     assert "100 ms for the step alone, measured 200 ms (2 times as long)" in text
     assert "path 0" in text
     assert "runs/x" in text
-    assert "resident" not in report.table(_summary(RunRecord([_record(1)])))
+    assert "resident" not in report.table(_summary(RunRecord([_row(1)])))
 
 
 def test_where_steps_are_hidden_the_table_compares_iterations() -> None:
     known = {"step_s": 0.2, "predicted_step_s": 0.1, "predicted_iteration_s": 0.5, "waited_s": 0.03}
-    text = report.table(_summary(RunRecord([_record(step, **known) for step in (1, 2)])))
+    text = report.table(_summary(RunRecord([_row(step, **known) for step in (1, 2)])))
     assert "500 ms for an iteration, measured 600 ms (+20%)" in text
     assert "30 ms for the step" in text
     assert "step alone" not in text
@@ -83,36 +79,52 @@ def test_the_table_compares_lanes_and_names_the_furthest_off() -> None:
     known: dict[str, float] = {}
     for lane, (predicted_s, measured_s) in lanes.items():
         known |= {f"lane/{lane}/predicted_s": predicted_s, f"lane/{lane}/busy_s": measured_s}
-    summary = _summary(RunRecord([_record(step, **known) for step in (1, 2, 3)]))
+    summary = _summary(RunRecord([_row(step, **known) for step in (1, 2, 3)]))
     assert summary["lanes"] == {lane: {"predicted_s": p, "measured_s": m} for lane, (p, m) in lanes.items()}
     lines = dict(line.split("  ", 1) for line in report.table(summary).splitlines())
     assert lines["CPU update"].strip() == "100 ms predicted, 110 ms measured (+10%)"
     assert lines["read path 0"].strip() == "200 ms predicted, 150 ms measured (-25%)"
     assert lines["furthest off"].strip() == "read path 0, 50 ms shorter"
     assert "write path 0" not in lines
-    assert "furthest" not in report.table(_summary(RunRecord([_record(1)])))
+    assert "furthest" not in report.table(_summary(RunRecord([_row(1)])))
 
 
 def test_a_run_of_no_steps_has_an_empty_table() -> None:
     assert report.table(_summary(RunRecord())) == ""
 
 
-@pytest.mark.parametrize(("numel", "same", "identical"), [(0, True, True), (1, True, False), (0, False, False)])
-def test_a_comparison_is_identical_only_if_nothing_differs(numel: int, same: bool, identical: bool) -> None:
-    comparison = Comparison(10, numel, "w" if numel else None, same, True)
+def _compared(
+    ours: list[float], theirs: list[float], our_losses: list[float], their_losses: list[float]
+) -> Comparison:
+    weights = [{"bias": torch.ones(3), "w": torch.tensor(values)} for values in (ours, theirs)]
+    return Comparison.of(*weights, our_losses, their_losses)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "their_losses", "identical"),
+    [([0.0, 2.0], [1.0], True), ([-0.0, 2.0], [1.0], False), ([0.0, 2.0], [math.nextafter(1.0, 2.0)], False)],
+)
+def test_a_comparison_is_identical_only_if_nothing_differs(
+    theirs: list[float], their_losses: list[float], identical: bool
+) -> None:
+    comparison = _compared([0.0, 2.0], theirs, [1.0], their_losses)
     assert comparison.identical is identical
     assert comparison.verdict().startswith("identical" if identical else "DIFFERENT")
-    assert comparison.as_dict()["identical"] is identical
+    assert comparison.numel == 5
+    assert (comparison.different_numel, comparison.first_different) == (
+        (1, "w") if theirs[0].hex()[0] == "-" else (0, None)
+    )
 
 
 def test_equality_of_runs_that_blew_up_is_called_worthless() -> None:
-    assert "not finite" in Comparison(10, 0, None, True, False).verdict()
+    comparison = _compared([math.nan], [math.nan], [1.0, math.nan], [1.0, math.nan])
+    assert comparison.identical
+    assert not comparison.finite
+    assert "not finite" in comparison.verdict()
 
 
-def test_losses_are_compared_exactly_with_nan_equal_to_itself() -> None:
-    assert same_losses([1.0, math.nan], [1.0, math.nan])
-    assert not same_losses([1.0], [1.0, 1.0])
-    assert not same_losses([1.0], [math.nextafter(1.0, 2.0)])
+def test_runs_of_other_lengths_differ() -> None:
+    assert not _compared([1.0], [1.0], [1.0], [1.0, 1.0]).losses_identical
 
 
 def test_json_has_no_numbers_that_parsers_refuse() -> None:
@@ -120,11 +132,11 @@ def test_json_has_no_numbers_that_parsers_refuse() -> None:
 
 
 def _interval(began_s: float, ended_s: float, nbytes: int = 0, lane: str = "cpu") -> Interval:
-    return (lane, "tile", began_s, ended_s, nbytes)
+    return Interval(lane, "tile", began_s, ended_s, nbytes)
 
 
 def test_overlapping_operations_get_tracks_of_their_own() -> None:
-    assert report.tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
+    assert tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
 
 
 def test_busy_time_counts_overlaps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +152,7 @@ def test_busy_time_counts_overlaps_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_lanes_are_drawn_in_the_order_of_the_data_and_by_number() -> None:
     lanes = ["write:0", "read:10", "other", "read:2", "cpu"]
-    assert sorted(lanes, key=report.lane_order) == ["cpu", "read:2", "read:10", "write:0", "other"]
+    assert sorted(lanes, key=lane_order) == ["cpu", "read:2", "read:10", "write:0", "other"]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +165,8 @@ def test_pictures_are_drawn_of_anything(tmp_path: Path, timeline: list[Interval]
     report.draw_losses(tmp_path / "loss.png", [3.0, math.nan, 2.0], 3.2)
     assert (tmp_path / "lanes.png").read_bytes().startswith(PNG)
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert in_columns([("a", "1", "x"), ("bcd", "23", "")], right=[1]) == "a     1  x\nbcd  23"
+    assert in_columns([]) == ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload.cli import text as text_module
-from offload.cli.text import Batches, Text, load_text
+from offload.cli.text import Text, draw_windows, load_text
 from offload.errors import ConfigError
 
 
@@ -92,13 +92,13 @@ def test_byte_entropy_of_an_even_mixture_is_the_logarithm_of_its_size() -> None:
     assert Text("", 1, torch.zeros(16, dtype=torch.uint8)).byte_entropy() == 0
 
 
-def test_batches_depend_on_their_seed_only() -> None:
-    text = Text("", 1, torch.randint(256, (1000,), dtype=torch.uint8))
+def test_windows_depend_on_their_generator_only() -> None:
+    values = torch.randint(256, (1000,), dtype=torch.uint8)
 
     def draw(seed: int) -> list[torch.Tensor]:
-        batches = Batches(text, batch=3, seq=10, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
         torch.rand(5)  # The global generator's state does not matter.
-        return [next(batches) for _ in range(4)]
+        return [draw_windows(values, generator, batch=3, seq=10) for _ in range(4)]
 
     first = draw(1)
     assert all(windows.shape == (3, 11) and windows.dtype == torch.int64 for windows in first)
@@ -107,5 +107,5 @@ def test_batches_depend_on_their_seed_only() -> None:
 
 
 def test_the_shortest_text_has_one_window() -> None:
-    text = Text("", 1, torch.arange(11, dtype=torch.uint8))
-    assert next(Batches(text, batch=2, seq=10, seed=0)).tolist() == [list(range(11))] * 2
+    values = torch.arange(11, dtype=torch.uint8)
+    assert draw_windows(values, torch.Generator(), batch=2, seq=10).tolist() == [list(range(11))] * 2

@@ -13,6 +13,7 @@ import torch
 
 import offload
 from offload import cli
+from offload.engine.timeline import Interval
 from offload.errors import ConfigError, InternalError, TierFullError
 
 
@@ -45,8 +46,8 @@ class _AdamW(torch.optim.AdamW):
         moved = {f"path/{index}/{what}": 5 for index in range(len(self.config.paths)) for what in ("read_bytes",)}
         return {"step": self.steps, "step_s": 0.2, "predicted_step_s": 0.1, "gradient_norm": 1.5} | moved
 
-    def timeline(self) -> list[tuple[str, str, float, float, int]]:
-        return [("cpu", "update 0", 0.0, 0.1, 100)]
+    def timeline(self) -> list[Interval]:
+        return [Interval("cpu", "update 0", 0.0, 0.1, 100)]
 
     def close(self) -> None:
         self.closed = True
@@ -102,7 +103,10 @@ def test_a_run_leaves_its_files_and_prints_plan_and_table(
         "lanes.png",
         "timeline.json",
     }
-    assert [line["step"] for line in _lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    lines = _lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == [line["optimizer/step"] for line in lines] == [1, 2, 3]
+    assert [line["norm"] for line in lines] == [1.5] * 3
+    assert all(line["iteration_s"] > line["forward_s"] > 0 for line in lines)
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
     assert summary["paths"] == [{"path": str(tmp_path / "run/state"), "read_bytes": 5, "write_bytes": None}]
 

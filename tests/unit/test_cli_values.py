@@ -4,7 +4,16 @@ from pathlib import Path
 import pytest
 
 import offload
-from offload.cli.values import parse_count, parse_number, parse_output, parse_path
+from offload.cli.values import (
+    Parser,
+    add_output,
+    add_value,
+    parse_count,
+    parse_number,
+    parse_output,
+    parse_path,
+    tell,
+)
 from offload.config import parse_bytes
 from offload.errors import ConfigError
 from offload.units import format_apart, format_seconds
@@ -109,3 +118,26 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             parse_path("--data", name)
     with pytest.raises(ConfigError, match="new, or may be replaced"):
         parse_output("--out", str(tmp_path))
+
+
+def test_values_are_read_where_they_are_declared(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser()
+    add_value(parser, "PATH", parse_path, "where", nargs="+")
+    add_value(parser, "--host-memory", parse_bytes, "how much", default=0)
+    add_value(parser, "--also", parse_path, "where else", nargs="+", default=[])
+    add_output(parser, "as JSON", "nothing")
+    given = parser.parse_args(["a", "b", "--host", "4KiB", "--also", "c", "d", "--also", "e"])
+    assert (given.path, given.host_memory, given.also) == (["a", "b"], 4096, ["c", "d", "e"])
+    assert parser.parse_args(["a"]).also == []
+    for arguments, name in (
+        (["a", "--host", "much"], "--host-memory"),
+        (["a", ""], "PATH"),
+        (["a", "--also", ""], "--also"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parser.parse_args(arguments)
+        assert caught.value.field == name
+    assert "--host-memory SIZE" in parser.format_help()
+    for options, said in (([], "words\n"), (["--quiet"], ""), (["--json", "--quiet"], "[\n  1\n]\n")):
+        tell(parser.parse_args(["a", *options]), [1], "words")
+        assert capsys.readouterr().out == said

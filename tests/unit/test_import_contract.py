@@ -20,6 +20,7 @@ ROWS: list[tuple[str, ...]] = [
     ("engine", "config"),
     ("plan", "tiers", "kernels"),
     ("layout",),
+    ("formats",),
     ("rules",),
     ("protocols", "backends"),
     ("errors", "waits", "dtypes"),
@@ -30,7 +31,8 @@ SIBLINGS = {
     ("cli", "integrations"),
 }
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
-PURE = ["plan", "engine/operations.py", "engine/machine.py", "engine/saving.py", "engine/index.py", "layout.py"]
+SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index")
+PURE = ["plan", *(f"engine/{name}.py" for name in SCHEDULE), "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",
     "bisect",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offload.dtypes import DtypeCode
 from offload.engine.tables import Tables
 from offload.errors import ConfigError, InternalError
+from offload.formats import COMPACT8, EXACT, EXACT_ADAMW
 from offload.layout import (
     SECTOR_NUMEL,
     Layout,
@@ -25,8 +26,7 @@ from offload.layout import (
     extend_layout,
     keep_exact,
 )
-from offload.protocols import SECTOR_BYTES, StateFormat, TileId
-from offload.rules import ADAMW
+from offload.protocols import SECTOR_BYTES, TileId
 
 DTYPES = [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32]
 
@@ -192,16 +192,16 @@ def test_a_weight_that_is_not_bound_is_not_copied() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_kept_exact_takes_no_larger_slots(dtype: DtypeCode) -> None:
     """A subgroup of exact state has fewer elements, so that staging memory is cut into slots of one size."""
-    rule = ADAMW.stored_in(StateFormat.COMPACT8)
+    state = EXACT_ADAMW.stored_in(COMPACT8)
     parameters = [
         Parameter("matrix", 1 << 20, dtype, 0),
         Parameter("embedding", 1 << 20, dtype, 0, exact=True),
     ]
     for subgroup_numel in (4096, 1 << 14, 100_000):
-        layout = build_layout(parameters, subgroup_numel, rule=rule)
-        most = subgroup_numel * rule.item_bytes + SECTOR_BYTES  # of scales, padded
+        layout = build_layout(parameters, subgroup_numel, state=state)
+        most = subgroup_numel * state.item_bytes + SECTOR_BYTES  # of scales, padded
         assert layout.max_subgroup_bytes <= most
-        assert {subgroup.state_format for subgroup in layout.subgroups} == {StateFormat.EXACT, StateFormat.COMPACT8}
+        assert {subgroup.state.format for subgroup in layout.subgroups} == {EXACT, COMPACT8}
 
 
 def test_a_parameter_that_was_made_exact_stays_so() -> None:

@@ -10,7 +10,7 @@ import pytest
 from offload.engine.timeline import ENGINE, Interval
 from offload.measure import lane_totals, observe, typical
 from offload.measure.observe import IMPOSSIBLE, LEAST_KEPT, LEAST_TOGETHER
-from offload.plan import GpuRates, PathRates, Rates
+from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 
 GB = 1e9
@@ -22,7 +22,7 @@ def spans(lane: str, *times: tuple[float, float], nbytes: int = 100 * MB) -> lis
 
 
 def rates_of(cpu: float = 20 * GB, cost: float = 0.0, memory: float = math.inf, latency_s: float = 0.0) -> Rates:
-    return Rates(cpu, (PathRates(4 * GB, 2 * GB, latency_s, cost),), None, memory)
+    return Rates(cpu, (PathRates(4 * GB, 2 * GB, latency_s, cost),), NO_GPU, memory)
 
 
 def test_busy_time_is_when_anything_is_on_the_lane() -> None:
@@ -274,7 +274,7 @@ def test_latency_is_not_counted_against_bandwidth() -> None:
 
 def test_a_gpu_is_learnt_where_there_is_one() -> None:
     timeline = spans("gpu", (0, 1)) + spans("h2d", (0, 2)) + spans("d2h", (0, 4))
-    assert observe(rates_of(), timeline).gpu is None
+    assert observe(rates_of(), timeline).gpu == NO_GPU
     known = dataclasses.replace(rates_of(), gpu=GpuRates(1 * GB, 1 * GB, 1 * GB, 5))
     gpu = observe(known, timeline).gpu
     assert gpu == GpuRates(100 * MB, 50 * MB, 25 * MB, 5)
@@ -365,7 +365,9 @@ def test_observing_its_own_prediction_changes_nothing() -> None:
     layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
     paths = tuple(PathBudget(f"path {n}", 4 * layout.state_bytes) for n in range(2))
     budgets = Budgets(layout.state_bytes // 3, 4 * layout.max_subgroup_bytes, paths, follow_rates=True)
-    rates = Rates(20 * GB, (PathRates(4 * GB, 3 * GB, 1e-4, 2.0), PathRates(1 * GB, 2 * GB, 0.0, 1.0)), None, 48 * GB)
+    rates = Rates(
+        20 * GB, (PathRates(4 * GB, 3 * GB, 1e-4, 2.0), PathRates(1 * GB, 2 * GB, 0.0, 1.0)), NO_GPU, 48 * GB
+    )
     prediction = predict(make_plan(layout, budgets), rates)
     assert prediction.busy_s["cpu"] > 1.05 * layout.state_bytes / rates.cpu_bytes_per_s  # there was contention
     found = observe(dataclasses.replace(rates, cpu_bytes_per_s=15 * GB), prediction.timeline)

@@ -12,6 +12,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout
 from offload.plan import (
+    NO_GPU,
     Budgets,
     GpuRates,
     Home,
@@ -102,7 +103,7 @@ def test_without_a_gpu_a_plan_stays_as_it_is_whatever_is_measured(problem):
     except InfeasiblePlanError:
         assume(False)
     for placement in ("auto", "cpu", 0):
-        assert choose_plan(layout, budgets, replace(found, gpu=None), placement, kept=plan) == plan
+        assert choose_plan(layout, budgets, replace(found, gpu=NO_GPU), placement, kept=plan) == plan
 
 
 def test_the_gpu_takes_what_the_cpu_cannot():

@@ -20,15 +20,14 @@ from offload._native import CompletionQueue
 from offload.engine.gpu import GpuLanes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError, TierError
+from offload.formats import EXACT, EXACT_ADAMW, FORMATS
 from offload.measure import RatesFile, full, full_probe
 from offload.measure.drive import Load, bytes_per_s, drive, rates_beside
 from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, summarise, thread_counts
 from offload.measure.gpu import GpuProbe
 from offload.measure.workbench import memory_cost
-from offload.plan import PathRates, Rates
+from offload.plan import NO_GPU, PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
 from offload.sim.device import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
 
@@ -83,12 +82,10 @@ def test_a_probe_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
     reports: list[tuple[int, int, str]] = []
     found = probe(tmp_path / "one", tmp_path / "two", report=lambda *each: reports.append(each))
     assert found.misfit() == ""
-    assert set(found.cpu_bytes_per_s) == set(StateFormat)
+    assert set(found.cpu_bytes_per_s) == set(FORMATS)
     assert all(set(each) == {1, 2} for each in found.cpu_bytes_per_s.values())
     assert len(found.rates.paths) == len(found.paths) == 2
-    assert (
-        found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s[StateFormat.EXACT].values()) * UPDATE_MEMORY_COST
-    )
+    assert found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s[EXACT].values()) * UPDATE_MEMORY_COST
     for number in range(2):
         for name in ("read alone", "write alone", "read", "write", "latency", "read beside cpu", "speed of cpu"):
             assert f"path {number}/{name}" in found.measurements
@@ -194,7 +191,7 @@ def test_latency_is_where_the_line_begins() -> None:
 def test_the_cost_of_io_gives_the_slow_down_back(cpu: float, speed: float) -> None:
     read, write = 2.4 * GB, 2.5 * GB
     cost = memory_cost(60 * GB, cpu * GB, speed, read + write)
-    rates = Rates(cpu * GB, (PathRates(read, write, 0.0, cost),), None, 60 * GB)
+    rates = Rates(cpu * GB, (PathRates(read, write, 0.0, cost),), NO_GPU, 60 * GB)
     assert rates.cpu_speed((read + write) * cost) == pytest.approx(speed)
 
 
@@ -207,7 +204,7 @@ def test_io_that_slows_nothing_costs_no_more_than_it_moves() -> None:
     assert memory_cost(60 * GB, 25 * GB, 0.9, 0.05 * GB, spread=0.3) == 1.0
     assert memory_cost(60 * GB, 25.7 * GB, 1.0, 5 * GB) < 0.01
     assert memory_cost(60 * GB, 30 * GB, 1.0, 5 * GB) == 0.0
-    rates = Rates(10 * GB, (), None, 60 * GB)
+    rates = Rates(10 * GB, (), NO_GPU, 60 * GB)
     assert rates.cpu_speed(5 * GB * memory_cost(60 * GB, 10 * GB, 0.99, 5 * GB)) == 1.0
     assert rates.cpu_speed(1e15) == LEAST_CPU_SPEED
 
@@ -272,7 +269,7 @@ def test_a_device_is_measured_through_its_lanes() -> None:
     device = SimulatedDevice(bytes_per_s=1e9)
     lanes = GpuLanes(device, CompletionQueue())
     free_bytes = device.free_bytes()
-    with contextlib.closing(GpuProbe(lanes, ADAMW, 4096, 2, itertools.count(1.0).__next__)) as made:
+    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, 4096, 2, itertools.count(1.0).__next__)) as made:
         found: dict[str, float] = {}
         for _ in range(2):
             for _, sample in made.samples():
@@ -293,7 +290,7 @@ def test_an_accelerator_is_measured(name: str) -> None:
     found = probe()
     assert found.machine["gpu"] or device.type != "cuda"  # it is the driver's word
     gpu = found.rates.gpu
-    assert gpu is not None
+    assert gpu != NO_GPU
     assert gpu.memory_bytes > 1 << 30
     assert all(0 < rate < math.inf for rate in (gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s, gpu.update_bytes_per_s))
     if device.type != "cuda":

@@ -21,29 +21,28 @@ from offload.engine.executor import LiveExecutor
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.engine.operations import Event
+from offload.formats import COMPACT8, COMPACT16, EXACT, EXACT_ADAMW, StateFormat
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes, trial_items
 from offload.layout import Parameter, build_layout
 from offload.measure import probe, quick_probe, trial, workbench
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
-from offload.plan import Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
+from offload.plan import NO_GPU, Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
 from offload.sim import SimulatedDevice, predict
 from offload.tiers import StoreOptions, open_tier
 
 GIB = 1 << 30
 
 
-def plan_of(numel: int, state_format: StateFormat = StateFormat.EXACT, exact: int = 0) -> Plan:
+def plan_of(numel: int, state_format: StateFormat = EXACT, exact: int = 0) -> Plan:
     parameters = [
         Parameter("p", numel, DtypeCode.BFLOAT16, 0),
         Parameter("q", exact, DtypeCode.BFLOAT16, 0, exact=True),
     ]
-    rule = ADAMW.stored_in(state_format)
-    layout = build_layout(parameters if exact else parameters[:1], 1 << 22, 1 << 20, rule=rule)
+    state = EXACT_ADAMW.stored_in(state_format)
+    layout = build_layout(parameters if exact else parameters[:1], 1 << 22, 1 << 20, state=state)
     return make_plan(layout, Budgets(host_bytes=layout.state_bytes))
 
 
@@ -78,12 +77,12 @@ def test_over_how_much_memory(
 
     class Session:
         host_bytes, overhead_bytes, staging_bytes = state + staging + 1000, 1000, staging
-        layout = SimpleNamespace(parameters=(), rule=ADAMW)
+        layout = SimpleNamespace(parameters=(), state=EXACT_ADAMW)
 
     class Taken(Exception):
         pass
 
-    def take(rule: Any, numel: int, *arguments: Any, **options: Any) -> None:
+    def take(spec: Any, numel: int, *arguments: Any, **options: Any) -> None:
         raise Taken(numel)
 
     monkeypatch.setattr(probe, "TrialState", take)
@@ -91,8 +90,8 @@ def test_over_how_much_memory(
     with CpuUpdateKernel(queue, 1) as kernel, pytest.raises(Taken) as taken:
         quick_probe(kernel, [], queue, 0, Session)  # type: ignore[arg-type]
     numel = taken.value.args[0]
-    nbytes = numel * trial_bytes(ADAMW)
-    unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(ADAMW) else 1024) * trial_bytes(ADAMW)
+    nbytes = numel * trial_bytes(EXACT_ADAMW)
+    unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) else 1024) * trial_bytes(EXACT_ADAMW)
     assert numel > 0
     assert numel % 1024 == 0
     assert nbytes <= max(expected, unit)
@@ -117,9 +116,9 @@ def test_caches_are_counted_once_each(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    def trial(rule: Any, numel: int, *arguments: Any, **options: Any) -> TrialState:
+    def trial(spec: Any, numel: int, *arguments: Any, **options: Any) -> TrialState:
         taken.append(numel)
-        return TrialState(rule, numel, *arguments, **options)
+        return TrialState(spec, numel, *arguments, **options)
 
     monkeypatch.setattr(probe, "TrialState", trial)
     queue = CompletionQueue()
@@ -140,21 +139,21 @@ def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("state_format", "exact", "expected"),
     [
-        (StateFormat.EXACT, 0, 12.0),
-        (StateFormat.COMPACT16, 0, 4.0),
-        (StateFormat.COMPACT8, 0, 1.0),
-        (StateFormat.COMPACT8, 100_000, (12 + 5 + 2 / 64) / (12 / 12 + (5 + 2 / 64) / 1)),
+        (EXACT, 0, 12.0),
+        (COMPACT16, 0, 4.0),
+        (COMPACT8, 0, 1.0),
+        (COMPACT8, 100_000, (12 + 5 + 2 / 64) / (12 / 12 + (5 + 2 / 64) / 1)),
     ],
 )
 def test_each_format_of_a_session_is_measured(
     state_format: StateFormat, exact: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = {StateFormat.EXACT: 12.0, StateFormat.COMPACT16: 4.0, StateFormat.COMPACT8: 1.0}
+    rates = {EXACT: 12.0, COMPACT16: 4.0, COMPACT8: 1.0}
     measured: list[StateFormat] = []
 
-    def trial(rule: Any, *arguments: Any, **options: Any) -> TrialState:
-        measured.append(rule.state_format)
-        return TrialState(rule, *arguments, **options)
+    def trial(spec: Any, *arguments: Any, **options: Any) -> TrialState:
+        measured.append(spec.format)
+        return TrialState(spec, *arguments, **options)
 
     monkeypatch.setattr(probe, "TrialState", trial)
     monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": rates[measured[-1]] * 1e9})
@@ -162,7 +161,7 @@ def test_each_format_of_a_session_is_measured(
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(100_000, state_format, exact))
     assert found.cpu_bytes_per_s == pytest.approx(expected * 1e9)
-    assert set(measured) == {StateFormat.EXACT, state_format}
+    assert set(measured) == {EXACT, state_format}
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -173,7 +172,7 @@ def test_a_gpu_is_measured_beside_the_update(lazy: bool) -> None:
     lanes = GpuLanes(device, queue)
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(20_000), lanes)
-    assert found.gpu is not None
+    assert found.gpu != NO_GPU
     if not lazy:
         assert max(found.gpu.h2d_bytes_per_s, found.gpu.d2h_bytes_per_s, found.gpu.update_bytes_per_s) <= 1e8
     assert 0 <= found.gpu.memory_cost <= probe.MOST_MEMORY_COST
@@ -215,8 +214,7 @@ def test_what_copies_leave_of_the_update_is_their_cost(
 
 def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken already; what the probe took beside it, the session would take never."""
-    rule = ADAMW.stored_in(StateFormat.EXACT)
-    layout = build_layout([Parameter("p", 12 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20, rule=rule)
+    layout = build_layout([Parameter("p", 12 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
     plan = make_plan(layout, Budgets(0, staging_bytes=100 << 20, paths=(PathBudget("disk", 1 << 30),)))
     assert plan.staging_bytes > plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
     taken: list[int] = []
@@ -238,12 +236,12 @@ def held(state: TrialState, name: str, nbytes: int) -> tuple[int, bytes]:
 
 def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
     """As moments, some bits take the kernel several times as long."""
-    rule, numel = ADAMW.stored_in(StateFormat.COMPACT8), 1 << 16
+    spec, numel = EXACT_ADAMW.stored_in(COMPACT8), 1 << 16
     staging = Arena(32 << 20)
     staging.tensor(0, staging.nbytes, torch.uint8).fill_(0xFF)
-    borrowed = TrialState(rule, numel, borrowed=(staging.address, staging.nbytes))
-    own = TrialState(rule, numel)
-    for name, stored in trial_items(rule).items():
+    borrowed = TrialState(spec, numel, borrowed=(staging.address, staging.nbytes))
+    own = TrialState(spec, numel)
+    for name, stored in trial_items(spec).items():
         (there, found), (elsewhere, wanted) = (held(state, name, stored.offset(numel)) for state in (borrowed, own))
         assert found == wanted
         assert staging.address <= there < staging.address + staging.nbytes
@@ -254,7 +252,7 @@ def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
 
 def test_trial_state_repeats_its_values() -> None:
     numel = (1 << 16) * 2 + 1000
-    state = TrialState(ADAMW, numel)
+    state = TrialState(EXACT_ADAMW, numel)
     master = np.frombuffer(held(state, "master", 4 * numel)[1], np.float32)
     gradient = np.frombuffer(held(state, "gradient", 2 * numel)[1], np.uint16)
     assert (master[: 1 << 16] == master[1 << 16 : 2 << 16]).all()

@@ -12,17 +12,17 @@ import pytest
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
+from offload.formats import COMPACT8, COMPACT16, EXACT
 from offload.layout import Parameter, build_layout
 from offload.measure import Measurement, RatesFile, default_rates_file, load_rates, save_rates, session_rates
 from offload.measure.rates_file import machine_facts, versions
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, make_plan
-from offload.protocols import StateFormat
 from offload.sim import predict
 from offload.tiers import parse_place
 
 GB = 1e9
 
-EXACT = {StateFormat.EXACT: 1}
+ALL_EXACT = {EXACT: 1}
 """What a session has: a parameter of each of these formats' state."""
 
 BY_THREADS = {1: 10 * GB, 2: 18 * GB, 4: 30 * GB}
@@ -38,7 +38,7 @@ def made(*paths: Path, **changes: Any) -> RatesFile:
     )
     known: dict[str, Any] = {
         "rates": rates,
-        "cpu_bytes_per_s": {StateFormat.EXACT: BY_THREADS, StateFormat.COMPACT8: {4: 6 * GB}},
+        "cpu_bytes_per_s": {EXACT: BY_THREADS, COMPACT8: {4: 6 * GB}},
         "machine": machine_facts(),
         "versions": versions(),
         "paths": tuple(parse_place(str(path)).facts() for path in paths),
@@ -66,11 +66,11 @@ def test_plain_rates_are_enough_to_predict_with() -> None:
     rates = Rates(20 * GB, (PathRates(3 * GB, 2 * GB),))
     found = RatesFile.from_dict({"format": 1, "rates": rates.to_dict(), "source": "a data sheet"})
     assert found.rates == rates
-    assert found.cpu_rate(EXACT, 3) == 20 * GB
+    assert found.cpu_rate(ALL_EXACT, 3) == 20 * GB
     by_format = rates.to_dict() | {"cpu_bytes_per_s": {"compact16": 9 * GB, "exact": {"2": 20 * GB}}}
     found = RatesFile.from_dict({"format": 2, "rates": by_format})
     assert found.rates == rates
-    assert found.cpu_rate({StateFormat.COMPACT16: 7}, 100) == 9 * GB
+    assert found.cpu_rate({COMPACT16: 7}, 100) == 9 * GB
     assert RatesFile.from_dict(found.to_dict()) == found
 
 
@@ -96,21 +96,21 @@ def test_a_file_of_before_says_nothing_of_the_engine_or_of_transfers_side_by_sid
 
 def test_each_format_of_state_has_its_rate() -> None:
     found = made()
-    assert found.cpu_rate({StateFormat.COMPACT8: 5}, 4) == 6 * GB
-    assert found.cpu_rate({StateFormat.COMPACT8: 5}, 2) == 3 * GB
+    assert found.cpu_rate({COMPACT8: 5}, 4) == 6 * GB
+    assert found.cpu_rate({COMPACT8: 5}, 2) == 3 * GB
     # A parameter of each: 12 bytes at 30 GB/s, and 5 bytes and two for a block of 64 at 6 GB/s.
-    both = found.cpu_rate({StateFormat.EXACT: 1, StateFormat.COMPACT8: 1})
+    both = found.cpu_rate({EXACT: 1, COMPACT8: 1})
     assert both == pytest.approx((12 + 5 + 2 / 64) / (12 / 30 + (5 + 2 / 64) / 6) * GB)
-    assert found.guesses({StateFormat.EXACT: 1, StateFormat.COMPACT8: 1}) == ""
+    assert found.guesses({EXACT: 1, COMPACT8: 1}) == ""
 
 
 def test_a_format_that_was_not_measured_is_as_fast_as_exact_state_in_parameters() -> None:
     found = made()
-    assert found.cpu_rate({StateFormat.COMPACT16: 5}, 2) == pytest.approx(18 * GB * 8 / 12)
-    assert found.guesses({StateFormat.COMPACT16: 5, StateFormat.EXACT: 1}).startswith(
+    assert found.cpu_rate({COMPACT16: 5}, 2) == pytest.approx(18 * GB * 8 / 12)
+    assert found.guesses({COMPACT16: 5, EXACT: 1}).startswith(
         "there are no rates of the update of compact16 state: taken as fast, in parameters, as that of exact state"
     )
-    assert found.guesses({StateFormat.COMPACT16: 0, StateFormat.EXACT: 1}) == ""
+    assert found.guesses({COMPACT16: 0, EXACT: 1}) == ""
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
@@ -129,27 +129,27 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
 
 def test_threads_in_between_are_interpolated() -> None:
     found = made()
-    assert [found.cpu_rate(EXACT, count) / GB for count in (1, 2, 3, 4, 9)] == pytest.approx([10, 18, 24, 30, 30])
-    assert made(cpu_bytes_per_s={StateFormat.EXACT: {4: 30 * GB}}).cpu_rate(EXACT, 1) == pytest.approx(7.5 * GB)
+    assert [found.cpu_rate(ALL_EXACT, count) / GB for count in (1, 2, 3, 4, 9)] == pytest.approx([10, 18, 24, 30, 30])
+    assert made(cpu_bytes_per_s={EXACT: {4: 30 * GB}}).cpu_rate(ALL_EXACT, 1) == pytest.approx(7.5 * GB)
 
 
 def test_a_session_gets_its_own_paths_and_threads(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     other = Path("/proc")  # another file system, with other rates
     found = made(other, tmp_path)
-    rates = found.for_session([str(tmp_path / "below")], 2, EXACT)
+    rates = found.for_session([str(tmp_path / "below")], 2, ALL_EXACT)
     assert rates.paths == found.rates.paths[1:]
     assert rates.cpu_bytes_per_s == pytest.approx(18 * GB)
     assert rates.memory_bytes_per_s == found.rates.memory_bytes_per_s
-    assert found.for_session([str(tmp_path), str(other)], 4, EXACT).paths == found.rates.paths[::-1]
+    assert found.for_session([str(tmp_path), str(other)], 4, ALL_EXACT).paths == found.rates.paths[::-1]
 
 
 def test_a_path_that_was_not_measured_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rates for /proc") as caught:
-        made(tmp_path).for_session(["/proc"], 1, EXACT)
+        made(tmp_path).for_session(["/proc"], 1, ALL_EXACT)
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(ConfigError, match="only for no path"):
-        made().for_session([str(tmp_path)], 1, EXACT)
+        made().for_session([str(tmp_path)], 1, ALL_EXACT)
 
 
 def test_buckets_are_known_by_name_and_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_what_differs_from_this_machine_is_named(section: str, name: str, value:
     here = {"machine": machine_facts(), "versions": versions()}[section]
     found = made(**{section: {**here, name: value}}, file="node.json")
     with pytest.raises(ConfigError, match=rf"node\.json.*{section}\.{name} is .*{value}") as caught:
-        found.for_session([], 1, EXACT)
+        found.for_session([], 1, ALL_EXACT)
     assert repr(here[name]) in str(caught.value)
     assert "offload probe" in str(caught.value)
     missing = {key: each for key, each in here.items() if key != name}
@@ -272,18 +272,20 @@ def test_auto_takes_this_machine_s_file_only_if_it_fits(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level("INFO", "offload")
-    assert session_rates("auto", [str(tmp_path)], 1, EXACT) is None
+    assert session_rates("auto", [str(tmp_path)], 1, ALL_EXACT) is None
     file = default_rates_file()
     assert file.parent == tmp_path / "cache" / "offload"
     save_rates(file, made(tmp_path))
-    assert session_rates("auto", [str(tmp_path)], 2, EXACT) == made(tmp_path).for_session([str(tmp_path)], 2, EXACT)
+    assert session_rates("auto", [str(tmp_path)], 2, ALL_EXACT) == made(tmp_path).for_session(
+        [str(tmp_path)], 2, ALL_EXACT
+    )
     assert str(file) in caplog.text
-    assert session_rates("auto", ["/proc"], 2, EXACT) is None
+    assert session_rates("auto", ["/proc"], 2, ALL_EXACT) is None
     assert "no rates for /proc" in caplog.text
     file.write_text("{")
-    assert session_rates("auto", [], 1, EXACT) is None
+    assert session_rates("auto", [], 1, ALL_EXACT) is None
     with pytest.raises(ConfigError, match="not JSON"):
-        session_rates(str(file), [], 1, EXACT)
+        session_rates(str(file), [], 1, ALL_EXACT)
 
 
 def test_machines_that_share_a_home_have_a_file_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,15 @@ import numpy as np
 import torch
 
 from offload.dtypes import DtypeCode
+from offload.errors import known
+from offload.formats import COMPACT8, COMPACT16, EXACT, MASTER_LOW, SCALES, StateFormat, StateSpec, StateTensor
 from offload.kernels.reference import adagrad, adam, lion, minifloat, sgd
 from offload.kernels.reference.rounding import random_bits, round_stochastically, round_to_bfloat16
 from offload.kernels.reference.rounding import rounding_keys as rounding_keys
 from offload.kernels.reference.rounding import square_root as square_root
 from offload.kernels.table import segment_table as table_of
-from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag, StateFormat
-from offload.rules import ADAMW, MASTER, MASTER_LOW, SCALES, UpdateRule, segment_dtype
+from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
+from offload.rules import ADAMW, MASTER, UpdateRule, segment_dtype
 from offload.rules.adam import Scalars as Scalars
 from offload.rules.adam import scalars as scalars
 
@@ -46,13 +48,6 @@ FINGERPRINT_KEYS = (
     (np.uint64(0xB7E151628AED2A6B), np.uint64(0x6A09E667F3BCC909)),
 )
 """The two keys of a gradient's first word, and by how much those of the next are more; see `fingerprint`."""
-
-STATE_DTYPES = {
-    StateFormat.EXACT: torch.float32,
-    StateFormat.COMPACT16: torch.bfloat16,
-    StateFormat.COMPACT8: torch.uint8,
-}
-
 
 _CHANGES: dict[str, Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]] = {
     "adam": adam.change,
@@ -77,10 +72,10 @@ class SegmentTensors:
         scalars: What `rule.row` returns; may be None if the segment is not active.
         rule: The update rule.
         state_format: How the state is stored.
-        rounding_key: Of this update, from `rounding_keys`; `EXACT` ignores it, as the index.
+        rounding_key: Of this update, from `rounding_keys`; used, as the index, where the format rounds.
         first_index: Index of the first element in the unsharded parameter.
         master_low: The lower plane of a master in two: uint8, shape [numel].
-        scales: Of `COMPACT8`: uint8, shape [`minifloat.blocks_numel`, number of state tensors].
+        scales: Where elements share them: uint8, shape [blocks, number of state tensors].
     """
 
     master: torch.Tensor
@@ -90,7 +85,7 @@ class SegmentTensors:
     flags: SegmentFlag
     scalars: Any
     rule: UpdateRule = ADAMW
-    state_format: StateFormat = StateFormat.EXACT
+    state_format: StateFormat = EXACT
     rounding_key: int = 0
     first_index: int = 0
     master_low: torch.Tensor | None = None
@@ -139,7 +134,7 @@ def update(segment: SegmentTensors) -> None:
     state = state_of(segment)
     p = p - _CHANGES[segment.rule.name](s, g, state)
     random = None
-    if segment.state_format is not StateFormat.EXACT:
+    if segment.state_format.rounds:
         random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel(), segment.master.device)
     store_state(segment, state, random)
     p = store_master(segment, p, random)
@@ -151,7 +146,7 @@ def master_of(segment: SegmentTensors) -> torch.Tensor:
     """Return a segment's master in fp32."""
     if segment.master_low is None:
         return segment.master
-    return decoded(segment.rule, MASTER.name, segment.master, segment.master_low, segment.first_index)
+    return minifloat.join_master(segment.master, segment.master_low)
 
 
 def store_master(segment: SegmentTensors, values: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
@@ -174,63 +169,61 @@ def store_master(segment: SegmentTensors, values: torch.Tensor, random: torch.Te
 
 def state_of(segment: SegmentTensors) -> list[torch.Tensor]:
     """Return copies of a segment's state in fp32."""
-    if segment.scales is None:
-        return [tensor.to(torch.float32, copy=True) for tensor in segment.state]
-    named = zip(segment.rule.names[1:], segment.state, strict=True)
-    return [decoded(segment.rule, name, codes, segment.scales, segment.first_index) for name, codes in named]
-
-
-def decoded(
-    rule: UpdateRule, name: str, stored: torch.Tensor, beside: torch.Tensor, first_index: int
-) -> torch.Tensor:
-    """Return one tensor of a segment's state in fp32 from what `COMPACT8` stores it in.
-
-    Args:
-        rule: The update rule.
-        name: One of its `names`.
-        stored: What is stored under that name.
-        beside: The lower plane of the master; else the segment's scales.
-        first_index: Index of its first element in the unsharded parameter.
-    """
-    if name == MASTER.name:
-        return minifloat.join_master(stored, beside)
-    decode = minifloat.decode_root if name in rule.roots else minifloat.decode_signed
-    return decode(stored, beside[:, rule.names.index(name) - 1], first_index)
+    load, _ = _FORMATS[segment.state_format]
+    return load(segment)
 
 
 def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None = None) -> None:
     """Put new state, in fp32, into a segment's tensors as its format says.
-
-    `COMPACT16` rounds the first tensor with the lower 16 of an element's random bits, the second with the upper 16;
-    `minifloat` says what `COMPACT8` does. There, a value whose root is stored as 0 has a 0 beside it: what is divided
-    by a root would else be divided by almost nothing. So has one whose root is infinite: divided by it, it was 0.
 
     Args:
         segment: Whose.
         state: fp32, shape [numel] each.
         random: From `random_bits`; None to round to nearest.
     """
-    if segment.scales is not None:
-        zeros: list[torch.Tensor] = []
-        for number, (name, values) in enumerate(zip(segment.rule.names[1:], state, strict=True)):
-            if name in segment.rule.roots:
-                codes, scales = minifloat.encode_root(square_root(values), segment.first_index, random)
-                zeros.append((codes == 0) | torch.isposinf(values))
-            else:
-                codes, scales = minifloat.encode_signed(values, segment.first_index, random)
-            segment.state[number].copy_(codes)
-            segment.scales[:, number] = scales
-        for (name, _), tensor in zip(segment.rule.state, segment.state, strict=True):
-            for beside in zeros if name not in segment.rule.roots else ():
-                tensor.masked_fill_(beside, 0)
-        return
+    _, store = _FORMATS[segment.state_format]
+    store(segment, state, random)
+
+
+def _widened(segment: SegmentTensors) -> list[torch.Tensor]:
+    return [tensor.to(torch.float32, copy=True) for tensor in segment.state]
+
+
+def _store(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
+    for tensor, values in zip(segment.state, state, strict=True):
+        tensor.copy_(values)
+
+
+def _store_rounded(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
+    """Round the first tensor with the lower 16 of an element's random bits, the second with the upper 16."""
     for number, (tensor, values) in enumerate(zip(segment.state, state, strict=True)):
-        if segment.state_format is StateFormat.EXACT:
-            tensor.copy_(values)
-        elif random is None:
+        if random is None:
             tensor.copy_(round_to_bfloat16(values))
         else:
             tensor.copy_(round_stochastically(values, random >> 16 * number & 0xFFFF))
+
+
+def _are_roots(segment: SegmentTensors) -> list[bool]:
+    return [name in segment.rule.roots for name in segment.rule.state]
+
+
+def _decoded(segment: SegmentTensors) -> list[torch.Tensor]:
+    scales = known(segment.scales, "codes without scales")
+    return minifloat.decode_state(segment.state, _are_roots(segment), segment.first_index, scales)
+
+
+def _store_codes(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
+    codes, scales = minifloat.encode_state(state, _are_roots(segment), segment.first_index, random)
+    _store(segment, codes, None)
+    known(segment.scales, "codes without scales").copy_(scales)
+
+
+_FORMATS: dict[StateFormat, tuple[Callable[..., list[torch.Tensor]], Callable[..., None]]] = {
+    EXACT: (_widened, _store),
+    COMPACT16: (_widened, _store_rounded),
+    COMPACT8: (_decoded, _store_codes),
+}
+"""By format: how state is loaded, and stored."""
 
 
 def update_table(segments: Iterable[SegmentTensors]) -> None:
@@ -249,28 +242,27 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     """
     table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
     for row, segment in enumerate(segments):
-        numel = segment.master.numel()
-        stored = dict.fromkeys(segment.rule.names, STATE_DTYPES[segment.state_format]) | {SCALES: torch.uint8}
-        stored[MASTER.name] = torch.float32 if segment.master_low is None else torch.int16
-        stored[MASTER_LOW] = torch.uint8
-        scales = minifloat.blocks_numel(segment.first_index, numel) * len(segment.state)
+        numel, state = segment.master.numel(), StateSpec(segment.rule, segment.state_format)
+        formats = dict(state.stored if segment.master_low is not None else (StateTensor(MASTER), *state.beside))
         for name, tensor in segment.tensors().items():
-            known = tensor.dtype == stored[name] if name in stored else tensor.dtype in DTYPE_CODES
-            if not known:
+            form = formats.get(name)
+            fits = tensor.dtype in DTYPE_CODES if form is None else tensor.dtype == getattr(torch, form.dtype)
+            if not fits:
                 raise ValueError(f"{name}: dtype {tensor.dtype} cannot be used")
-            wanted = scales if name == SCALES else numel
+            wanted = numel
+            if form is not None and form.item_numel > 1:
+                wanted = form.run_bytes(segment.first_index, numel)
             if tensor.numel() != wanted or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(f"{name}: must be a contiguous CPU tensor of {wanted} elements")
         gradient, weight = segment.gradient, segment.weight
         table[row] = table_of(
-            segment.rule,
+            state,
             numel,
             {name: tensor.data_ptr() for name, tensor in segment.tensors().items()},
             weight_dtype=DtypeCode.NONE if weight is None else DTYPE_CODES[weight.dtype],
             gradient_dtype=DtypeCode.NONE if gradient is None else DTYPE_CODES[gradient.dtype],
             flags=segment.flags,
             scalars=segment.scalars,
-            state_format=segment.state_format,
             rounding_key=segment.rounding_key,
             first_index=segment.first_index,
         )[0]

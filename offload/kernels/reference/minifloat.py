@@ -23,9 +23,13 @@ Invariants: each operation on fp32 is exact or rounded on its own, as everywhere
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from offload.protocols import BLOCK_NUMEL
+from offload import formats
+from offload.formats.compact8 import BLOCK_NUMEL
+from offload.kernels.reference.rounding import square_root
 
 SIGNED_MANTISSA_BITS = 4
 """Of a code with a sign, in its highest bit: values may be negative."""
@@ -41,7 +45,7 @@ GREATEST_SCALES = {SIGNED_MANTISSA_BITS: 254, ROOT_MANTISSA_BITS: 190}
 
 def blocks_numel(first_index: int, numel: int) -> int:
     """Return how many blocks so many elements lie in, the first of them being that of `first_index`."""
-    return -(-(first_index % BLOCK_NUMEL + numel) // BLOCK_NUMEL)
+    return formats.blocks_numel(first_index, numel, BLOCK_NUMEL)
 
 
 def _in_blocks(values: torch.Tensor, first_index: int) -> torch.Tensor:
@@ -132,6 +136,46 @@ def decode_root(codes: torch.Tensor, scales: torch.Tensor, first_index: int) -> 
     """Return the squares of what `encode_root`'s codes stand for."""
     root = decode(codes, scales, first_index, ROOT_MANTISSA_BITS)
     return root * root
+
+
+def encode_state(
+    state: Sequence[torch.Tensor], are_roots: Sequence[bool], first_index: int, random: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return codes (uint8, shape [numel] each) and scales (uint8, shape [blocks, number of tensors]) of fp32 state.
+
+    A value whose root is stored as 0 has a 0 beside it: what is divided by a root would else be divided by almost
+    nothing. So has one whose root is infinite: divided by it, it was 0.
+
+    Args:
+        state: fp32, shape [numel] each.
+        are_roots: Of each, whether its square root is what is stored.
+        first_index: Index of the first element in the unsharded parameter.
+        random: The 32 bits of each element; None to round to nearest.
+    """
+    encoded = [
+        encode_root(square_root(values), first_index, random)
+        if is_root
+        else encode_signed(values, first_index, random)
+        for values, is_root in zip(state, are_roots, strict=True)
+    ]
+    codes = [found for found, _ in encoded]
+    for number, is_root in enumerate(are_roots):
+        if is_root:
+            zeros = (codes[number] == 0) | torch.isposinf(state[number])
+            for found, is_other in zip(codes, are_roots, strict=True):
+                if not is_other:
+                    found.masked_fill_(zeros, 0)
+    return codes, torch.stack([scales for _, scales in encoded], dim=1)
+
+
+def decode_state(
+    codes: Sequence[torch.Tensor], are_roots: Sequence[bool], first_index: int, scales: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the state, in fp32, of `encode_state`'s codes and scales."""
+    return [
+        (decode_root if is_root else decode_signed)(found, scales[:, number], first_index)
+        for number, (found, is_root) in enumerate(zip(codes, are_roots, strict=True))
+    ]
 
 
 def split_master(values: torch.Tensor, random: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

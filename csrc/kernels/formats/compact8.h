@@ -1,5 +1,5 @@
-// The update of state in kCompact8: codes of one byte in blocks that share a power of two, and a master in two planes.
-// offload/kernels/reference/minifloat.py defines the numbers. Included by body.h, in its unnamed namespace.
+// The upper 24 bits of the master, in two planes; state beside it in codes of one byte, in blocks that share a power of
+// two. offload/kernels/reference/minifloat.py defines the numbers. Included by formats.h.
 //
 // A whole block is computed in registers, looked at, and only then stored. What is rare (NaN, infinity, values close to
 // it), and what a segment has of the blocks at its ends, goes element by element from the same memory.
@@ -22,7 +22,7 @@
 //   any_not_finite(I, I): whether any 16-bit word, without its sign, is 0x7f80 or more
 //   widen_pair<dtype>(address, F*), narrow_pair<kFloat16>(F, F) -> I, load_pair and store_pair (fp32)
 
-constexpr std::uint64_t kBlockNumel = 64;  // BLOCK_NUMEL of offload/protocols.py
+constexpr std::uint64_t kSharedNumel = 64;  // BLOCK_NUMEL of offload/formats/compact8.py
 constexpr std::uint32_t kNanScale = 255;
 constexpr std::uint32_t kMasterRandom = 0x9e3779b1u;
 
@@ -86,11 +86,19 @@ inline void for_each_state(Work work) {
 }
 
 struct Compact8 {
-  static constexpr std::size_t kStateBytes = 1;
-  static constexpr bool kBlocks = true;
+  static constexpr std::size_t kStateBytes = 1, kMasterBytes = 2;
+  static constexpr std::uint64_t kBlockNumel = kSharedNumel;
+  static constexpr bool kRounds = true;
 
   template <class V>
   using Rounding = RandomBits<V>;
+
+  template <class Rule, int gradient_dtype, int weight_dtype>
+  static void update(const Segment& segment, std::uint64_t begin, std::uint64_t end);
+  template <int weight_dtype>
+  static void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end);
+  template <class Rule>
+  static void zero_scales(const Segment& segment, std::uint64_t begin, std::uint64_t end);
 };
 
 template <class V, class Rule>
@@ -100,7 +108,7 @@ struct BlockConstants : Constants<V, Rule, Compact8> {
         master_low(pointer(s.master_low)),
         new_master_low(pointer(s.new_master_low ? s.new_master_low : s.master_low)),
         scales(pointer(s.scales)),
-        before(s.first_index % kBlockNumel) {
+        before(s.first_index % kSharedNumel) {
     for (int v = 0; v < 4; ++v) steps[v] = this->rounding.template counters<2>(v % 2 + v / 2 * 2 * V::kWidth);
   }
 
@@ -111,7 +119,7 @@ struct BlockConstants : Constants<V, Rule, Compact8> {
   }
 
   // The scales of the block that element `i` is in.
-  Byte* scales_of(std::uint64_t i) const { return scales + (before + i) / kBlockNumel * Rule::kStates; }
+  Byte* scales_of(std::uint64_t i) const { return scales + (before + i) / kSharedNumel * Rule::kStates; }
 
   const Byte* master_low;
   Byte* new_master_low;
@@ -169,8 +177,8 @@ template <class Rule, int gradient_dtype, int weight_dtype>
 void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const BlockConstants<Single, Rule> c(segment, begin);
   Byte* scales = c.scales_of(begin);
-  float states[kMaxStates][kBlockNumel];
-  std::uint32_t random[kBlockNumel], greatest[kMaxStates] = {};
+  float states[kMaxStates][kSharedNumel];
+  std::uint32_t random[kSharedNumel], greatest[kMaxStates] = {};
   float units[kMaxStates];
   for_each_state<Rule>([&](int k, auto code) { units[k] = unit_of<decltype(code)>(scales[k]); });
   for (std::uint64_t i = begin; i < end; ++i) {
@@ -276,7 +284,7 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
   using F = typename V::F;
   using I = typename V::I;
   constexpr std::uint64_t group = 4 * V::kWidth, half = 2 * V::kWidth;
-  constexpr int groups = kBlockNumel / group;
+  constexpr int groups = kSharedNumel / group;
   Byte* scales = c.scales_of(i);
   float units[kMaxStates];
   for_each_state<Rule>([&](int k, auto code) { units[k] = unit_of<decltype(code)>(scales[k]); });
@@ -416,28 +424,28 @@ template <class Rule, int gradient_dtype, int weight_dtype, class V>
 void update_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const BlockConstants<V, Rule> c(segment, begin);
   const std::size_t ahead = prefetch_bytes().blocks;
-  for (std::uint64_t i = begin; i < end; i += kBlockNumel) {
+  for (std::uint64_t i = begin; i < end; i += kSharedNumel) {
     constexpr std::uint64_t master_bytes = weight_dtype == kNone ? 4 : 2;
-    for (std::uint64_t at = 0; at < master_bytes * kBlockNumel; at += 64)
+    for (std::uint64_t at = 0; at < master_bytes * kSharedNumel; at += 64)
       prefetch(c.master + master_bytes * i + at, ahead);
     if constexpr (weight_dtype != kNone) prefetch(c.master_low + i, ahead);
     for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + i, ahead);
-    for (std::uint64_t at = 0; at < size_of<gradient_dtype>() * kBlockNumel; at += 64)
+    for (std::uint64_t at = 0; at < size_of<gradient_dtype>() * kSharedNumel; at += 64)
       prefetch(c.gradient + size_of<gradient_dtype>() * i + at, ahead);
     if (!update_block<Rule, gradient_dtype, weight_dtype>(c, i))
-      update_one_by_one<Rule, gradient_dtype, weight_dtype>(segment, i, i + kBlockNumel);
+      update_one_by_one<Rule, gradient_dtype, weight_dtype>(segment, i, i + kSharedNumel);
   }
 }
 
 // Elements [begin, end), whose blocks are theirs alone.
 template <class Rule, int gradient_dtype, int weight_dtype>
-void update_active_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+void Compact8::update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   std::uint64_t i = begin;
   while (i < end) {
-    const std::uint64_t left = kBlockNumel - (segment.first_index + i) % kBlockNumel;
+    const std::uint64_t left = kSharedNumel - (segment.first_index + i) % kSharedNumel;
     if constexpr (Simd::kWidth > 1) {
-      if (left == kBlockNumel && end - i >= kBlockNumel) {
-        const std::uint64_t stop = i + (end - i) / kBlockNumel * kBlockNumel;
+      if (left == kSharedNumel && end - i >= kSharedNumel) {
+        const std::uint64_t stop = i + (end - i) / kSharedNumel * kSharedNumel;
         update_blocks<Rule, gradient_dtype, weight_dtype, Simd>(segment, i, stop);
         i = stop;
         continue;
@@ -450,7 +458,7 @@ void update_active_blocks(const Segment& segment, std::uint64_t begin, std::uint
 }
 
 template <int weight_dtype>
-void load_planes(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+void Compact8::load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   Byte* upper = pointer(segment.new_master ? segment.new_master : segment.master);
   Byte* lower = pointer(segment.new_master_low ? segment.new_master_low : segment.master_low);
   for (std::uint64_t i = begin; i < end; ++i)
@@ -458,14 +466,152 @@ void load_planes(const Segment& segment, std::uint64_t begin, std::uint64_t end)
 }
 
 template <class Rule>
-void zero_scales(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  const std::uint64_t before = segment.first_index % kBlockNumel;
-  const std::uint64_t first = (before + begin) / kBlockNumel, last = (before + end + kBlockNumel - 1) / kBlockNumel;
+void Compact8::zero_scales(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  const std::uint64_t before = segment.first_index % kSharedNumel;
+  const std::uint64_t first = (before + begin) / kSharedNumel, last = (before + end + kSharedNumel - 1) / kSharedNumel;
   __builtin_memset(pointer(segment.scales) + Rule::kStates * first, 0, Rule::kStates * (last - first));
 }
 
-// Where a cut of a segment is made so that every block is updated as a whole: where the block of that element begins.
-inline std::uint64_t block_begin(const Segment& segment, std::uint64_t i) {
-  const std::uint64_t past = (segment.first_index + i) % kBlockNumel;
-  return i == segment.numel ? i : i < past ? 0 : i - past;
+// Between updates: from stored state to fp32 and back.
+
+// Call `work(i, numel)` for each block of a run, or what the run has of it.
+template <class Work>
+inline void for_each_block(const Stored& s, Work work) {
+  for (std::uint64_t i = 0; i < s.numel;) {
+    const std::uint64_t left = kSharedNumel - (s.first_index + i) % kSharedNumel;
+    const std::uint64_t now = s.numel - i < left ? s.numel - i : left;
+    work(i, now);
+    i += now;
+  }
 }
+
+// Decode and encode a whole block. Templates of the vector type, so that the scalar one needs nothing of what they use.
+
+template <class Code, class V>
+inline void decode_block(const Byte* codes, float unit, Byte* values) {
+  for (std::uint64_t i = 0; i < kSharedNumel; i += 4 * V::kWidth) {
+    typename V::F group[4];
+    decode_group<Code, V>(codes + i, unit, group);
+    V::store_pair(values + 4 * i, group);
+    V::store_pair(values + 4 * (i + 2 * V::kWidth), group + 2);
+  }
+}
+
+// The random bits with which `encode_one` and `encode_group` round to nearest.
+template <class Code>
+constexpr std::uint32_t kHalf = Code::kMantissaBits == Root::kMantissaBits ? 1u << (kCut<Root> - 1) : 1u << 31;
+
+// Return whether it could be done, else nothing has been stored.
+template <class Code, class V>
+inline bool encode_block(const Byte* values, Byte* codes, Byte* scale, const Byte* roots) {
+  using F = typename V::F;
+  using I = typename V::I;
+  constexpr std::uint64_t group = 4 * V::kWidth, half = 2 * V::kWidth;
+  constexpr int groups = kSharedNumel / group;
+  constexpr bool is_root = Code::kMantissaBits == Root::kMantissaBits;
+  F found[groups][4];
+  I magnitudes[groups][4], greatest = V::set1_int(0);
+  for (int n = 0; n < groups; ++n) {
+    V::load_pair(values + 4 * group * n, found[n]);
+    V::load_pair(values + 4 * (group * n + half), found[n] + 2);
+    for (int v = 0; v < 4; ++v) {
+      if (is_root) found[n][v] = V::sqrt(found[n][v]);
+      const I bits = V::int_of(found[n][v]);
+      // As in `update_block`.
+      magnitudes[n][v] = is_root ? bits : V::and_ints(bits, V::template constant<0x7fffffffu>());
+      greatest = V::max_ints(greatest, magnitudes[n][v]);
+    }
+  }
+  const std::uint32_t bits = V::greatest(greatest);
+  if (__builtin_expect(bits > (Code::kGreatestScale << 23) - (1u << kCut<Code>), false)) return false;
+  std::uint32_t new_scale = (bits + (1u << kCut<Code>)-1) >> 23;
+  if (new_scale < Code::kLeastScale) new_scale = 0;
+  *scale = static_cast<Byte>(new_scale);
+  const I to_nearest = V::template constant<kHalf<Code>>();
+  const I random[4] = {to_nearest, to_nearest, to_nearest, to_nearest};
+  for (int n = 0; n < groups; ++n) {
+    I found_codes = encode_group<Code, V>(magnitudes[n], random, new_scale);
+    if (!is_root) {
+      const I signs = V::signs(found[n][0], found[n][1], found[n][2], found[n][3]);
+      found_codes = V::keep_where(V::or_and(found_codes, signs, V::template constant<0x80808080u>()), found_codes);
+    }
+    found_codes = V::from_lanes(found_codes);
+    if (roots) found_codes = V::keep_where(found_codes, V::load_int(roots + group * n));
+    V::store_int(codes + group * n, found_codes);
+  }
+  return true;
+}
+
+// Codes, one for each element, and beside them a scale for each block.
+template <class Code>
+struct Codes {
+  static constexpr FormFacts kFacts = {1, kSharedNumel};
+  static void decode(const Stored& s, Byte* values);
+  static void encode(const Stored& s, const Byte* values, const Byte* roots);
+};
+
+template <class Code>
+void Codes<Code>::decode(const Stored& s, Byte* values) {
+  const Byte* scale = s.beside;
+  for_each_block(s, [&](std::uint64_t begin, std::uint64_t numel) {
+    const Byte* codes = s.first + begin;
+    Byte* out = values + 4 * begin;
+    const float unit = unit_of<Code>(*scale);
+    scale += s.stride;
+    if constexpr (Simd::kWidth > 1) {
+      if (numel == kSharedNumel) return decode_block<Code, Simd>(codes, unit, out);
+    }
+    for (std::uint64_t i = 0; i < numel; ++i) Single::store(out + 4 * i, decode_one<Code>(codes[i], unit));
+  });
+}
+
+template <class Code>
+void Codes<Code>::encode(const Stored& s, const Byte* values, const Byte* roots) {
+  constexpr bool is_root = Code::kMantissaBits == Root::kMantissaBits;
+  Byte* scale = s.beside;
+  for_each_block(s, [&](std::uint64_t begin, std::uint64_t numel) {
+    Byte* codes = s.first + begin;
+    const Byte* from = values + 4 * begin;
+    const Byte* beside = roots ? roots + begin : nullptr;
+    Byte* block_scale = scale;
+    scale += s.stride;
+    if constexpr (Simd::kWidth > 1) {
+      if (numel == kSharedNumel && encode_block<Code, Simd>(from, codes, block_scale, beside)) return;
+    }
+    float found[kSharedNumel];
+    std::uint32_t greatest = 0;
+    for (std::uint64_t i = 0; i < numel; ++i) {
+      const float value = widen_one<kFloat32>(from + 4 * i);
+      found[i] = is_root ? Single::sqrt(value) : value;
+      const std::uint32_t magnitude = float_to_bits(found[i]) & 0x7fffffffu;
+      if (magnitude > greatest) greatest = magnitude;
+    }
+    const std::uint32_t new_scale = scale_of<Code>(greatest);
+    *block_scale = static_cast<Byte>(new_scale);
+    for (std::uint64_t i = 0; i < numel; ++i)
+      codes[i] = beside && beside[i] == 0 ? 0 : encode_one<Code>(found[i], kHalf<Code>, new_scale);
+  });
+}
+
+void decode_planes(const Byte* __restrict__ upper, const Byte* __restrict__ lower, std::uint64_t numel,
+                   Byte* __restrict__ values) {
+  for (std::uint64_t i = 0; i < numel; ++i) Single::store(values + 4 * i, load_planes(upper + 2 * i, lower + i));
+}
+
+void encode_planes(Byte* __restrict__ upper, Byte* __restrict__ lower, std::uint64_t numel,
+                   const Byte* __restrict__ values) {
+  for (std::uint64_t i = 0; i < numel; ++i) {
+    const std::uint32_t bits = float_to_bits(widen_one<kFloat32>(values + 4 * i));
+    const std::uint32_t odd = (bits & ~0xffu) | (bits & 0xffu ? 0x100u : 0u);
+    store_planes(upper + 2 * i, lower + i, bits_to_float(odd), 0);
+  }
+}
+
+// The upper 16 bits of each element, and beside them the 8 below.
+struct Planes {
+  static constexpr FormFacts kFacts = {2, 1};
+  static void decode(const Stored& s, Byte* values) { decode_planes(s.first, s.beside, s.numel, values); }
+  static void encode(const Stored& s, const Byte* values, const Byte*) {
+    encode_planes(s.first, s.beside, s.numel, values);
+  }
+};

@@ -1,0 +1,205 @@
+"""Visits whose state is whole: what each waits for, and what runs on either device. Pure.
+
+A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
+
+    RESIDENT or READY -> BUSY (copy in, run, copy out) -> RESIDENT or DIRTY
+
+It has ended when its run has; the copy out finishes behind what comes next. State at home on the GPU is not copied.
+A visit on the CPU of a subgroup whose weights lie on the GPU has a weight slot in host memory: weights that it reads
+are fetched to it first, those that it changes are pushed to the GPU from there, and the visit ends when the push is
+on its lane. The slot is free when the push has ended, perhaps during the next sweep.
+
+Invariants, verified by `Runs.check`:
+  * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
+  * a weight slot belongs to at most one visit;
+  * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offload.engine.operations import AwaitPush, Operation, Run, Sweep, Transfer, Visit
+from offload.engine.staging import Phase, Slots, Staging
+from offload.errors import invariant, known
+from offload.plan.budget import Plan
+
+MAX_RUNS_IN_FLIGHT = 2
+"""A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts."""
+
+RESIDENT_RUNS_IN_FLIGHT = 4
+"""The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
+keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
+docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Subgroups that wait for a resource.
+
+    First those whose visit is under way and holds another one already; then streamed ones, which hold staging memory;
+    others fill the gaps.
+    """
+
+    under_way: deque[int] = field(default_factory=deque)
+    streamed: deque[int] = field(default_factory=deque)
+    resident: deque[int] = field(default_factory=deque)
+    runs: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.under_way or self.streamed or self.resident)
+
+    def __contains__(self, subgroup: int) -> bool:
+        return any(subgroup in queue for queue in (self.under_way, self.streamed, self.resident))
+
+    def first(self) -> int:
+        """Return who is next."""
+        return (self.under_way or self.streamed or self.resident)[0]
+
+    def take(self) -> int:
+        """Return who is next, and does not wait any more."""
+        return (self.under_way or self.streamed or self.resident).popleft()
+
+    def clear(self) -> None:
+        """Have nobody wait."""
+        for queue in (self.under_way, self.streamed, self.resident):
+            queue.clear()
+
+
+class Runs:
+    """The visits of the sweep under way that have their state, and have not ended.
+
+    Args:
+        plan: What lives where.
+        staging: Where their state is.
+        take_op: Returns the id of the next operation.
+        issue: Starts an operation.
+    """
+
+    def __init__(
+        self, plan: Plan, staging: Staging, take_op: Callable[[], int], issue: Callable[[Operation], None]
+    ) -> None:
+        self._staging = staging
+        self._take_op = take_op
+        self._issue = issue
+        self._gpu_slots, self._weight_slots = Slots(), Slots()
+        # Visits that have not run:
+        self._cpu = Waiting()  # ... whole in host memory
+        self._copies = Waiting()  # ... whole in host memory, wanted on the GPU
+        self._for_weights = Waiting()  # ... whole in host memory, and its weights are to be fetched
+        self._gpu = Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
+        self.adopt(plan)
+
+    @property
+    def count(self) -> int:
+        """Number of visits that run."""
+        return self._cpu.runs + self._gpu.runs
+
+    def adopt(self, plan: Plan) -> None:
+        """Take in a plan, with no visit under way."""
+        self._plan = plan
+        for slots, count in ((self._gpu_slots, plan.gpu_slots), (self._weight_slots, plan.weight_slots)):
+            slots.owners = [None] * count
+
+    def clear(self) -> None:
+        """Have nobody wait: the sweep has ended."""
+        for waiting in (self._cpu, self._copies, self._for_weights, self._gpu):
+            waiting.clear()
+
+    def device_of(self, visit: Visit) -> Waiting:
+        """Return who waits for the device on which a visit runs, and what runs there."""
+        return self._gpu if visit.gpu else self._cpu
+
+    def queue_of(self, visit: Visit) -> Waiting:
+        """Return what a visit waits for when its state is whole."""
+        if visit.fetches:
+            return self._for_weights
+        copied = visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup)
+        return self._copies if copied else self.device_of(visit)
+
+    def let_on(self, visit: Visit) -> None:
+        """Let a visit go on whose state is whole."""
+        queue = self.queue_of(visit)
+        (queue.resident if self._plan.is_resident(visit.subgroup) else queue.streamed).append(visit.subgroup)
+
+    def fetched(self, operation: Transfer) -> None:
+        """Take in that a visit's state has come to the GPU, or its weights from there."""
+        device = self._gpu if operation.what == "state" else self._cpu
+        device.under_way.append(operation.subgroup)
+
+    def start(self, sweep: Sweep) -> None:
+        """Start the runs that the devices have room for."""
+        most = MAX_RUNS_IN_FLIGHT if self._plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
+        for device in (self._cpu, self._gpu):
+            while device.runs < most and device:
+                number = device.first()
+                subgroup = self._staging.subgroups[number]
+                through, visit = subgroup.passing or (None, subgroup.visit)
+                visit = known(visit, "a visit that is not there is to run")
+                if subgroup.passing is None:
+                    if visit.weight_bytes and (through := self._weight_slots.take(number)) is None:
+                        break
+                    self._staging.to(number, Phase.BUSY)
+                subgroup.passing = subgroup.visit = None
+                device.take()
+                device.runs += 1
+                gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
+                op, fresh = self._take_op(), subgroup.version is None
+                self._issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot))
+
+    def start_transfers(self) -> None:
+        """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
+        for waiting, slots in ((self._copies, self._gpu_slots), (self._for_weights, self._weight_slots)):
+            while waiting and (through := slots.take(waiting.first())) is not None:
+                number = waiting.take()
+                subgroup = self._staging.subgroups[number]
+                visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
+                subgroup.passing = through, visit
+                self._staging.to(number, Phase.BUSY)
+                if visit.gpu and (subgroup.version is None or visit.overwrites):
+                    self._gpu.under_way.append(number)
+                else:
+                    self.transfer(visit, "fetch", through)
+
+    def transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
+        """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
+        op, number = self._take_op(), visit.subgroup
+        if visit.gpu:
+            nbytes = self._plan.layout.subgroups[number].state_bytes
+            slot = self._staging.subgroups[number].slot
+            self._issue(Transfer(op, number, "state", way, through, nbytes, slot))
+        else:
+            self._issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
+
+    def await_push(self, operation: Transfer) -> None:
+        """Wait until a push of weights, which is on its lane, has ended."""
+        self._issue(AwaitPush(self._take_op(), operation.subgroup, operation.through))
+
+    def free(self, slot: int, *, gpu: bool) -> None:
+        """Take in that nothing is read from a slot any more: one on the GPU, or of weights."""
+        (self._gpu_slots if gpu else self._weight_slots).free(slot)
+
+    def check(self, in_flight: Iterable[Operation]) -> None:
+        """Verify the invariants that the module states.
+
+        Raises:
+            InternalError: If one does not hold.
+        """
+        subgroups = self._staging.subgroups
+        for number, subgroup in enumerate(subgroups):
+            if subgroup.passing is not None:
+                through, visit = subgroup.passing
+                slots = self._gpu_slots if visit.gpu else self._weight_slots
+                mine = subgroup.phase is Phase.BUSY and slots.owners[through] == number
+                invariant(mine, f"slot {through} is not that of the visit of {number}")
+        on_gpu = [owner for owner in self._gpu_slots.owners if owner is not None]
+        invariant(len(set(on_gpu)) == len(on_gpu), "a subgroup has two GPU slots")
+        busy = all(subgroups[owner].phase is Phase.BUSY for owner in on_gpu)
+        invariant(busy, "the owner of a GPU slot is not busy")
+        runs = [operation for operation in in_flight if isinstance(operation, Run)]
+        for device in (self._cpu, self._gpu):
+            there = sum(self.device_of(run.visit) is device for run in runs)
+            invariant(there == device.runs, f"{device.runs} runs are counted, {there} are in flight")

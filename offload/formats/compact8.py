@@ -1,0 +1,51 @@
+"""The upper 24 bits of the master; state beside it in codes of a byte, in blocks that share scales.
+
+`offload.kernels.reference.minifloat` defines the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from offload.errors import ConfigError
+from offload.formats.format import MASTER_LOW, SCALES, Format, StateFormat, StateTensor
+from offload.rules import MASTER, UpdateRule
+
+BLOCK_NUMEL = 64
+"""Elements that share scales."""
+
+FP24_UPPER, FP24_LOWER = Format("fp24_upper", 2, dtype="int16", code=4), Format("fp24_lower", 1)
+"""Two planes of the upper 24 bits of fp32."""
+
+SIGNED = Format("s1e3m4", 1, code=5, block_numel=BLOCK_NUMEL)
+ROOT = Format("root_ue3m5", 1, code=6, block_numel=BLOCK_NUMEL)
+"""Codes of values of both signs; of the roots of values that are never negative."""
+
+
+class _Compact8(StateFormat):
+    name = "compact8"
+    code = 2
+    block_numel = BLOCK_NUMEL
+    stores_roots = True
+    masters = (StateTensor(MASTER, FP24_UPPER), StateTensor(MASTER_LOW, FP24_LOWER))
+
+    def element(self, is_root: bool) -> Format:
+        return ROOT if is_root else SIGNED
+
+    def state(self, rule: UpdateRule) -> tuple[StateTensor, ...]:
+        states = len(rule.state)
+        return (*super().state(rule), StateTensor(SCALES, Format(f"scales{states}", states, BLOCK_NUMEL)))
+
+    def stored_as(self, name: str) -> tuple[str, ...]:
+        return (name, MASTER_LOW if name == MASTER else SCALES)
+
+    def check(self, rule: UpdateRule, values: Any) -> None:
+        """Refuse an `eps` of 0 in fp32: small roots and what they divide become 0."""
+        eps = rule.added_to_roots(values)
+        if eps is not None and np.float32(eps) == 0:
+            raise ConfigError("eps", eps, "with state_format compact8 it divides zeros; give one above 1e-45")
+
+
+COMPACT8 = _Compact8()

@@ -1,0 +1,138 @@
+"""What a format of state says of itself. Layout, plan, kernels and checkpoints ask it; none knows a format by name.
+
+What is computed from stored state is defined in `offload.kernels.reference`, and done in csrc/kernels/formats/ and
+`offload.kernels.triton_kernels`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from offload.dtypes import DtypeCode
+from offload.protocols import SECTOR_BYTES
+from offload.rules import MASTER, UpdateRule
+
+
+def blocks_numel(first_index: int, numel: int, block_numel: int) -> int:
+    """Return how many blocks a run of elements lies in; the index of its first is in the unsharded parameter."""
+    return -(-(first_index % block_numel + numel) // block_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to store the elements of one state tensor.
+
+    Attributes:
+        name: As manifests have it.
+        item_bytes: Bytes of an item: an element, or what the elements of a block share.
+        item_numel: Elements of an item.
+        dtype: What torch calls the elements of memory that holds it.
+        code: What csrc/kernels/ calls it; 0 for what lies beside another.
+        block_numel: Elements that share an item of what lies beside it.
+    """
+
+    name: str
+    item_bytes: int
+    item_numel: int = 1
+    dtype: str = "uint8"
+    code: int = 0
+    block_numel: int = 1
+
+    @property
+    def bytes_each(self) -> float:
+        """Bytes of an element."""
+        return self.item_bytes / self.item_numel
+
+    @property
+    def sector_numel(self) -> int:
+        """Elements of a sector."""
+        return SECTOR_BYTES // self.item_bytes * self.item_numel
+
+    def offset(self, numel: Any) -> Any:
+        """Return where an element's item begins, that many elements on; the number may be an array of `uint64`."""
+        if isinstance(numel, int):
+            return numel // self.item_numel * self.item_bytes
+        return numel // np.uint64(self.item_numel) * np.uint64(self.item_bytes)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes that so many elements take: whole sectors, where several share an item."""
+        nbytes: int = self.offset(numel)
+        return nbytes if self.item_numel == 1 else -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
+
+    def run_bytes(self, first_index: int, numel: int) -> int:
+        """Return the bytes of the items that a run of elements lies in; see `blocks_numel`."""
+        return blocks_numel(first_index, numel, self.item_numel) * self.item_bytes
+
+
+FP32 = Format("fp32", 4, dtype="float32", code=DtypeCode.FLOAT32)
+
+BF16 = Format("bf16", 2, dtype="bfloat16", code=DtypeCode.BFLOAT16)
+"""Rounded stochastically by updates (`offload.kernels.reference.rounding`), to nearest where state is set."""
+
+
+class StateTensor(NamedTuple):
+    """One tensor of state, or of what it is stored in: as many elements as the parameter, and how they are stored."""
+
+    name: str
+    format: Format = FP32
+
+
+MASTER_LOW, SCALES = "master_low", "scales"
+"""What a format may store beside a rule's tensors: a master's lower plane; for each block a byte a tensor."""
+
+
+class StateFormat(ABC):
+    """How the state of a parameter is stored, whatever the rule."""
+
+    name: ClassVar[str]
+    """What users and files of rates call it."""
+
+    code: ClassVar[int]
+    """Its number in csrc/kernels/formats.h, in manifests, and in `FORMATS`."""
+
+    rounds: ClassVar[bool] = True
+    """Whether updates round state stochastically: by a seed, and an element's index in the unsharded parameter."""
+
+    block_numel: ClassVar[int] = 1
+    """Elements that share scales, counted from the start of the unsharded parameter; 1 where none do."""
+
+    stores_roots: ClassVar[bool] = False
+    """Whether a rule's `roots` are stored as such; then what lies beside a stored root of 0 is stored as 0."""
+
+    masters: ClassVar[tuple[StateTensor, ...]] = (StateTensor(MASTER),)
+    """What the master of a 16-bit weight is stored in: in planes, where there are two."""
+
+    @abstractmethod
+    def element(self, is_root: bool) -> Format:
+        """Return how a tensor of a rule's state is stored, one of its `roots` or another."""
+
+    def state(self, rule: UpdateRule) -> tuple[StateTensor, ...]:
+        """Return what a rule's state is stored in beside the master."""
+        return tuple(StateTensor(name, self.element(name in rule.roots)) for name in rule.state)
+
+    def stored_as(self, name: str) -> tuple[str, ...]:
+        """Return the names of what one of a rule's `names` is stored in, its own first."""
+        return (name,)
+
+    def check(self, rule: UpdateRule, values: Any) -> None:  # noqa: B027 (most refuse nothing)
+        """Refuse hyperparameters with which state cannot be stored so.
+
+        Args:
+            rule: The update rule.
+            values: What its `values` returned.
+
+        Raises:
+            ConfigError: As said.
+        """
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether elements do: then parameters that suffer from it are kept exact (`offload.layout.keep_exact`)."""
+        return self.block_numel > 1
+
+    def __repr__(self) -> str:
+        return self.name

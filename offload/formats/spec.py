@@ -1,0 +1,71 @@
+"""An update rule and a format: all that is said of the state of a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from offload.formats.exact import EXACT
+from offload.formats.format import StateFormat, StateTensor
+from offload.rules import ADAMW, UpdateRule
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What state a parameter has, and how it is stored.
+
+    Attributes:
+        rule: What is kept, and how an update changes it.
+        format: How that is stored.
+    """
+
+    rule: UpdateRule
+    format: StateFormat
+
+    def stored_in(self, state_format: StateFormat) -> StateSpec:
+        """Return the same state in a format."""
+        return self if state_format is self.format else replace(self, format=state_format)
+
+    def row(self, step: int, values: Any, grad_scale: float) -> Any:
+        """Return what the rule's `row` does.
+
+        Raises:
+            ConfigError: If hyperparameters cannot be used, by the rule or by the format.
+        """
+        self.format.check(self.rule, values)
+        return self.rule.row(step, values, grad_scale)
+
+    @cached_property
+    def beside(self) -> tuple[StateTensor, ...]:
+        """What all state but the master is stored in."""
+        return self.format.state(self.rule)
+
+    @cached_property
+    def stored(self) -> tuple[StateTensor, ...]:
+        """What all state of a 16-bit weight is stored in."""
+        return (*self.format.masters, *self.beside)
+
+    @property
+    def item_bytes(self) -> float:
+        """Bytes of state that an element of a 16-bit weight has."""
+        return sum(tensor.format.bytes_each for tensor in self.stored)
+
+    @property
+    def sector_numel(self) -> int:
+        """Elements of which every tensor is whole sectors, but for `scales`, which are padded."""
+        return max(tensor.format.sector_numel for tensor in self.stored if tensor.format.item_numel == 1)
+
+    @property
+    def tile_unit(self) -> int:
+        """Elements of which all that is stored is whole sectors: every tile but the last has a multiple of them."""
+        return max(tensor.format.sector_numel for tensor in self.stored)
+
+    @property
+    def memory_cost(self) -> float:
+        """Bytes that an update reads and writes for each byte of state, gradient and weight having 16 bits."""
+        return (2 * self.item_bytes + 2 + 2) / self.item_bytes
+
+
+EXACT_ADAMW = StateSpec(ADAMW, EXACT)
+"""What is planned and measured where nobody says otherwise."""

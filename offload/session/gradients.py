@@ -1,0 +1,154 @@
+"""The gradients of a session's parameters, as whoever makes them says where they lie."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+
+from offload.dtypes import DtypeCode
+from offload.errors import SessionBrokenError
+from offload.protocols import Mark
+from offload.session.parts import Parts
+from offload.session.thread import EngineThread
+from offload.session.visits import Visits
+
+
+class Gradients:
+    """Where gradients lie, when they have arrived, and their norms.
+
+    Args:
+        parts: The session's, whose store of gradients this is a face of.
+        thread: Says whether the session can be used.
+        visits: What reads gradients.
+    """
+
+    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+        self._parts = parts
+        self._thread = thread
+        self._visits = visits
+
+    def slot(self, parameter: int | str) -> torch.Tensor:
+        """Return the memory for a parameter's gradient: flat, in the config's gradient dtype.
+
+        Raises:
+            ConfigError: If the engine was made without gradient slots.
+        """
+        return self._parts.gradients.slot(self._parts.position(parameter))
+
+    def arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> Mark | None:
+        """Take in a parameter's gradient: gather its norm and, with slots, copy it there.
+
+        On the CPU it is the whole gradient, whatever was accumulated. On a GPU it is that of one backward pass, to be
+        added to those that arrived since the last step or `forget`.
+
+        Args:
+            parameter: Which one.
+            address: Where the gradient lies; if that is its slot, nothing is copied.
+            dtype: Its element type; widened where the slot is float32.
+
+        Returns:
+            On a GPU, the mark after which the gradient is not read any more. It is not reached while the gradient
+            waits for others to leave with, until `end_backward` or the mark's `wait` end that. The first gradient of
+            a parameter of which `stays` is true is read, and added to, until the step has returned.
+        """
+        self._visits.wait_for([parameter])
+        self._thread.check_usable()
+        position = self._parts.position(parameter)
+        mark = self._parts.gradients.arrived(position, address, dtype)
+        self._thread.ahead.arrived(position)
+        return mark
+
+    def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
+        """Say that a parameter's gradient lies where the step will read it, unless more of it comes.
+
+        See `Engine.speculate`.
+
+        Args:
+            parameter: Which one.
+            gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before.
+        """
+        self._visits.wait_for([parameter])
+        self._thread.check_usable()
+        self._thread.ahead.arrived(self._parts.position(parameter), gradient)
+
+    def end_backward(self) -> None:
+        """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
+        self._thread.check_usable()
+        self._parts.gradients.leave()
+
+    def drop(self) -> None:
+        """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
+        if self._thread.is_usable and self._thread.ahead.restart():
+            with self._thread.turn():
+                self._thread.request(lambda: None)
+
+    def forget(self, dropped: Iterable[torch.Tensor] = ()) -> None:
+        """Forget all gradients that arrived on a GPU: those that arrive next are the first.
+
+        Args:
+            dropped: Gradients of which `stays` is true, and which the caller drops now.
+        """
+        if self._thread.is_usable:
+            for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
+                self._parts.lanes.device.give_up(gradient)
+            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
+            # And no gradient is here; a step that goes on is waited for, a few times.
+            if self._thread.ahead.restart() or self._visits.placing.due:
+                with contextlib.suppress(SessionBrokenError), self._thread.turn():
+                    self._thread.request(self._visits.placing.review)
+
+    def stays(self, parameter: int | str) -> bool:
+        """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
+        return self._parts.gradients.stays(self._parts.position(parameter))
+
+    def has_arrived(self, parameter: int | str) -> bool:
+        """Return whether a parameter's gradient has arrived on a GPU and has not been forgotten."""
+        return self._parts.gradients.has_arrived(self._parts.position(parameter))
+
+    def settle(self) -> None:
+        """Wait until gradients that have arrived on a GPU are where the step reads them: slots, or where they lie."""
+        self._thread.check_usable()
+        self._parts.gradients.settle()
+
+    def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool = False) -> None:
+        """Hold a gradient on a GPU until it has been read, or forgotten.
+
+        Of more than a gibibyte that is held, the oldest is let go, and the caller's stream waits until it has been
+        read.
+
+        Args:
+            gradient: Has arrived; the caller drops it, and nobody writes to it.
+            mark: What `arrived` returned.
+            elsewhere: Whether its memory is used again on other streams than the caller's: then the caller waits
+                itself, and not its stream.
+        """
+        self._parts.gradients.hold(gradient, mark, elsewhere=elsewhere)
+
+    def bind(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
+        """Say where a parameter's gradient lies for the next norm and step.
+
+        Args:
+            parameter: Which one.
+            address: Its first element, at any alignment.
+            dtype: Its element type.
+            gathered: Whether `arrived` gathered its norm. On the CPU the norm is made anew where any bit of
+                the gradient has changed since; false saves looking.
+        """
+        self._visits.wait_for([parameter])
+        self._parts.gradients.bind(self._parts.position(parameter), address, dtype, gathered)
+
+    def norm_sq(self, parameters: Iterable[int | str]) -> float:
+        """Return the squared L2 norm of the bound gradients, as `offload.kernels.reference` defines it.
+
+        It is not finite if and only if an element is not. What was gathered on arrival is used where the gradient
+        still has the fingerprint that it had then (it is read for that); the rest is made anew.
+        """
+        self._thread.check_usable()
+        return self._parts.gradients.norm_sq([self._parts.position(parameter) for parameter in parameters])
+
+    def norms_sq(self, parameters: Iterable[int | str]) -> list[float]:
+        """Return the squared L2 norm of each of the bound gradients; see `norm_sq`."""
+        self._thread.check_usable()
+        return self._parts.gradients.norms_sq([self._parts.position(parameter) for parameter in parameters])

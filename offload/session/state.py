@@ -1,0 +1,185 @@
+"""The state of a session's parameters, read and changed from outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from offload.dtypes import DtypeCode
+from offload.errors import ConfigError
+from offload.layout import Segment
+from offload.rules import MASTER, checked_step
+from offload.session.handout import Handout, copy_run, refuse_negative, refuse_uncopied, rooms_beside
+from offload.session.parts import Parts
+from offload.session.setup import named_shortage
+from offload.session.thread import EngineThread
+from offload.session.visits import Take, Visits
+
+
+class State:
+    """What the rule keeps of each parameter, wherever it lives.
+
+    Args:
+        parts: Where it lives.
+        thread: Serves one request at a time.
+        visits: Have it in memory, subgroup by subgroup.
+    """
+
+    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+        self._parts = parts
+        self._thread = thread
+        self._visits = visits
+
+    def read(self, parameters: Iterable[int | str], *, own_masters: bool = True) -> list[dict[str, torch.Tensor]]:
+        """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32.
+
+        More than 64 MiB lies in a file without a name, on a path or where temporary files go: pages that are not used
+        take no memory. The file goes with the last tensor.
+
+        Args:
+            parameters: Which ones.
+            own_masters: Whether masters that are (fp32) weights are among the tensors.
+
+        Raises:
+            InfeasiblePlanError: Neither a disk nor memory has room for that; nothing was taken.
+            OffloadError: The system does not give the memory.
+            TierError: A disk has failed, the one with the file included.
+        """
+        parts = self._parts
+        with self._thread.turn():
+            layout = parts.plan.layout
+            positions = [self._parts.position(parameter) for parameter in parameters]
+            wanted = [
+                (position, name)
+                for position in dict.fromkeys(positions)
+                for name in layout.rule.names
+                if own_masters or name != MASTER or layout.parameters[position].dtype is not DtypeCode.FLOAT32
+            ]
+            numbers = {tensor: number for number, tensor in enumerate(wanted)}
+            numels = [layout.parameters[position].numel for position, _ in wanted]
+            rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
+            with named_shortage("state cannot be copied"):
+                handout = Handout(numels, rooms, parts.limits.large_copy_bytes)
+            with contextlib.closing(handout):
+
+                def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
+                    for name, values in views.items():
+                        number = numbers.get((position, name))
+                        if number is not None:
+                            handout.write(number, start, values)
+
+                self.visit(read, positions)
+                found: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
+                for (position, name), tensor in zip(wanted, handout.tensors, strict=True):
+                    found[position][name] = tensor
+            return [found[position] for position in positions]
+
+    def visit(
+        self,
+        take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
+        parameters: Iterable[int | str] | None = None,
+    ) -> None:
+        """Hand out state once, run by run in the engine's order, where it lies in memory: nothing is copied.
+
+        Args:
+            take: Called with a parameter's position, the first element of the run, and flat fp32 views of its
+                state that must not be written to or kept. It runs on a thread of the engine's and
+                must not call the engine.
+            parameters: Whose subgroups; None for all.
+
+        Raises:
+            Exception: What `take` raised first; it is not called again, and the state is unharmed.
+        """
+        failed: list[Exception] = []
+
+        def visit(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+            if not failed:
+                try:
+                    take(segment.parameter, segment.start, views)
+                except Exception as error:  # the reader's own affair
+                    failed.append(error)
+
+        with self._thread.turn():
+            subgroups: Sequence[int] = range(len(self._parts.plan.layout.subgroups))
+            if parameters is not None:
+                subgroups = self._visits.subgroups_of(map(self._parts.position, parameters))
+            self._visits.visit(subgroups, visit, changes=False)
+        if failed:
+            raise failed[0]
+
+    def write(
+        self,
+        values: Mapping[int | str, Mapping[str, torch.Tensor]],
+        steps: Mapping[int | str, int] | None = None,
+        *,
+        weights: bool = True,
+    ) -> None:
+        """Replace state: any tensor that `read` returns, and step counts.
+
+        Tensors may be of any shape, strides, dtype and device: their elements are taken in row-major order, piece by
+        piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
+        given is written to it; a 16-bit weight becomes the rounding of a master that is given. A tensor that is not
+        given keeps its value.
+
+        Args:
+            values: By parameter and name of a tensor.
+            steps: Step counts by parameter.
+            weights: Whether 16-bit weights follow masters that are given; else they do with their next update.
+
+        Raises:
+            ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
+                negative where a compact format stores roots; or a count is none.
+        """
+        parts = self._parts
+        with self._thread.turn():
+            tensors_of = {parts.position(parameter): tensors for parameter, tensors in values.items()}
+            counts = {parts.position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
+            state = parts.plan.layout.state
+            rule = state.rule
+            for position, tensors in tensors_of.items():
+                parameter = parts.plan.layout.parameters[position]
+                for name, tensor in tensors.items():
+                    what = f"{name} of {parameter.name}"
+                    if name not in rule.names:
+                        raise ConfigError(what, name, f"use {', '.join(rule.names)}")
+                    refuse_uncopied(tensor, what)
+                    if tensor.numel() != parameter.numel:
+                        raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
+                    if name in rule.roots and state.format.rounds:
+                        refuse_negative(tensor, what)
+
+            def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                for name, tensor in tensors_of.get(segment.parameter, {}).items():
+                    copy_run(tensor, segment.start, views[name])
+
+            masters = {position for position, tensors in tensors_of.items() if weights and MASTER in tensors}
+            self._change(self._visits.subgroups_of(tensors_of), write, counts, masters)
+
+    def reset(self, parameters: Iterable[int | str]) -> None:
+        """Make moments and step counts 0; masters and weights stay."""
+        with self._thread.turn():
+            chosen = {self._parts.position(parameter) for parameter in parameters}
+            names, machine = self._parts.plan.layout.rule.state, self._parts.machine
+
+            def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                if segment.parameter in chosen:
+                    for name in names:
+                        views[name].zero_()
+
+            # What was never changed has no moments yet.
+            subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
+            self._change(subgroups, reset, dict.fromkeys(chosen, 0))
+
+    def _change(
+        self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int], masters: Collection[int] = ()
+    ) -> None:
+        """Let `change` write to the state of every segment of some subgroups, and set step counts."""
+        counts = self._parts.tables.steps
+
+        def applied() -> None:
+            for position, step in steps.items():
+                counts[position] = step
+
+        self._visits.visit(subgroups, change, changes=True, masters=masters, applied=applied)
