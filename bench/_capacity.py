@@ -24,8 +24,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from offload.cli.model import VOCABULARY, Shape
-from offload.engine.memory import available_bytes
 from offload.errors import InfeasiblePlanError
+from offload.memory.arenas import available_bytes
 
 STEPS = 3
 TOKENS = 16

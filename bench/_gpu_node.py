@@ -16,16 +16,16 @@ from unittest import mock
 
 from _gpu_runs import gpu_share
 
-import offload.engine.runs as runs_module
 import offload.plan.budget as budget
 import offload.plan.planner as planner
-import offload.sim.timing as executor
+import offload.predict.timing as executor
+import offload.schedule.runs as runs_module
 from offload.dtypes import DtypeCode
-from offload.engine.operations import Run
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.plan import Budgets, GpuRates, Rates, choose_plan, choose_subgroup_numel
+from offload.schedule.operations import Run
 
-prediction = importlib.import_module("offload.sim.predict")  # the package has a function of that name
+prediction = importlib.import_module("offload.predict.predict")  # the package has a function of that name
 
 MEMORY, LINK, GPU = 230e9, 47e9, 1.3e12
 """Bytes a second: one socket's memory, reads and writes mixed (8 channels of DDR5-4800 are 307e9); PCIe 5.0 x16 each

@@ -1,7 +1,7 @@
 """Two published systems' schedules, run by our machine over simulated lanes that slow each other down.
 
 Deep Optimizer States (Middleware '24, arXiv 2410.21316) updates every k-th subgroup on the GPU; MLP-Offload (SC '25,
-arXiv 2509.02480) streams state over two storage paths. Both are configurations of `offload.engine.machine` here: a
+arXiv 2509.02480) streams state over two storage paths. Both are configurations of `offload.schedule.machine` here: a
 plan says what lives and is updated where, and `SharedExecutor` says what an operation costs, what may not start yet,
 and how lanes that work at the same time share what they work on. Ranks of a node do the same at the same time, so one
 is simulated, with its part of what they share.
@@ -16,10 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine, update_visits
-from offload.engine.operations import (
+from offload.errors import InternalError, invariant
+from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout
+from offload.plan import Budgets, GpuRates, Home, PathBudget, PathRates, Placement, Plan, Rates
+from offload.predict.lanes import VirtualLanes
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import (
     AwaitPush,
     Begin,
     Done,
@@ -32,10 +36,6 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
-from offload.errors import InternalError, invariant
-from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout
-from offload.plan import Budgets, GpuRates, Home, PathBudget, PathRates, Placement, Plan, Rates
-from offload.sim.lanes import VirtualLanes
 
 STATE_BYTES = 12
 """Of a parameter: fp32 master and two moments."""

@@ -39,7 +39,7 @@ from _needs import LIBAIO, NATIVE, Need, require
 
 from offload.cli.model import Shape
 from offload.config import parse_bytes
-from offload.engine.memory import control_groups
+from offload.memory.arenas import control_groups
 from offload.units import format_seconds
 
 LAYERS = 40

@@ -22,8 +22,8 @@ from paths import Throttles
 
 import offload
 from offload.formats import EXACT_ADAMW, STATE_FORMATS
+from offload.predict import predict
 from offload.session import setup
-from offload.sim import predict
 from offload.units import format_seconds
 
 FORMATS = [*STATE_FORMATS]

@@ -67,9 +67,9 @@ from offload.measure import find_rates
 from offload.measure.gpu import gpu_probe
 from offload.plan import Budgets, choose_plan, choose_subgroup_numel, estimate
 from offload.plan.budget import GPU_STAGING_SLOTS
+from offload.predict import predict
 from offload.protocols import SegmentFlag
 from offload.rules import ADAMW
-from offload.sim import predict
 from offload.units import format_seconds
 
 NO_DEVICE = "no CUDA device: not run"

@@ -21,7 +21,7 @@ import numpy as np
 from _common import Target, arguments, environment, progress, report
 
 from offload._native import CompletionQueue
-from offload.engine.memory import Arena
+from offload.memory.arenas import Arena
 from offload.protocols import Completion, TileId, TileRequest
 from offload.tiers import StoreOptions, Turns, open_tier, slot_bytes
 

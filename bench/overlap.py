@@ -32,7 +32,7 @@ from _common import Target, arguments, computing, cores, environment, progress, 
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
-from offload.engine.timeline import Interval, covered_s
+from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_seconds
 
 NAMES = ("forward_s", "backward_s", "step_s")

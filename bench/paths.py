@@ -44,8 +44,8 @@ from _throttled import ThrottledTier
 
 import offload
 from offload._native import CompletionQueue
-from offload.engine.memory import Arena
 from offload.measure.depth import DEPTHS, tune_depth
+from offload.memory.arenas import Arena
 from offload.protocols import Tier, TileId, TileRequest
 from offload.session import setup
 from offload.tiers import FileTier, StoreOptions, open_tier

@@ -56,9 +56,9 @@ from offload.plan import (
     estimate,
 )
 from offload.plan.planner import STAGING_SLOTS
+from offload.predict import predict
 from offload.rules import GroupScalars
 from offload.session import parts, setup
-from offload.sim import predict
 from offload.units import format_seconds
 
 DISK = Pace(math.inf, math.inf)

@@ -41,7 +41,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan
-from offload.sim import predict
+from offload.predict import predict
 from offload.units import format_seconds
 
 TABLES = Path(__file__).resolve().parent / "published"

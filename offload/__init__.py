@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     )
     from offload.layout import Parameter
     from offload.optim import SGD, Adagrad, Adam, AdamW, GradScaler, Lion
+    from offload.predict.explanation import Explanation, explain
     from offload.rules import GroupScalars
     from offload.session.engine import Engine
-    from offload.sim.explanation import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ _HOMES = {
     "CorruptRecordError": "offload.errors",
     "DtypeCode": "offload.dtypes",
     "Engine": "offload.session.engine",
-    "Explanation": "offload.sim.explanation",
+    "Explanation": "offload.predict.explanation",
     "GroupScalars": "offload.rules.adam",
     "InfeasiblePlanError": "offload.errors",
     "InternalError": "offload.errors",
@@ -58,7 +58,7 @@ _HOMES = {
     "TierClosedError": "offload.errors",
     "TierError": "offload.errors",
     "TierFullError": "offload.errors",
-    "explain": "offload.sim.explanation",
+    "explain": "offload.predict.explanation",
 }
 """Where each public name lives; a test holds that it is there and nowhere else."""
 

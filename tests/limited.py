@@ -9,7 +9,7 @@ import offload
 
 
 def limited(kind: Any, **limits: Any) -> Any:
-    """Return a class of optimizers whose sessions have these limits; see `offload.engine.limits.Limits`."""
+    """Return a class of optimizers whose sessions have these limits; see `offload.limits.Limits`."""
     return type(kind.__name__, (kind,), {"limits": replace(kind.limits, **limits), "__module__": kind.__module__})
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from offload.engine.machine import Machine
-from offload.engine.operations import Event, Operation
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Event, Operation
 
 
 class Recorded(Machine):

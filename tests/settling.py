@@ -15,7 +15,7 @@ def settle(engine: offload.Engine) -> None:
     machine, ahead = engine._parts.machine, engine._thread.ahead
     until_s = time.monotonic() + LONG_S
     while ahead._wanted:
-        able = [number for number in [*ahead._left] if number in machine._staging.turns]  # what there is room for
+        able = [number for number in [*ahead._left] if number in machine.staging.turns]  # what there is room for
         final = [number for number in able if ahead._left[number] <= 0]
         if machine.broken is not None or (machine._held and machine.is_ahead and not machine.in_flight):
             return  # no more is made

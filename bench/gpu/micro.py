@@ -35,10 +35,10 @@ from _gpu_runs import SETTINGS, simulated_adamw
 
 import offload
 from offload.dtypes import DtypeCode
-from offload.engine.memory import Arena
 from offload.formats import EXACT_ADAMW, FORMATS, Format
 from offload.kernels import GpuUpdateKernel, blocks_numel
 from offload.kernels.table import trial_items, trial_table
+from offload.memory.arenas import Arena
 from offload.protocols import DeviceLane
 from offload.rules import ADAMW
 from offload.sim import SimulatedDevice
@@ -102,7 +102,7 @@ class Cuda:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def lanes(self) -> Any:
-        from offload.engine.accelerator import AcceleratorDevice
+        from offload.device.accelerator import AcceleratorDevice
 
         return AcceleratorDevice(self.device)
 

@@ -17,10 +17,10 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest, StoreRef
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Standing, is_same, read_pins, standing, store_folder
-from offload.engine.index import Location, Record
 from offload.errors import CheckpointError
 from offload.layout import Layout
 from offload.protocols import SECTOR_BYTES, TileId
+from offload.schedule.index import Location, Record
 
 Place = tuple[str, uuid.UUID]
 """A store and the path that it lies on; a session's stores on all its paths have one name."""

@@ -31,9 +31,9 @@ import torch
 
 from offload.checkpoint.manifest import check_metadata, check_text
 from offload.checkpoint.reader import Checkpoint, Range
-from offload.engine.memory import Arena
 from offload.errors import CheckpointError
 from offload.kernels.stored import store_rounded
+from offload.memory.arenas import Arena
 from offload.rules import RULES
 from offload.tiers.filesystem import replacing
 

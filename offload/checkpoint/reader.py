@@ -27,12 +27,12 @@ from offload.checkpoint.manifest import StoreRef, all_tiles
 from offload.checkpoint.stores import is_same
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
-from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.formats import Format
 from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
+from offload.memory.arenas import Arena
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import UpdateRule
 from offload.tiers import parse_place, tier_error

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from offload.checkpoint.reader import Range, StateSource
-from offload.engine.none import Lanes
-from offload.engine.operations import Run
+from offload.device.none import Lanes
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.layout import Parameter, Segment, Subgroup
+from offload.schedule.operations import Run
 
 
 class Restorer:

@@ -1,7 +1,8 @@
 """The checkpoints of one session: from the hand-over to the commit.
 
-The machine decides which tile is written when (`offload.engine.saving`). This knows the memory that tiles are written
-from, runs the thread that commits, and notes which checkpoints are kept. Methods say which thread they belong to.
+The machine decides which tile is written when (`offload.schedule.saving`). This knows the memory that tiles are
+written from, runs the thread that commits, and notes which checkpoints are kept. Methods say which thread they belong
+to.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from offload.checkpoint.commit import CommitJob, Kept, release
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, store_folder
-from offload.engine.index import Record, TileIndex
-from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
+from offload.schedule.index import Record, TileIndex
+from offload.schedule.operations import Commit, Save, SaveTile
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder

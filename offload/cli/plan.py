@@ -37,7 +37,7 @@ from offload.units import DAY_S, format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from offload.layout import Layout
     from offload.plan import Budgets, Estimate, Plan, Rates
-    from offload.sim import Prediction
+    from offload.predict import Prediction
 
 FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
 """For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
@@ -363,8 +363,8 @@ def ask(
         InfeasiblePlanError: If the state does not fit, or all ranks take more than the node has.
     """
     from offload.plan import estimate
-    from offload.sim import predict
-    from offload.sim.predict import with_backward_s, with_forward_s
+    from offload.predict import predict
+    from offload.predict.predict import with_backward_s, with_forward_s
 
     rates = _rates(question)
     plan = _plan(question, rates)

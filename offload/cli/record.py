@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offload.engine.timeline import Interval
+from offload.schedule.timeline import Interval
 from offload.units import format_seconds
 
 if TYPE_CHECKING:

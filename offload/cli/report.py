@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.record import LAST_STEPS
 from offload.cli.values import in_columns
-from offload.engine.timeline import Interval, covered_s, lane_order, tracks
+from offload.schedule.timeline import Interval, covered_s, lane_order, tracks
 from offload.units import format_apart, format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import msgspec
 
 from offload.cli.values import add_output, add_value, parse_output, parse_path, read_values, tell, to_json
 from offload.config import MAX_INTEGER
-from offload.engine.timeline import Interval, trace
 from offload.errors import ConfigError
+from offload.schedule.timeline import Interval, trace
 from offload.units import DAY_S
 
 TIMELINE_NAME = "timeline.json"

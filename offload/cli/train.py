@@ -33,10 +33,10 @@ from offload.cli.report import draw_lanes, draw_losses, table
 from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
 from offload.cli.trace import TIMELINE_NAME
 from offload.cli.values import to_json
-from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT_ADAMW, FP32, STATE_FORMATS
 from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
+from offload.memory.arenas import available_bytes
 from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")

@@ -15,9 +15,13 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from offload import waits
-from offload.engine.gpu import Timed
-from offload.engine.none import NO_LANES, Lanes
-from offload.engine.operations import (
+from offload.device.lanes import Timed
+from offload.device.none import NO_LANES, Lanes
+from offload.engine.seals import DamagedError, Seals
+from offload.errors import InternalError, OffloadError, TierError
+from offload.plan.budget import Plan
+from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.schedule.operations import (
     AwaitPush,
     Commit,
     CopyTile,
@@ -33,11 +37,7 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
-from offload.engine.seals import DamagedError, Seals
-from offload.engine.timeline import ENGINE, Interval
-from offload.errors import InternalError, OffloadError, TierError
-from offload.plan.budget import Plan
-from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.schedule.timeline import ENGINE, Interval
 from offload.units import format_seconds
 
 REQUEST = (1 << 64) - 1

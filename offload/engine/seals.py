@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offload._native import crc32c
-from offload.engine.operations import ReadTile, Run, SaveTile, WriteTile
 from offload.errors import known
 from offload.layout import Subgroup
 from offload.protocols import Seal, SealedState, TileId
+from offload.schedule.operations import ReadTile, Run, SaveTile, WriteTile
 
 
 @dataclass(slots=True)

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.host import HostMemory
+from offload.device.none import Lanes
+from offload.device.pieces import as_pieces
 from offload.dtypes import DtypeCode
-from offload.engine.host import HostMemory
-from offload.engine.none import Lanes
-from offload.engine.operations import Run
-from offload.engine.pieces import as_pieces
 from offload.engine.tables import Tables
 from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
@@ -26,6 +25,7 @@ from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import TileId
 from offload.rules import MASTER
+from offload.schedule.operations import Run
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.engine.flights import Flights
-from offload.engine.timeline import Interval
 from offload.errors import OffloadError
 from offload.measure.observe import lane_totals
 from offload.protocols import Completion, Queue
+from offload.schedule.timeline import Interval
 
 ENOUGH_TOGETHER = 0.3
 """Lanes that are at work together for so much of the longest one's time show what they reach then."""

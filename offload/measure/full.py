@@ -22,8 +22,6 @@ from functools import partial
 import numpy as np
 
 from offload._native import CompletionQueue
-from offload.engine.memory import Arena, available_bytes
-from offload.engine.timeline import Interval
 from offload.errors import ConfigError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat
 from offload.kernels import CpuUpdateKernel, StreamVariant
@@ -36,9 +34,11 @@ from offload.measure.observe import at_once
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, versions
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
+from offload.memory.arenas import Arena, available_bytes
 from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES
+from offload.schedule.timeline import Interval
 from offload.tiers import StoreOptions, check_places, open_tier, parse_place, slot_bytes
 from offload.units import format_bytes, format_count
 

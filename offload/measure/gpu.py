@@ -9,7 +9,7 @@ from functools import partial
 
 from offload._native import CompletionQueue
 from offload.backends import BACKENDS
-from offload.engine.gpu import GpuLanes
+from offload.device.lanes import GpuLanes
 from offload.formats import EXACT_ADAMW, StateSpec
 from offload.kernels.table import trial_bytes, trial_table
 from offload.protocols import DeviceLane, Mark
@@ -37,7 +37,7 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
         probes = []
         there = torch.accelerator.current_accelerator(check_available=True)
         if there is not None and there.type in BACKENDS:
-            from offload.engine.accelerator import AcceleratorDevice
+            from offload.device.accelerator import AcceleratorDevice
 
             device = AcceleratorDevice()
             lanes = GpuLanes(device, CompletionQueue())

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from offload.engine.timeline import ENGINE, Interval
 from offload.plan import PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST, Direction, cpu_speed
+from offload.schedule.timeline import ENGINE, Interval
 
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offload.engine.gpu import GpuLanes
-from offload.engine.memory import Arena, available_bytes
-from offload.engine.none import NO_LANES, Lanes
+from offload.device.lanes import GpuLanes
+from offload.device.none import NO_LANES, Lanes
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat, StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
@@ -28,6 +27,7 @@ from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
 from offload.measure.observe import at_once
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
+from offload.memory.arenas import Arena, available_bytes
 from offload.plan import NO_GPU, GpuRates, PathRates, Plan, Rates
 from offload.plan.rates import mean_rate
 from offload.protocols import SECTOR_BYTES, Queue, Tier

@@ -18,20 +18,20 @@ import numpy.typing as npt
 
 from offload.dtypes import DtypeCode
 from offload.engine.executor import REQUEST, LiveExecutor
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine, update_visits
-from offload.engine.memory import Arena
-from offload.engine.operations import Begin, Run, Sweep
 from offload.engine.tables import Tables
-from offload.engine.timeline import Interval
 from offload.formats import BF16, EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure.observe import observe, typical
+from offload.memory.arenas import Arena
 from offload.plan import NO_GPU, Budgets, Home, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.protocols import Queue, Tier
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import Begin, Run, Sweep
+from offload.schedule.timeline import Interval
 from offload.tiers import tier_error
 
 SUBGROUPS, SLOTS = 12, 4

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.engine.memory import HUGE_PAGE_BYTES, Arena
 from offload.errors import OffloadError, TierError
 from offload.formats import StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_items, trial_table
 from offload.measure.drive import Load
+from offload.memory.arenas import HUGE_PAGE_BYTES, Arena
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKernel
 from offload.tiers import slot_bytes, tier_error

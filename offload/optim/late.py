@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from offload.config import OffloadConfig
-from offload.engine.limits import Limits
-from offload.engine.none import NoDevice
+from offload.device.none import NoDevice
 from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
+from offload.limits import Limits
 from offload.protocols import Device, DeviceLane
 from offload.rules import UpdateRule
 from offload.session.engine import Engine

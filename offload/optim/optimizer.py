@@ -22,11 +22,10 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
-from offload.engine.limits import Limits
-from offload.engine.none import NoDevice
-from offload.engine.timeline import ENGINE, Interval, covered_s, trace
+from offload.device.none import NoDevice
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
+from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
@@ -36,10 +35,11 @@ from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import Bound, check_parameter
+from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
+from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.ahead import Foreseen
-from offload.sim import Explanation, Forecast, PlanReport, compare
 
 log = logging.getLogger("offload")
 
@@ -97,7 +97,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             found = ", ".join(sorted(map(str, devices)))
             raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
         if devices and next(iter(devices)).type in BACKENDS:  # others are refused with the parameter's name
-            from offload.engine.accelerator import AcceleratorDevice
+            from offload.device.accelerator import AcceleratorDevice
 
             return AcceleratorDevice(next(iter(devices)))
         return NoDevice()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offload.engine.timeline import CALLER, Interval
+from offload.schedule.timeline import CALLER, Interval
 
 HISTORY = 5
 """Iterations whose median is taken."""

@@ -14,7 +14,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.none import NoDevice
+from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards

@@ -1,6 +1,6 @@
 """The time of a step in closed form: cheap enough to search plans with.
 
-Each lane's bytes over its rate, and the pipeline's filling and draining. `offload.sim.predict` runs the step
+Each lane's bytes over its rate, and the pipeline's filling and draining. `offload.predict.predict` runs the step
 instead; a test bounds how far the two are apart.
 """
 

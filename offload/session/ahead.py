@@ -5,7 +5,7 @@ an *image* of them. The step makes the rows that it would use, and takes the ver
 these rows, and the bytes of gradients (and fp32 weights), are those that the version was made from, bit for bit. All
 other versions have never been: a mistake costs time, and changes nothing.
 
-Not known here: how a version lies beside another one (`offload.engine.machine`), whose gradients they are.
+Not known here: how a version lies beside another one (`offload.schedule.machine`), whose gradients they are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.memory import Arena, available_bytes
-from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.errors import ConfigError, OffloadError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.table import active_rows
 from offload.layout import Subgroup
+from offload.memory.arenas import Arena, available_bytes
 from offload.protocols import WAKE
+from offload.schedule.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.session.parts import Parts
 
 log = logging.getLogger("offload")

@@ -15,10 +15,10 @@ from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Snapshot, save_error
 from offload.checkpoint.stores import commit_to_replace
-from offload.engine.loop import pump
-from offload.engine.operations import BeginSave, Release, Sweep, TakeUp
-from offload.engine.staging import Phase
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
+from offload.schedule.loop import pump
+from offload.schedule.operations import BeginSave, Release, Sweep, TakeUp
+from offload.schedule.staging import Phase
 from offload.session.parts import Parts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing

@@ -29,16 +29,16 @@ from offload.checkpoint.reader import StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
-from offload.engine.limits import Limits
-from offload.engine.none import NoDevice
-from offload.engine.timeline import ENGINE, Interval
-from offload.engine.touching import bound, cores_of_rank
+from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Layout, Parameter
+from offload.limits import Limits
 from offload.measure import lane_totals
+from offload.memory.touching import bound, cores_of_rank
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane
 from offload.rules import ADAMW, UpdateRule
+from offload.schedule.timeline import ENGINE, Interval
 from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
@@ -98,7 +98,7 @@ class Engine:
             raise ConfigError("shard", True, allowed)
         with bound(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
-                from offload.engine.accelerator import AcceleratorDevice
+                from offload.device.accelerator import AcceleratorDevice
 
                 device = AcceleratorDevice(device)
             device = device or NoDevice()

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from offload.config import OffloadConfig
-from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, TierError, TierFullError
+from offload.memory.arenas import available_bytes
 from offload.plan import Plan, Rates
 from offload.protocols import Tier
 from offload.tiers import innermost

@@ -17,28 +17,28 @@ from offload._native import CompletionQueue
 from offload.checkpoint.saves import Saves
 from offload.checkpoint.stores import leftover_bytes
 from offload.config import OffloadConfig
+from offload.device.host import HostMemory
+from offload.device.lanes import GpuLanes
+from offload.device.none import Lanes, NoDevice
 from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
-from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import GpuGradients
-from offload.engine.gradients import GradientSlots, GradientStore, HostGradients
-from offload.engine.host import HostMemory
-from offload.engine.index import TileIndex
-from offload.engine.limits import Limits
-from offload.engine.machine import Machine
-from offload.engine.memory import available_bytes
-from offload.engine.none import Lanes, NoDevice
-from offload.engine.operations import Extend
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
 from offload.formats import STATE_FORMATS, StateFormat, StateSpec
+from offload.gradients.gpu import GpuGradients
+from offload.gradients.store import GradientSlots, GradientStore, HostGradients
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
+from offload.limits import Limits
 from offload.measure import quick_probe, session_rates, tune_depth
+from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
+from offload.schedule.index import TileIndex
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Extend
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,

@@ -13,10 +13,10 @@ import torch
 
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
-from offload.engine.memory import available_bytes
-from offload.engine.none import Lanes
+from offload.device.none import Lanes
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
+from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, PathBudget
 from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
 from offload.protocols import Completion, Device, Tier, TileRequest

@@ -22,12 +22,12 @@ from types import FrameType
 from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
-from offload.engine.loop import pump
-from offload.engine.machine import Machine
-from offload.engine.operations import Begin, Release, Stop, Sweep
 from offload.errors import CheckpointError, OffloadError, SessionBrokenError, invariant, known
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Begin, Release, Stop, Sweep
 from offload.session.ahead import Ahead
 from offload.session.behind import Behind
 from offload.session.parts import Parts

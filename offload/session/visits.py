@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 
 from offload.engine.executor import nothing_comes
-from offload.engine.machine import update_visits
-from offload.engine.operations import Reshare, Run, Stop, Sweep, Visit
-from offload.engine.timeline import Interval
 from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, observe, typical
 from offload.plan import Rates, visit_order
+from offload.schedule.machine import update_visits
+from offload.schedule.operations import Reshare, Run, Stop, Sweep, Visit
+from offload.schedule.timeline import Interval
 from offload.session.parts import Parts
 from offload.session.placing import Placing
 from offload.session.thread import EngineThread

@@ -1,11 +1,10 @@
-"""A simulated world for the engine: clock, lanes, bytes and faults; a checker; predictions."""
+"""A simulated world for the engine: clock, lanes, bytes and faults; a checker."""
 
-from offload.engine.timeline import Interval
+from offload.schedule.timeline import Interval
 from offload.sim.checker import CheckedExecutor
 from offload.sim.data import SimData, SimStore, StoredTile, mix
 from offload.sim.device import HazardError, SimulatedDevice
 from offload.sim.executor import Disorder, SimExecutor
-from offload.sim.explanation import Explanation, LaneSeconds, compare, explain
 from offload.sim.faults import (
     CorruptPayload,
     Crash,
@@ -19,25 +18,18 @@ from offload.sim.faults import (
     StuckOperation,
     random_faults,
 )
-from offload.sim.forecast import Forecast, PlanReport, carry_on
-from offload.sim.predict import Prediction, predict
 
 __all__ = [
     "CheckedExecutor",
     "CorruptPayload",
     "Crash",
     "Disorder",
-    "Explanation",
     "FailOperation",
     "Fault",
-    "Forecast",
     "HazardError",
     "Interval",
-    "LaneSeconds",
     "MisdirectedWrite",
     "PathFull",
-    "PlanReport",
-    "Prediction",
     "ShortTransfer",
     "SimData",
     "SimExecutor",
@@ -47,10 +39,6 @@ __all__ = [
     "SlowLane",
     "StoredTile",
     "StuckOperation",
-    "carry_on",
-    "compare",
-    "explain",
     "mix",
-    "predict",
     "random_faults",
 ]

@@ -9,8 +9,11 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from offload.engine.index import Location, Record
-from offload.engine.operations import (
+from offload.errors import InternalError
+from offload.plan.budget import Plan
+from offload.protocols import SECTOR_BYTES, TileId
+from offload.schedule.index import Location, Record
+from offload.schedule.operations import (
     AwaitPush,
     Commit,
     CopyTile,
@@ -24,9 +27,6 @@ from offload.engine.operations import (
     Transfer,
     Visit,
 )
-from offload.errors import InternalError
-from offload.plan.budget import Plan
-from offload.protocols import SECTOR_BYTES, TileId
 
 STORY_LENGTH = 60
 """Operations and events that a violation tells of."""

@@ -1,6 +1,6 @@
 """An independent checker: sees only the operations that are issued and the events that are reported.
 
-It is written from the rules below and shares no decision with `offload.engine.machine`: it never asks what should
+It is written from the rules below and shares no decision with `offload.schedule.machine`: it never asks what should
 be done next, only whether what is done may be done. It serves every executor, simulated or live.
 
 Rules:
@@ -72,9 +72,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
-from offload.engine.index import Location, Record
-from offload.engine.loop import Executor
-from offload.engine.operations import (
+from offload.errors import TierError
+from offload.plan.budget import Plan
+from offload.protocols import SECTOR_BYTES, TileId
+from offload.schedule.index import Location, Record
+from offload.schedule.loop import Executor
+from offload.schedule.operations import (
     Admit,
     AwaitPush,
     Begin,
@@ -101,9 +104,6 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
-from offload.errors import TierError
-from offload.plan.budget import Plan
-from offload.protocols import SECTOR_BYTES, TileId
 from offload.sim.books import Beside, DeviceBook, Ground, KnownSubgroup, SaveBook, StorageBook, subgroup_of
 
 

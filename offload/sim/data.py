@@ -19,8 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.engine.index import Record
-from offload.engine.operations import (
+from offload.errors import CorruptRecordError
+from offload.formats import FP32
+from offload.plan.budget import Plan
+from offload.protocols import TileId
+from offload.schedule.index import Record
+from offload.schedule.operations import (
     Commit,
     CopyTile,
     ReadTile,
@@ -30,11 +34,7 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
-from offload.engine.saving import SAVE_DEPTH
-from offload.errors import CorruptRecordError
-from offload.formats import FP32
-from offload.plan.budget import Plan
-from offload.protocols import TileId
+from offload.schedule.saving import SAVE_DEPTH
 
 State = npt.NDArray[np.uint32]
 

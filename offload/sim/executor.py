@@ -18,7 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop
 
-from offload.engine.operations import (
+from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
+from offload.plan.budget import Plan
+from offload.plan.rates import Rates
+from offload.predict.lanes import Lane, VirtualLanes, label
+from offload.schedule.operations import (
     AwaitPush,
     Commit,
     CopyTile,
@@ -34,9 +38,6 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
-from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
-from offload.plan.budget import Plan
-from offload.plan.rates import Rates
 from offload.sim.data import SimData, path_name
 from offload.sim.faults import (
     CorruptPayload,
@@ -51,7 +52,6 @@ from offload.sim.faults import (
     SlowLane,
     StuckOperation,
 )
-from offload.sim.lanes import Lane, VirtualLanes, label
 
 _OperationFault = FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite
 
@@ -76,7 +76,7 @@ ORDERLY = Disorder()
 
 
 class SimExecutor(VirtualLanes):
-    """Runs operations on a virtual clock; an `offload.engine.loop.Executor`.
+    """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
 
     Args:
         plan: What the operations belong to.

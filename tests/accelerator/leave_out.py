@@ -164,7 +164,7 @@ def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
 
     assert "offload" not in sys.modules
     sys.meta_path.insert(0, _Changing())
-    lanes = importlib.import_module("offload.engine.gpu")
+    lanes = importlib.import_module("offload.device.lanes")
     assert ACTIVE in lanes.GpuLanes.run.__code__.co_consts, "calls cannot be left out: other code is imported"
     return {call.place: lambda place=call.place: without(place) for call in calls()}  # type: ignore[misc]
 

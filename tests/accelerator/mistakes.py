@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from offload.engine import accelerator
-from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import Departure, GpuGradients
+from offload.device import accelerator
+from offload.device.lanes import GpuLanes
 from offload.errors import OffloadError
+from offload.gradients.gpu import Departure, GpuGradients
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.protocols import DeviceLane
 
@@ -783,7 +783,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "gradients of further passes are added before their copy to a pinned buffer has come",
         "those of the buffer's last user are added",
         Shows.BITS,
-        never_awaited("offload.engine.additions"),
+        never_awaited("offload.gradients.additions"),
         workload="departing-cpu",
         quick=True,
     ),

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 import offload
 from offload.backends import working_on
-from offload.engine import pieces
+from offload.device import pieces
 from offload.plan import budget
 
 pytestmark = [

@@ -31,7 +31,7 @@ import offload
 from accelerator import late
 from accelerator.mistakes import Host, replaced
 from offload import backends
-from offload.engine import accelerator, pieces
+from offload.device import accelerator, pieces
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.kernels.gpu import Uploads
 from offload.plan import budget

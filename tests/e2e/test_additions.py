@@ -22,9 +22,9 @@ from test_small_tensors import Counting, vectors
 
 import offload
 from offload import waits
-from offload.engine import additions
-from offload.engine.additions import BUFFERS, Additions, buffer_bytes
-from offload.engine.gpu_gradients import GpuGradients
+from offload.gradients import additions
+from offload.gradients.additions import BUFFERS, Additions, buffer_bytes
+from offload.gradients.gpu import GpuGradients
 from offload.sim import HazardError, SimulatedDevice
 
 SHAPES = ((70, 40), (3000,), (17,), (150, 100))

@@ -15,8 +15,8 @@ import torch
 import offload
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
-from offload.engine.operations import SaveTile
 from offload.engine.seals import Seals
+from offload.schedule.operations import SaveTile
 
 SIZES = (5000, 1, 3000, 20_000, 70)
 

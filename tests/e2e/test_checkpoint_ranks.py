@@ -20,7 +20,7 @@ from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
-from offload.engine.limits import Limits
+from offload.limits import Limits
 from offload.tiers.directories import DirectoryFolder
 
 WHOLE = 10_000

@@ -9,7 +9,7 @@ import torch
 from recorded import Recorded, assert_replays
 
 import offload
-from offload.engine import operations
+from offload.schedule import operations
 from offload.session import parts
 
 

@@ -22,8 +22,8 @@ import offload
 from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
-from offload.engine import none
-from offload.engine.memory import Arena
+from offload.device import none
+from offload.memory.arenas import Arena
 from offload.tiers import innermost
 from offload.tiers.directories import DirectoryFolder
 

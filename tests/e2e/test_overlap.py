@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import offload
-from offload.engine.staging import Phase
+from offload.schedule.staging import Phase
 
 
 def test_a_step_returns_when_all_is_updated_and_leaves_nothing_to_move(tmp_path: Path) -> None:

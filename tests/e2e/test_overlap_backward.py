@@ -25,8 +25,8 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 import offload.session.ahead
 from offload.errors import ConfigError, InfeasiblePlanError
+from offload.predict import Forecast
 from offload.protocols import SECTOR_BYTES
-from offload.sim import Forecast
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 

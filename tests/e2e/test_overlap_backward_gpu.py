@@ -39,13 +39,14 @@ from test_overlap_forward import assert_same, everything
 
 import offload
 from offload import waits
-from offload.engine import gpu_gradients
-from offload.engine.gpu import GpuLanes
+from offload.device.lanes import GpuLanes
 from offload.errors import ConfigError, OffloadError, StepAbortedError
+from offload.gradients import gpu as gpu_gradients
 from offload.plan import Home, Placement, Plan
+from offload.predict import predict
+from offload.predict.predict import with_backward_s
 from offload.protocols import DeviceLane
-from offload.sim import SimulatedDevice, predict
-from offload.sim.predict import with_backward_s
+from offload.sim import SimulatedDevice
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 

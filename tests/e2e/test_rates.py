@@ -16,7 +16,7 @@ from offload.measure import RatesFile, default_rates_file, load_rates, save_rate
 from offload.measure.observe import HISTORY
 from offload.measure.rates_file import machine_facts, versions
 from offload.plan import NO_GPU, GpuRates, PathRates, Rates, estimate
-from offload.sim import predict
+from offload.predict import predict
 from offload.tiers import parse_place
 
 GB = 1e9

@@ -18,8 +18,8 @@ from mirror import Mirror
 from own_process import in_own_process
 
 import offload
-from offload.engine import accelerator
-from offload.engine.accelerator import AcceleratorDevice
+from offload.device import accelerator
+from offload.device.accelerator import AcceleratorDevice
 from offload.protocols import DeviceLane
 
 SIZES = ((700, 400), (300_000,), (17,), (250, 1000), (), (4096,))

@@ -14,7 +14,7 @@ import torch
 
 import offload
 from offload.plan import Rates
-from offload.sim import forecast
+from offload.predict import forecast
 
 
 def make(path: Path) -> tuple[torch.nn.Parameter, offload.AdamW]:

@@ -28,15 +28,15 @@ from test_exact import GROUPS, make_groups
 
 import offload
 from offload._native import CompletionQueue
+from offload.device import pinning
+from offload.device.lanes import GpuLanes
+from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
-from offload.engine import pinning
-from offload.engine.gpu import GpuLanes
-from offload.engine.none import NO_LANES
-from offload.engine.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.formats import COMPACT8, EXACT
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
+from offload.schedule.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
 
@@ -1124,7 +1124,7 @@ def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkey
     settings = config(tmp_path, gpu_memory=0, placement="cpu")
     with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
         train(optimizer, parameters, range(2))
-        monkeypatch.setattr("offload.engine.gpu_gradients.BROUGHT_AHEAD", 0)
+        monkeypatch.setattr("offload.gradients.gpu.BROUGHT_AHEAD", 0)
         gradients, late = optimizer.engine._parts.gradients, []
         plain = gradients.bring
         copies = watched_copies(optimizer.engine._parts.lanes.device)

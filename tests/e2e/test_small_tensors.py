@@ -16,7 +16,8 @@ from simulated import OnDevice
 from test_simulated_gpu import train_behind
 
 import offload
-from offload.engine import gpu_gradients, pieces
+from offload.device import pieces
+from offload.gradients import gpu as gpu_gradients
 from offload.plan import budget
 from offload.protocols import DeviceLane
 from offload.sim import HazardError, SimulatedDevice

@@ -28,7 +28,7 @@ from limited import limit, limited
 from mirror import same_bits
 
 import offload
-from offload.engine import memory
+from offload.memory import arenas as memory
 from offload.session import handout
 from offload.tiers.filesystem import file_system
 

@@ -435,7 +435,7 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
     import torch
     from deepspeed_runs import Case, train, training
 
-    from offload.engine import touching
+    from offload.memory import touching
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cores = sorted(os.sched_getaffinity(0))

@@ -24,9 +24,12 @@ import saves
 import swarm
 
 from offload.engine.executor import visit_nothing
-from offload.engine.index import TileIndex
-from offload.engine.machine import Machine, update_visits
-from offload.engine.operations import (
+from offload.errors import StepAbortedError
+from offload.plan import Plan, visit_order
+from offload.protocols import SECTOR_BYTES, SegmentFlag
+from offload.schedule.index import TileIndex
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import (
     Admit,
     Confirm,
     Event,
@@ -40,13 +43,19 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
-from offload.errors import StepAbortedError
-from offload.plan import Plan, visit_order
-from offload.protocols import SECTOR_BYTES, SegmentFlag
 from offload.session.ahead import Ahead
 from offload.session.behind import Behind
 from offload.session.thread import EngineThread
-from offload.sim import CorruptPayload, Disorder, FailOperation, MisdirectedWrite, PathFull, SimData, SimExecutor, mix
+from offload.sim import (
+    CorruptPayload,
+    Disorder,
+    FailOperation,
+    MisdirectedWrite,
+    PathFull,
+    SimData,
+    SimExecutor,
+    mix,
+)
 
 ROW = np.dtype([("parameter", np.uint64), ("told", np.uint64), ("flags", np.uint32), ("numel", np.uint32)])
 """What the update of a segment is told."""

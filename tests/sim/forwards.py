@@ -24,11 +24,13 @@ import swarm
 
 from offload import waits
 from offload._native import CompletionQueue
+from offload.device.none import NO_LANES
 from offload.engine.executor import visit_nothing
-from offload.engine.loop import pump
-from offload.engine.machine import Machine, update_visits
-from offload.engine.none import NO_LANES
-from offload.engine.operations import (
+from offload.errors import InternalError, OffloadError, SessionBrokenError, StepAbortedError, TierError
+from offload.plan import Plan, visit_order
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import (
     BeginSave,
     Done,
     Event,
@@ -41,12 +43,16 @@ from offload.engine.operations import (
     Transfer,
     Visit,
 )
-from offload.engine.staging import Phase
-from offload.errors import InternalError, OffloadError, SessionBrokenError, StepAbortedError, TierError
-from offload.plan import Plan, visit_order
+from offload.schedule.staging import Phase
 from offload.session.behind import Behind
 from offload.session.thread import EngineThread
-from offload.sim import CheckedExecutor, CorruptPayload, Disorder, MisdirectedWrite, mix
+from offload.sim import (
+    CheckedExecutor,
+    CorruptPayload,
+    Disorder,
+    MisdirectedWrite,
+    mix,
+)
 
 
 class Lanes(CheckedExecutor):

@@ -15,9 +15,10 @@ import backwards
 import forwards
 
 from offload.engine.executor import visit_nothing
-from offload.engine.index import Location, Record, TileIndex
-from offload.engine.machine import Machine
-from offload.engine.operations import (
+from offload.errors import InternalError, SessionBrokenError
+from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.machine import Machine
+from offload.schedule.operations import (
     Admit,
     AwaitPush,
     Begin,
@@ -40,8 +41,7 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
-from offload.engine.staging import Phase
-from offload.errors import InternalError, SessionBrokenError
+from offload.schedule.staging import Phase
 from offload.session.ahead import Ahead
 from offload.session.behind import Behind
 from offload.session.thread import EngineThread, nothing

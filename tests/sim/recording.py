@@ -27,8 +27,8 @@ import forwards
 import saves
 import swarm
 
-from offload.engine import operations as ops
-from offload.engine.machine import Machine
+from offload.schedule import operations as ops
+from offload.schedule.machine import Machine
 
 FILE = Path(__file__).with_name("recording.json")
 HUNDRED = 100

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import swarm
 
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine
-from offload.engine.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeUp, Visit
-from offload.engine.staging import Phase
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
 from offload.protocols import TileId
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeUp, Visit
+from offload.schedule.staging import Phase
 from offload.sim import (
     CheckedExecutor,
     Crash,

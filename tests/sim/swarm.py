@@ -9,10 +9,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine, update_visits
-from offload.engine.operations import Begin, Extend, Reshare, Run, Sweep, Visit
 from offload.errors import InfeasiblePlanError, InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout, extend_layout
 from offload.plan import (
@@ -29,6 +25,10 @@ from offload.plan import (
 )
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import Begin, Extend, Reshare, Run, Sweep, Visit
 from offload.sim import (
     CheckedExecutor,
     CorruptPayload,

@@ -7,8 +7,8 @@ import planted
 import pytest
 import saves
 
-from offload.engine.index import TileIndex
-from offload.engine.machine import Machine
+from offload.schedule.index import TileIndex
+from offload.schedule.machine import Machine
 from offload.session.ahead import Ahead
 from offload.session.thread import EngineThread
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import Location, Record
-from offload.engine.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
 from offload.protocols import SECTOR_BYTES
+from offload.schedule.index import Location, Record
+from offload.schedule.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
 from offload.sim import (
     CorruptPayload,
     Crash,

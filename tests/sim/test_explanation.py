@@ -14,7 +14,7 @@ from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.measure import lane_totals
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, estimate, make_plan
-from offload.sim import carry_on, explain, predict
+from offload.predict import carry_on, explain, predict
 from offload.units import format_seconds
 
 GB = 1e9

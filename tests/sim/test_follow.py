@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine
-from offload.engine.operations import Begin, Reshare, Sweep, Visit
 from offload.layout import Parameter, build_layout
 from offload.measure import observe, typical
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
-from offload.sim import SimExecutor, predict
+from offload.predict import predict
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Begin, Reshare, Sweep, Visit
+from offload.sim import SimExecutor
 
 GB = 1e9
 

@@ -7,7 +7,7 @@ import planted
 import pytest
 import saves
 
-from offload.engine.machine import Machine
+from offload.schedule.machine import Machine
 from offload.session.behind import Behind
 from offload.session.thread import EngineThread
 

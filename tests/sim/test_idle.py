@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import pytest
 from test_predict import make
 
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine
-from offload.engine.operations import Begin, BeginSave, Release, Save, Sweep, Visit
 from offload.plan import PathRates, Rates, visit_order
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Begin, BeginSave, Release, Save, Sweep, Visit
 from offload.sim.executor import SimExecutor
 
 SUBGROUPS = 24

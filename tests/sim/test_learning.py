@@ -12,7 +12,7 @@ from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.measure import observe, typical
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, estimate, make_plan
-from offload.sim import predict
+from offload.predict import predict
 
 GB = 1e9
 SUBGROUPS = 40

@@ -25,7 +25,7 @@ from offload.plan import (
     estimate,
     make_plan,
 )
-from offload.sim import predict
+from offload.predict import predict
 
 GIB = 1 << 30
 

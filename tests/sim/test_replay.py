@@ -9,8 +9,8 @@ import saves
 import swarm
 from recorded import Recorded, assert_replays
 
-from offload.engine.machine import Machine
-from offload.engine.operations import Begin, BeginSave, Done, Extend, Failed, Release, Reshare, Stop, Taken, TakeUp
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Begin, BeginSave, Done, Extend, Failed, Release, Reshare, Stop, Taken, TakeUp
 
 RUNS: dict[str, Callable[[int, type[Machine]], object]] = {
     "sweeps": lambda seed, machine: swarm.run_scenario(swarm.make_scenario(seed), machine),

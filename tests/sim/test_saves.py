@@ -12,9 +12,9 @@ import saves
 import swarm
 
 from offload.dtypes import DtypeCode
-from offload.engine.machine import Machine
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
+from offload.schedule.machine import Machine
 from offload.sim import Crash, Disorder
 
 

@@ -10,12 +10,12 @@ import pytest
 import swarm
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import TileIndex
-from offload.engine.machine import Machine
-from offload.engine.operations import Extend
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
+from offload.schedule.index import TileIndex
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Extend
 from offload.sim import CheckedExecutor, SimExecutor
 
 

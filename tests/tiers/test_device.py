@@ -10,11 +10,11 @@ import torch
 from devices import CUDA, LATE, the_device
 
 from offload._native import CompletionQueue
+from offload.device.accelerator import AcceleratorDevice
 from offload.dtypes import DtypeCode
-from offload.engine.accelerator import AcceleratorDevice
-from offload.engine.memory import Arena
 from offload.errors import InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
+from offload.memory.arenas import Arena
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
 from offload.sim import SimulatedDevice

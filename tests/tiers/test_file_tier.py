@@ -25,8 +25,8 @@ from tier_harness import FILE_KINDS, Build, Harness, gather, need_io_uring
 
 import offload
 from offload._native import CompletionQueue, IoThreads, IoUring, StoreFile
-from offload.engine.memory import Arena
 from offload.errors import ConfigError, TierError, TierFullError
+from offload.memory.arenas import Arena
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, Completion, TileId
 from offload.tiers import (
     FileTier,

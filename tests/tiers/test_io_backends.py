@@ -21,8 +21,8 @@ from tier_harness import ARENA_BYTES, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue, IoThreads, IoUring, StoreFile
 from offload.config import OffloadConfig
-from offload.engine.memory import Arena
 from offload.errors import ConfigError
+from offload.memory.arenas import Arena
 from offload.protocols import TileId
 from offload.tiers import FileTier, StoreOptions, open_tier, slot_bytes
 from offload.tiers import file as file_module
@@ -50,7 +50,7 @@ if libc.prctl(38, ctypes.c_ulong(1), unused, unused, unused) != 0:
 if libc.prctl(22, ctypes.c_ulong(2), ctypes.byref(Program(len(program), ctypes.addressof(buffer)))) != 0:
     sys.exit("seccomp")
 from offload._native import CompletionQueue, IoUring
-from offload.engine.memory import Arena
+from offload.memory.arenas import Arena
 from offload.errors import ConfigError
 from offload.protocols import TileId, TileRequest
 from offload.tiers import StoreOptions, open_tier

@@ -35,12 +35,12 @@ from offload._native import CompletionQueue
 from offload.config import PathConfig
 from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
-from offload.engine.index import Location, Record
-from offload.engine.operations import ReadTile, Stop
 from offload.errors import ConfigError, TierError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
 from offload.protocols import Completion, TileRequest
+from offload.schedule.index import Location, Record
+from offload.schedule.operations import ReadTile, Stop
 from offload.session.setup import choose_turns
 from offload.tiers import StoreOptions, Turns, identity, innermost, open_tier, turns
 from offload.tiers.turns import TakingTurns, lock_bytes, lock_file

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.engine import pieces as module
-from offload.engine.memory import Arena
-from offload.engine.pieces import PieceCopies, as_pieces
+from offload.device import pieces as module
+from offload.device.pieces import PieceCopies, as_pieces
+from offload.memory.arenas import Arena
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import DeviceLane, Mark
 from offload.sim import HazardError, SimulatedDevice

@@ -15,7 +15,7 @@ from faulty import FaultyTier
 from memory_tier import MemoryTier
 
 from offload._native import CompletionQueue, IoUring
-from offload.engine.memory import Arena
+from offload.memory.arenas import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import FileTier, RemoteTier, StoreOptions, slot_bytes
 from offload.tiers.objects import S3Client, split_url

@@ -18,8 +18,8 @@ import torch
 from accelerator import late
 
 from offload import backends
+from offload.device import accelerator as module
 from offload.dtypes import DtypeCode
-from offload.engine import accelerator as module
 from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT, FORMATS, StateFormat
 from offload.kernels import gpu as kernels

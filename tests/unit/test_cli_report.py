@@ -9,7 +9,7 @@ import torch
 from offload.cli import report
 from offload.cli.record import OPTIMIZERS, Comparison, RunRecord
 from offload.cli.values import in_columns, to_json
-from offload.engine.timeline import Interval, lane_order, tracks
+from offload.schedule.timeline import Interval, lane_order, tracks
 
 PNG = b"\x89PNG"
 

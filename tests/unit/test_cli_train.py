@@ -13,8 +13,8 @@ import torch
 
 import offload
 from offload import cli
-from offload.engine.timeline import Interval
 from offload.errors import ConfigError, InternalError, TierFullError
+from offload.schedule.timeline import Interval
 
 
 class _AdamW(torch.optim.AdamW):

@@ -14,10 +14,10 @@ from memory_tier import MemoryTier
 
 import offload
 from offload._native import CompletionQueue
-from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.measure import choose_depth, tune_depth
 from offload.measure.depth import DEPTHS, TILE_BYTES, TILES, goes_on_rising
+from offload.memory.arenas import Arena
 from offload.tiers import StoreOptions, open_tier
 from offload.tiers.asyncfile import supports_direct
 

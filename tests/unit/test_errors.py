@@ -16,8 +16,8 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from offload.engine.operations import ReadTile
 from offload.errors import CheckpointError, ConfigError, OffloadError, StepAbortedError, TierError, TravellingError
+from offload.schedule.operations import ReadTile
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -16,13 +16,17 @@ ROWS: list[tuple[str, ...]] = [
     ("cli", "integrations"),
     ("optim",),
     ("session",),
-    ("sim", "checkpoint", "measure"),
-    ("engine", "config"),
+    ("sim",),
+    ("predict", "checkpoint", "measure"),
+    ("gradients", "config"),
+    ("engine",),
+    ("device",),
+    ("schedule", "memory"),
     ("plan", "tiers", "kernels"),
     ("layout",),
     ("formats",),
     ("rules",),
-    ("protocols", "backends"),
+    ("protocols", "backends", "limits"),
     ("errors", "waits", "dtypes"),
     ("units",),
 ]
@@ -32,7 +36,7 @@ SIBLINGS = {
 }
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
 SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index")
-PURE = ["plan", *(f"engine/{name}.py" for name in SCHEDULE), "layout.py"]
+PURE = ["plan", *(f"schedule/{name}.py" for name in SCHEDULE), "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",
     "bisect",
@@ -121,9 +125,9 @@ def test_every_module_is_in_a_layer():
     [
         ("offload.plan.homes", "from offload.tiers.file import FileTier"),
         ("offload.tiers.file", "from offload.plan import Plan"),
-        ("offload.engine.loop", "import offload.session.engine"),
+        ("offload.schedule.loop", "import offload.session.engine"),
         (
-            "offload.engine.machine",
+            "offload.schedule.machine",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from offload import sim",
         ),
         ("offload.measure.probe", "from offload.session.engine import Engine"),
@@ -147,9 +151,9 @@ def test_what_is_forbidden_is_seen(module: str, source: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("offload.session.engine", "from offload.engine.machine import Machine\nfrom offload.measure import probe"),
-        ("offload.sim.executor", "from offload.engine.machine import Run\nfrom offload.plan import Plan"),
-        ("offload.optim.adamw", "from offload.sim.predict import predict"),
+        ("offload.session.engine", "from offload.schedule.machine import Machine\nfrom offload.measure import probe"),
+        ("offload.sim.executor", "from offload.schedule.machine import Run\nfrom offload.plan import Plan"),
+        ("offload.optim.adamw", "from offload.predict.predict import predict"),
         ("offload.integrations.deepspeed", "import offload\nfrom offload import AdamW, errors_of"),
         ("offload.integrations.deepspeed", "from offload.integrations.shared import x"),
         (

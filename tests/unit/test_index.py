@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import Location, Record, TileIndex
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, TileId
+from offload.schedule.index import Location, Record, TileIndex
 
 TILE = TileId(0, 0, 0)
 OTHER = TileId(0, 0, 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload import OffloadConfig
-from offload.engine.none import NO_LANES
+from offload.device.none import NO_LANES
 from offload.layout import build_layout
 from offload.session import setup
 

@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import TileIndex
-from offload.engine.machine import Machine, update_visits
-from offload.engine.operations import (
+from offload.errors import InternalError, TierError, TierFullError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, Home, PathBudget, Placement, Plan, make_plan, visit_order
+from offload.protocols import SECTOR_BYTES
+from offload.schedule.index import TileIndex
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import (
     Admit,
     AwaitPush,
     Begin,
@@ -29,11 +33,7 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
-from offload.engine.staging import Phase, Staging
-from offload.errors import InternalError, TierError, TierFullError
-from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, Home, PathBudget, Placement, Plan, make_plan, visit_order
-from offload.protocols import SECTOR_BYTES
+from offload.schedule.staging import Phase, Staging
 
 SUBGROUP_BYTES = 3 * SECTOR_BYTES
 EIO = TierError("write", tier="fake", path="path0", errno=5)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload.engine import memory
-from offload.engine.memory import HUGE_PAGE_BYTES, Arena, available_bytes
 from offload.errors import InternalError, OffloadError
+from offload.memory import arenas as memory
+from offload.memory.arenas import HUGE_PAGE_BYTES, Arena, available_bytes
 
 
 def mapping_of(address: int) -> str:
@@ -191,7 +191,7 @@ def test_a_shortage_names_the_bytes(nbytes: int) -> None:
 
 def test_a_limit_on_address_space_is_a_shortage_too() -> None:
     code = (
-        "import resource; from offload.engine.memory import Arena; from offload.errors import OffloadError\n"
+        "import resource; from offload.memory.arenas import Arena; from offload.errors import OffloadError\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "try:\n    Arena(64 << 30)\nexcept OffloadError as error:\n    print(error)"
     )

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from offload.engine.timeline import ENGINE, Interval
 from offload.measure import lane_totals, observe, typical
 from offload.measure.observe import IMPOSSIBLE, LEAST_KEPT, LEAST_TOGETHER
 from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
+from offload.schedule.timeline import ENGINE, Interval
 
 GB = 1e9
 MB = 1 << 20
@@ -247,7 +247,7 @@ def test_lanes_that_take_turns_are_not_predicted_to_overlap() -> None:
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
     from offload.plan import Budgets, PathBudget, estimate, make_plan
-    from offload.sim import predict
+    from offload.predict import predict
 
     layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
     size = layout.max_subgroup_bytes
@@ -360,7 +360,7 @@ def test_observing_its_own_prediction_changes_nothing() -> None:
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
     from offload.plan import Budgets, PathBudget, make_plan
-    from offload.sim import predict
+    from offload.predict import predict
 
     layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
     paths = tuple(PathBudget(f"path {n}", 4 * layout.state_bytes) for n in range(2))

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import TileIndex
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout, extend_layout
 from offload.plan import Budgets, Home, PathBudget, PathRates, Placement, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import SECTOR_BYTES
+from offload.schedule.index import TileIndex
 
 SUBGROUP_BYTES = 3 * SECTOR_BYTES
 

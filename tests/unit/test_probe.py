@@ -17,8 +17,7 @@ from faulty import Fault, FaultKind, FaultyTier
 from s3_server import BUCKET, S3Server
 
 from offload._native import CompletionQueue
-from offload.engine.gpu import GpuLanes
-from offload.engine.timeline import Interval
+from offload.device.lanes import GpuLanes
 from offload.errors import ConfigError, TierError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS
 from offload.measure import RatesFile, full, full_probe
@@ -28,6 +27,7 @@ from offload.measure.gpu import GpuProbe
 from offload.measure.workbench import memory_cost
 from offload.plan import NO_GPU, PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
+from offload.schedule.timeline import Interval
 from offload.sim.device import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
 

@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from offload._native import CompletionQueue
+from offload.device.lanes import GpuLanes
 from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
-from offload.engine.gpu import GpuLanes
-from offload.engine.memory import Arena
-from offload.engine.operations import Event
 from offload.formats import COMPACT8, COMPACT16, EXACT, EXACT_ADAMW, StateFormat
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes, trial_items
@@ -28,9 +26,12 @@ from offload.layout import Parameter, build_layout
 from offload.measure import probe, quick_probe, trial, workbench
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
+from offload.memory.arenas import Arena
 from offload.plan import NO_GPU, Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.sim import SimulatedDevice, predict
+from offload.predict import predict
+from offload.schedule.operations import Event
+from offload.sim import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
 
 GIB = 1 << 30

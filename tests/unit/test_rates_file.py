@@ -17,7 +17,7 @@ from offload.layout import Parameter, build_layout
 from offload.measure import Measurement, RatesFile, default_rates_file, load_rates, save_rates, session_rates
 from offload.measure.rates_file import machine_facts, versions
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, make_plan
-from offload.sim import predict
+from offload.predict import predict
 from offload.tiers import parse_place
 
 GB = 1e9

@@ -13,11 +13,13 @@ from test_memory import resident_pages
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.engine import accelerator, memory, touching
-from offload.engine.gpu import GpuLanes
-from offload.engine.memory import Arena
-from offload.engine.touching import PIECE_BYTES, cores_of_rank, nodes_for, nodes_here, touch
+from offload.device import accelerator
+from offload.device.lanes import GpuLanes
 from offload.errors import OffloadError
+from offload.memory import arenas as memory
+from offload.memory import touching
+from offload.memory.arenas import Arena
+from offload.memory.touching import PIECE_BYTES, cores_of_rank, nodes_for, nodes_here, touch
 from offload.sim import SimulatedDevice
 
 

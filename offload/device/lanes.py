@@ -21,18 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.memory import Arena
-from offload.engine.none import Lanes
-from offload.engine.operations import AwaitPush, Run, Transfer, Visit
-from offload.engine.pieces import PieceCopies, Pieces
-from offload.engine.pinning import PinnedMemory
-from offload.engine.touching import nodes_for
+from offload.device.none import Lanes
+from offload.device.pieces import PieceCopies, Pieces
+from offload.device.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.kernels.table import active_rows
 from offload.layout import Layout
+from offload.memory.arenas import Arena
+from offload.memory.touching import nodes_for
 from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
+from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
 
 
 @dataclass(frozen=True, slots=True)

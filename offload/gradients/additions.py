@@ -24,12 +24,12 @@ from queue import SimpleQueue
 import numpy as np
 
 from offload import waits
+from offload.device.lanes import GpuLanes
+from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.gpu import GpuLanes
-from offload.engine.memory import Arena
-from offload.engine.pieces import Pieces, as_pieces
 from offload.errors import OffloadError
 from offload.kernels import CpuUpdateKernel
+from offload.memory.arenas import Arena
 from offload.plan.budget import PIECE_ALIGNMENT
 from offload.protocols import SECTOR_BYTES, DeviceLane, Mark
 

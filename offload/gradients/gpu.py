@@ -24,23 +24,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.host import HostMemory
+from offload.device.lanes import GpuLanes
+from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.additions import Additions, Sending
-from offload.engine.gpu import GpuLanes
-from offload.engine.gradients import GradientSlots, GradientStore
-from offload.engine.host import HostMemory
-from offload.engine.limits import Limits
-from offload.engine.memory import Arena
-from offload.engine.operations import Visit
-from offload.engine.pieces import Pieces, as_pieces
 from offload.engine.tables import Tables
 from offload.errors import ConfigError, InternalError
+from offload.gradients.additions import Additions, Sending
+from offload.gradients.store import GradientSlots, GradientStore
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Segment
+from offload.limits import Limits
+from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import DeviceLane, Mark
+from offload.schedule.operations import Visit
 
 BLOCK_BYTES = 8
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.memory import Arena
-from offload.engine.pieces import Pieces
+from offload.device.pieces import Pieces
 from offload.errors import InternalError
+from offload.memory.arenas import Arena
 from offload.plan import NO_GPU, GpuRates, Plan, Rates
 from offload.protocols import Device, Mark
 

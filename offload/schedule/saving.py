@@ -20,11 +20,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from offload.engine.index import Location, Record, TileIndex
-from offload.engine.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
 from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
 from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
+from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
 
 SAVE_DEPTH = CHECKPOINT_BUFFERS
 """Tiles that a save has on their way at once; also the number of copy buffers."""

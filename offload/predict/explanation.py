@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
-from offload.sim.predict import Prediction, predict
+from offload.predict.predict import Prediction, predict
 from offload.units import format_apart, format_bytes, format_seconds
 
 

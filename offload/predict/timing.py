@@ -20,18 +20,18 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from offload.engine.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
-from offload.engine.timeline import ENGINE
 from offload.errors import InternalError
 from offload.plan.budget import BROUGHT_AHEAD, Plan
 from offload.plan.cost import CALLS, PASSING_CALLS
 from offload.plan.rates import Rates
-from offload.sim.lanes import Lane, VirtualLanes
-from offload.sim.shared import Flow, SharedPath
+from offload.predict.lanes import Lane, VirtualLanes
+from offload.predict.shared import Flow, SharedPath
+from offload.schedule.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
+from offload.schedule.timeline import ENGINE
 
 
 class TimingExecutor(VirtualLanes):
-    """Runs operations on a virtual clock; an `offload.engine.loop.Executor`.
+    """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
 
     Args:
         plan: What the operations belong to.

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offload.engine.index import Record
 from offload.errors import OffloadError
 from offload.plan.budget import Plan
 from offload.protocols import TileId
+from offload.schedule.index import Record
 
 # Sweeps -----------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from offload.engine.operations import AwaitPush, Operation, Run, Sweep, Transfer, Visit
-from offload.engine.staging import Phase, Slots, Staging
 from offload.errors import invariant, known
 from offload.plan.budget import Plan
+from offload.schedule.operations import AwaitPush, Operation, Run, Sweep, Transfer, Visit
+from offload.schedule.staging import Phase, Slots, Staging
 
 MAX_RUNS_IN_FLIGHT = 2
 """A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts."""

@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.host import HostMemory
+from offload.device.none import never, nothing
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.additions import BUFFERS, buffer_bytes
-from offload.engine.host import HostMemory
-from offload.engine.memory import Arena
-from offload.engine.none import never, nothing
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
+from offload.gradients.additions import BUFFERS, buffer_bytes
 from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
+from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL, Mark
 

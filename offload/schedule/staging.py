@@ -22,9 +22,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from offload.engine.operations import Visit
 from offload.errors import InternalError, invariant
 from offload.plan.budget import Home, Plan
+from offload.schedule.operations import Visit
 
 
 class Phase(Enum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from offload.engine.machine import Machine
-from offload.engine.operations import Event, Operation
+from offload.schedule.machine import Machine
+from offload.schedule.operations import Event, Operation
 
 
 class Executor(Protocol):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.engine.index import TileIndex
-from offload.engine.loop import pump
-from offload.engine.machine import Machine, update_visits
-from offload.engine.operations import Begin, Sweep
-from offload.engine.timeline import Interval, covered_s
 from offload.errors import ConfigError, invariant
 from offload.plan.budget import Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
-from offload.sim.timing import TimingExecutor
+from offload.predict.timing import TimingExecutor
+from offload.schedule.index import TileIndex
+from offload.schedule.loop import pump
+from offload.schedule.machine import Machine, update_visits
+from offload.schedule.operations import Begin, Sweep
+from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_bytes, format_seconds
 
 

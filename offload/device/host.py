@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 from collections.abc import Mapping, Sequence
 
-from offload.engine.memory import Arena
-from offload.engine.none import Lanes
+from offload.device.none import Lanes
 from offload.errors import OffloadError
 from offload.layout import Layout
+from offload.memory.arenas import Arena
 from offload.plan import Home, Plan
 from offload.protocols import Tier
 

@@ -8,8 +8,8 @@ import logging
 from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
-from offload.sim.explanation import Explanation
-from offload.sim.predict import Prediction, predict, with_backward_s, with_forward_s
+from offload.predict.explanation import Explanation
+from offload.predict.predict import Prediction, predict, with_backward_s, with_forward_s
 from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from offload.engine.touching import Nodes, touch
 from offload.errors import OffloadError, invariant
+from offload.memory.touching import Nodes, touch
 from offload.protocols import SECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Arena:
             mapping.close()
 
     def touch(self, nodes: Nodes | None = None, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Touch every page, by several threads; see `offload.engine.touching.touch`.
+        """Touch every page, by several threads; see `offload.memory.touching.touch`.
 
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.

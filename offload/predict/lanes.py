@@ -15,7 +15,11 @@ from __future__ import annotations
 from heapq import heappush
 from typing import Any
 
-from offload.engine.operations import (
+from offload.errors import ConfigError
+from offload.plan.budget import Plan
+from offload.plan.rates import Rates
+from offload.predict.shared import SharedPath
+from offload.schedule.operations import (
     AwaitPush,
     Commit,
     CopyTile,
@@ -28,11 +32,7 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
-from offload.engine.timeline import Interval
-from offload.errors import ConfigError
-from offload.plan.budget import Plan
-from offload.plan.rates import Rates
-from offload.sim.shared import SharedPath
+from offload.schedule.timeline import Interval
 
 COMMIT_S = 1e-3
 

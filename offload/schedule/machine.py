@@ -6,8 +6,8 @@ or change its state. A step is a sweep of updates; reading or loading state is a
 A machine and its index change in `Machine.handle` alone, so a run is its list of events: another machine that is
 given them decides the same operations.
 
-Books of their own stand beside it: `offload.engine.staging` (phases of subgroups, the slots of staging memory),
-`offload.engine.runs` (what visits wait for whose state is whole), `offload.engine.saving` (what checkpoints add).
+Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
+`offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add).
 
 A sweep *ahead* works beside whoever opened it: its visits run once they are admitted, each makes a version beside
 the live one, and that is written to slots of its own at once. The live version stays where it is on storage until
@@ -29,8 +29,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.dtypes import DtypeCode
-from offload.engine.index import Record, TileIndex
-from offload.engine.operations import (
+from offload.errors import InternalError, TierError, TierFullError, invariant, known
+from offload.plan.budget import Plan
+from offload.protocols import TileId
+from offload.schedule.index import Record, TileIndex
+from offload.schedule.operations import (
     Admit,
     AwaitPush,
     Begin,
@@ -56,12 +59,9 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
-from offload.engine.runs import Runs
-from offload.engine.saving import Saver
-from offload.engine.staging import Phase, Staging, Subgroup
-from offload.errors import InternalError, TierError, TierFullError, invariant, known
-from offload.plan.budget import Plan
-from offload.protocols import TileId
+from offload.schedule.runs import Runs
+from offload.schedule.saving import Saver
+from offload.schedule.staging import Phase, Staging, Subgroup
 
 
 def update_visits(
@@ -127,8 +127,8 @@ class Machine:
         there, or on their way on the lane of pushes."""
         self._on_warning = on_warning
         self._on_break = on_break
-        self._staging = Staging(plan)
-        self._subgroups = self._staging.subgroups
+        self.staging = Staging(plan)
+        self._subgroups = self.staging.subgroups
         self._in_flight: dict[int, Operation] = {}
         self._flushes: dict[int, _Flush] = {}
         self._sweep: Sweep | None = None
@@ -141,7 +141,7 @@ class Machine:
         self._unfinished = 0
         self._next_op = 1
         self._out: list[Operation] = []
-        self._runs = Runs(plan, self._staging, self._take_op, self._issue)
+        self._runs = Runs(plan, self.staging, self._take_op, self._issue)
         self.saver = Saver(index, self._take_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
@@ -256,7 +256,7 @@ class Machine:
         Raises:
             InternalError: If one does not hold.
         """
-        self._staging.check(self.plan)
+        self.staging.check(self.plan)
         self._runs.check(self._in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
@@ -276,9 +276,9 @@ class Machine:
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
-        waits = waits or (visit.ahead and (not self._staging.is_admitted(number) or phase is Phase.DIRTY))
+        waits = waits or (visit.ahead and (not self.staging.is_admitted(number) or phase is Phase.DIRTY))
         waits = waits or self.broken is not None  # then nobody is let on any more
-        queue = self._staging.line if phase is Phase.ABSENT else self._runs.queue_of(visit)
+        queue = self.staging.line if phase is Phase.ABSENT else self._runs.queue_of(visit)
         invariant(waits or number in queue, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Machine:
         invariant(not self._in_flight, "the plan changes while memory is in use")
         self.plan = plan
         self.index.allow(plan.slot_counts)
-        self._staging.adopt(plan)
+        self.staging.adopt(plan)
         self._runs.adopt(plan)
 
     def _pop(self, op: int) -> Operation:
@@ -311,7 +311,7 @@ class Machine:
                 case Phase.RESIDENT if self.saver.blocks(visit.subgroup):
                     self.saver.hurry(visit.subgroup)
                 case Phase.ABSENT:
-                    self._staging.line.append(visit.subgroup)
+                    self.staging.line.append(visit.subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
                     self._let_on(visit.subgroup)
 
@@ -321,7 +321,7 @@ class Machine:
         """Open a sweep, of the visits that the stores have room for beside the live versions."""
         invariant(self._sweep is None and self.finished is None, "a sweep begins while another is under way")
         self._sweep, self._held = sweep, self.broken is not None
-        turns = self._staging.turns
+        turns = self.staging.turns
         for place, visit in enumerate(sweep.visits):
             subgroup = visit.subgroup
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
@@ -337,12 +337,12 @@ class Machine:
             if phase is Phase.DIRTY:
                 self._flush(subgroup)  # the live version is whole on storage before there is one beside it
             elif phase is Phase.ABSENT:
-                self._staging.line.append(subgroup)
+                self.staging.line.append(subgroup)
 
     def _admit(self, subgroups: Iterable[int]) -> None:
         for number in subgroups:
-            if self.is_ahead and not self._staging.is_admitted(number) and self._subgroups[number].visit is not None:
-                self._staging.admit(number)
+            if self.is_ahead and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
+                self.staging.admit(number)
                 self._let_on(number)
 
     def _confirm(self, subgroups: Collection[int]) -> None:
@@ -386,7 +386,7 @@ class Machine:
         """Give back the slots of a version beside the live one, and the staging slot that holds it."""
         for _, record in records:
             self.index.abandon(record.location)
-        self._staging.vacate(subgroup)
+        self.staging.vacate(subgroup)
 
     def _commit(self, records: Iterable[tuple[TileId, Record]]) -> None:
         """Make a version the newest: all of its tiles are there, and only now do the old slots go."""
@@ -395,7 +395,7 @@ class Machine:
 
     def _forget_waiting(self) -> None:
         self._runs.clear()
-        self._staging.forget_waiting()
+        self.staging.forget_waiting()
         for subgroup in self._subgroups:
             subgroup.visit = None
 
@@ -405,7 +405,7 @@ class Machine:
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "a save begins during a visit")
         versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
-        dirty = list(self._staging.dirty)
+        dirty = list(self.staging.dirty)
         unsaved = dict.fromkeys([*dirty, *(n for n, flush in self._flushes.items() if not flush.beside)])
         if self.broken is not None:
             self.saver.ended = save, self.broken
@@ -425,8 +425,8 @@ class Machine:
             invariant(
                 not self.plan.is_resident(subgroup), f"state of subgroup {subgroup} at home in memory is exchanged"
             )
-            self._staging.vacate(subgroup)
-            self._staging.dirty.pop(subgroup, None)
+            self.staging.vacate(subgroup)
+            self.staging.dirty.pop(subgroup, None)
             self._subgroups[subgroup].version = record.step
             self.index.adopt(tile, record)
 
@@ -485,13 +485,13 @@ class Machine:
     def _flushed_beside(self, subgroup: int, flush: _Flush) -> None:
         """Take in that a version beside the live one has been written, or has not."""
         self.index.give_back(flush.room)
-        self._staging.to(subgroup, Phase.READY)
+        self.staging.to(subgroup, Phase.READY)
         if flush.error is None and subgroup in self._beside:
             self._beside[subgroup] = flush.records
             return
         self._revoke(subgroup, flush.records)
         if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
-            self._staging.file(subgroup)
+            self.staging.file(subgroup)
 
     def _give_up_beside(self, subgroup: int, error: Exception) -> None:
         """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
@@ -503,7 +503,7 @@ class Machine:
     def _let_on(self, number: int) -> None:
         """Let the visit go on that waits for a subgroup's state, if one does."""
         visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
-        may_run = not self.is_ahead or (phase is Phase.READY and self._staging.is_admitted(number))
+        may_run = not self.is_ahead or (phase is Phase.READY and self.staging.is_admitted(number))
         if visit is not None and may_run:
             self._runs.let_on(visit)
 
@@ -511,7 +511,7 @@ class Machine:
         visit, number = run.visit, run.visit.subgroup
         self._runs.device_of(visit).runs -= 1
         if visit.ahead:
-            self._staging.to(number, Phase.DIRTY)
+            self.staging.to(number, Phase.DIRTY)
             if self.broken is None:
                 self._beside[number] = None
                 self._flush(number, beside=True)
@@ -536,11 +536,11 @@ class Machine:
     def _settle(self, subgroup: int, *, changed: bool) -> None:
         """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""
         if self.plan.is_resident(subgroup):
-            self._staging.to(subgroup, Phase.RESIDENT)
-        elif changed or subgroup in self._staging.dirty:
-            self._staging.changed(subgroup)
+            self.staging.to(subgroup, Phase.RESIDENT)
+        elif changed or subgroup in self.staging.dirty:
+            self.staging.changed(subgroup)
         else:
-            self._staging.to(subgroup, Phase.READY)
+            self.staging.to(subgroup, Phase.READY)
         self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
 
     def _failed(self, operation: Operation, error: Exception) -> None:
@@ -577,7 +577,7 @@ class Machine:
             self._runs.device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
             if operation.gpu_slot is None:
-                self._staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
+                self.staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
     def _break(self, error: Exception) -> None:
@@ -621,18 +621,18 @@ class Machine:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
         if self._held and self.is_ahead:
             return
-        line = self._staging.line
+        line = self.staging.line
         while line:
-            slot = self._staging.take_clean()
+            slot = self.staging.take_clean()
             if slot is None and self.is_ahead:
-                slot = self._staging.evict(line[0])
+                slot = self.staging.evict(line[0])
             if slot is None:
                 break
             self._fetch(line.popleft(), slot)
         if not line:
             return
         coming = sum(self._subgroups[number].visit is None for number in self._flushes)
-        for number in list(self._staging.dirty):
+        for number in list(self.staging.dirty):
             if coming >= len(line) or self.broken is not None:
                 return
             subgroup = self._subgroups[number]
@@ -642,12 +642,12 @@ class Machine:
 
     def _fetch(self, number: int, slot: int) -> None:
         subgroup = self._subgroups[number]
-        self._staging.give(number, slot)
+        self.staging.give(number, slot)
         if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):
             self._settle(number, changed=False)
             return
         tiles = self.plan.layout.subgroups[number].tiles
-        self._staging.to(number, Phase.FETCHING)
+        self.staging.to(number, Phase.FETCHING)
         subgroup.unread = len(tiles)
         for tile, offset, _ in tiles:
             record = self.index.get(tile)
@@ -658,8 +658,8 @@ class Machine:
     def _flush(self, subgroup: int, *, for_save: bool = False, beside: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = known(self._subgroups[subgroup].slot, "what is flushed has no slot")
-        self._staging.to(subgroup, Phase.FLUSHING)
-        self._staging.dirty.pop(subgroup, None)
+        self.staging.to(subgroup, Phase.FLUSHING)
+        self.staging.dirty.pop(subgroup, None)
         step = self._sweep.step if beside and self._sweep else self._subgroups[subgroup].version or 0
         self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, beside=beside)
         for number, (tile, offset, nbytes) in enumerate(tiles):

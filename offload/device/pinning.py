@@ -13,8 +13,8 @@ import logging
 import mmap
 from collections.abc import Iterator
 
-from offload.engine.memory import Arena
 from offload.errors import OffloadError
+from offload.memory.arenas import Arena
 from offload.protocols import Device
 
 log = logging.getLogger("offload")

@@ -1,0 +1,1 @@
+"""Arenas, and the memory nodes and cores that they are touched from."""

@@ -1,0 +1,1 @@
+"""Decides: operations, where tiles lie, the machine, saves, the one loop. Pure, but for the loop that it is given."""
