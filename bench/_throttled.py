@@ -224,7 +224,7 @@ class ThrottledTier:
         return "" if why is None else str(why())
 
     def sync(self, op: int) -> None:
-        """See `Tier.sync`; not held back."""
+        """See `Tier.sync`; held back by what came before it alone."""
         self.inner.sync(op)
 
     def free_bytes(self) -> int:
@@ -246,6 +246,8 @@ class ThrottledTier:
 
     def _serve(self) -> None:
         held: list[tuple[float, int, Completion]] = []
+        syncs: deque[tuple[set[int], Completion]] = deque()  # each with the transfers before it that are held back
+        kept: set[int] = set()
         ended = False
         while held or not ended or (self._device and self._device.next_s() < math.inf):
             next_s = min(held[0][0] if held else math.inf, self._device.next_s() if self._device else math.inf)
@@ -253,26 +255,34 @@ class ThrottledTier:
             for record in self._inner_queue.wait(timeout_s):
                 completion = Completion(*record)
                 ended = ended or completion.op == 0  # posted after everything else
-                if completion.op:
-                    self._take(completion, held)
+                if completion.op and self._take(completion, held):
+                    kept.add(completion.op)
+                elif completion.op:
+                    syncs.append(({*kept}, completion))
             now_s = time.monotonic()
             for through_s, transfer in self._device.ended(now_s) if self._device else ():
                 heapq.heappush(held, self._late(transfer.completion, transfer.started_s, through_s))
             while held and held[0][0] <= now_s:
-                self._queue.post(*heapq.heappop(held)[2])
+                due = heapq.heappop(held)[2]
+                self._queue.post(*due)
+                for before in (kept, *(before for before, _ in syncs)):
+                    before.discard(due.op)
+            while syncs and not syncs[0][0]:
+                self._queue.post(*syncs.popleft()[1])
 
-    def _take(self, completion: Completion, held: list[tuple[float, int, Completion]]) -> None:
+    def _take(self, completion: Completion, held: list[tuple[float, int, Completion]]) -> bool:
+        """Hold a transfer back; return False for a sync."""
         with self._lock:
             lane, nbytes, submitted_s = self._submitted.pop(completion.op, ("", 0, 0.0))
-        if not lane:  # a sync
-            heapq.heappush(held, (completion.finished_s, completion.op, completion))
-            return
+        if not lane:
+            return False
         seconds = nbytes / self._rates[lane]
         if self._device is not None:
             self._device.add(_Transfer(completion, submitted_s, seconds))
-            return
+            return True
         through_s = self._lanes.book(lane, submitted_s, seconds)
         heapq.heappush(held, self._late(completion, through_s - seconds, through_s))
+        return True
 
     def _late(self, completion: Completion, started_s: float, through_s: float) -> tuple[float, int, Completion]:
         finished_s = max(completion.finished_s, through_s + self._latency_s)

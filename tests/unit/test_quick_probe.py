@@ -206,7 +206,8 @@ def test_what_copies_leave_of_the_update_is_their_cost(
     monkeypatch.setattr(probe, "GpuProbe", Probe)
     monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": 10e9})
     monkeypatch.setattr(TrialState, "stream_rate", lambda *how: 10e9 * UPDATE_MEMORY_COST)
-    queue, lanes = CompletionQueue(), SimpleNamespace(device=SimpleNamespace(name=f"of speed {speed}"))
+    queue = CompletionQueue()
+    lanes = SimpleNamespace(device=SimpleNamespace(name=f"of speed {speed}"), rated=lambda measure: measure(lanes))
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(20_000), lanes)  # type: ignore[arg-type]
     assert found.gpu is not None
