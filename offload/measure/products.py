@@ -174,7 +174,15 @@ def _is_low(value: object) -> bool:
     )
 
 
-_told = False
+@functools.cache
+def tell(rates: ProductRates) -> None:
+    """Warn, once, of products that are slow here."""
+    log.warning(
+        "%s: forward and backward of these weights are slow on this processor. With fp32 weights "
+        "(`model.float()`, and no autocast) they are not; weights, gradients and exact state take as many "
+        "bytes in all, as an fp32 weight is its own master",
+        rates,
+    )
 
 
 def tell_once(dtypes: Iterable[torch.dtype]) -> None:
@@ -183,17 +191,8 @@ def tell_once(dtypes: Iterable[torch.dtype]) -> None:
     Args:
         dtypes: Of those weights.
     """
-    global _told
-    if _told:
-        return
     for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):
         rates = product_rates(dtype)
         if rates.slow:
-            _told = True
-            log.warning(
-                "%s: forward and backward of these weights are slow on this processor. With fp32 weights "
-                "(`model.float()`, and no autocast) they are not; weights, gradients and exact state take as many "
-                "bytes in all, as an fp32 weight is its own master",
-                rates,
-            )
+            tell(rates)
             return
