@@ -134,5 +134,9 @@ class StateFormat(ABC):
         """Whether elements do: then parameters that suffer from it are kept exact (`offload.layout.keep_exact`)."""
         return self.block_numel > 1
 
+    def __reduce__(self) -> str:
+        """There is one of each, in copies and pickles of a plan, too."""
+        return self.name.upper()
+
     def __repr__(self) -> str:
         return self.name

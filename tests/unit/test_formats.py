@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
+import pickle
 import re
 
 import pytest
@@ -92,3 +94,10 @@ def test_codes_are_places_and_native_code_has_the_same() -> None:
     assert [(int(code), name.lower()) for code, name in cases[: len(FORMATS)]] == [
         (found.code, found.name) for found in FORMATS
     ]
+
+
+@pytest.mark.parametrize("state_format", FORMATS, ids=repr)
+def test_there_is_one_of_each_format_in_copies_of_what_holds_it(state_format: StateFormat) -> None:
+    held = {"format": state_format}
+    for other in (pickle.loads(pickle.dumps(held)), copy.deepcopy(held), copy.copy(held)):
+        assert other["format"] is state_format
