@@ -416,8 +416,7 @@ def _must(holds: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name} is {_short(value)}; it must be {allowed}")
 
 
-def _decode(body: _Body) -> Manifest:
-    """Check what the fields say of each other, and make a manifest of them."""
+def _check_fields(body: _Body) -> None:
     _must(body.rank < body.ranks, "rank", body.rank, f"below {body.ranks}")
     for p in body.parameters:
         check_text(p.name)
@@ -434,6 +433,22 @@ def _decode(body: _Body) -> Manifest:
         for parameter, *_ in s.segments:
             known = parameter < len(body.parameters)
             _must(known, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
+
+
+def _tiles(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
+    tiles = {}
+    names = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
+    for tile, ref in zip(names, body.tiles, strict=True):
+        known = ref.store < len(body.stores)
+        what = f"the store of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
+        _must(known, what, ref.store, f"below {len(body.stores)}")
+        tiles[tile] = ref
+    return tiles
+
+
+def _decode(body: _Body) -> Manifest:
+    """Check what the fields say of each other, and make a manifest of them."""
+    _check_fields(body)
     readable = [StateSpec(RULES[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
     if state is None:
@@ -469,13 +484,6 @@ def _decode(body: _Body) -> Manifest:
     for store in body.stores:
         known = store.path is None or check_text(store.path) != ""
         _must(known, "the path of a store", store.path, "a directory or s3://bucket/prefix")
-    tiles = {}
-    names = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
-    for tile, ref in zip(names, body.tiles, strict=True):
-        known = ref.store < len(body.stores)
-        what = f"the store of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
-        _must(known, what, ref.store, f"below {len(body.stores)}")
-        tiles[tile] = ref
     check_metadata(body.metadata)
     if body.extra is not None:
         name = check_text(body.extra[0])
@@ -488,7 +496,7 @@ def _decode(body: _Body) -> Manifest:
         layout=layout,
         steps=tuple(p.step for p in body.parameters),
         stores=body.stores,
-        tiles=tiles,
+        tiles=_tiles(body, layout),
         checksums=body.checksums,
         metadata=body.metadata,
         extra=body.extra,

@@ -325,6 +325,123 @@ def change_of(s, g, first, second, RULE: tl.constexpr):
 
 
 @triton.jit
+def scales_of(row, start, room, STATES: tl.constexpr, STATE_FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the scales of a block's elements begin, and which there are: as many as there are elements for."""
+    blocks = tl.arange(0, BLOCK // SHARED)
+    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint8)) + blocks * STATES
+    if STATE_FORMAT == COMPACT8:
+        scales += tl.cdiv(start, SHARED) * STATES  # `start` is negative by less than a block
+    return scales, blocks * SHARED < room
+
+
+@triton.jit
+def stepped(scalars, decoupled, g, p, m, v, RULE: tl.constexpr):
+    """Return the new master and state, in fp32, whatever they are stored in."""
+    decay = tl.load(scalars + DECAY)
+    decayed = p * decay
+    if decoupled:
+        p = decayed
+    else:
+        g = tl.where(decay != 0.0, g + decayed, g)
+    change, m, v = change_of(scalars + SCALARS, g, m, v, RULE)
+    return p - change, m, v
+
+
+@triton.jit
+def read_master(master, lower, inside, PLANES: tl.constexpr, UPPER: tl.constexpr, FULL: tl.constexpr):
+    """Return a master in fp32; see `in_planes`."""
+    p = widen(read(master, inside, FULL), UPPER)
+    if PLANES:
+        low = read(lower, inside, FULL).to(tl.uint32) << 8
+        p = (p.to(tl.uint32, bitcast=True) | low).to(tl.float32, bitcast=True)
+    return p
+
+
+@triton.jit
+def read_state(
+    items,
+    scales,
+    inside,
+    there,
+    ROOT: tl.constexpr,
+    STATE_FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Return a state tensor's values in fp32."""
+    if STATE_FORMAT == COMPACT8:
+        return decoded(read(items, inside, FULL), read(scales, there, FULL), ROOT, BLOCK)
+    else:
+        return widen(read(items, inside, FULL), NONE if STATE_FORMAT == EXACT else BFLOAT16)
+
+
+@triton.jit
+def write_master(master, lower, p, added, inside, PLANES: tl.constexpr, FULL: tl.constexpr):
+    """Write a master, and return it as it is stored; see `in_planes`."""
+    if PLANES:
+        upper, low, p = in_planes(p, added)
+        write(master, upper, inside, FULL)
+        write(lower, low, inside, FULL)
+    else:
+        write(master, p, inside, FULL)
+    return p
+
+
+@triton.jit
+def write_zeros(
+    first,
+    second,
+    scales,
+    inside,
+    there,
+    STATES: tl.constexpr,
+    STATE_FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Make state zeros."""
+    zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
+    write(first, zeros, inside, FULL)
+    if STATES == 2:
+        write(second, zeros, inside, FULL)
+    if STATE_FORMAT == COMPACT8:
+        none = tl.full([BLOCK // SHARED], 0, tl.uint8)
+        for number in tl.static_range(STATES):
+            write(scales + number, none, there, FULL)
+
+
+@triton.jit
+def write_codes(
+    first,
+    second,
+    scales,
+    m,
+    v,
+    random,
+    inside,
+    there,
+    ROOT: tl.constexpr,
+    SECOND_ROOT: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Write state as codes and scales."""
+    codes, scale = encoded(m, random, inside, ROOT, BLOCK, FULL)
+    write(scales, scale, there, FULL)
+    if STATES == 2:
+        others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
+        write(scales + 1, scale, there, FULL)
+        # What is divided by a root that is 0 now would be divided by almost nothing; and see `store_state`.
+        if SECOND_ROOT:
+            codes = tl.where((others == 0) | (v.to(tl.uint32, bitcast=True) == INFINITY), 0, codes)
+        if ROOT:
+            others = tl.where((codes == 0) | (m.to(tl.uint32, bitcast=True) == INFINITY), 0, others)
+        write(second, others.to(tl.uint8), inside, FULL)
+    write(first, codes.to(tl.uint8), inside, FULL)
+
+
+@triton.jit
 def update_block(
     row,
     start,
@@ -356,90 +473,42 @@ def update_block(
     ITEM: tl.constexpr = NONE if STATE_FORMAT == EXACT else COMPACT
     first = pointers(tl.load(row + STATE), start, BLOCK, ITEM, ALIGNED)
     second = pointers(tl.load(row + STATE + 1), start, BLOCK, ITEM, ALIGNED)
-    # Of the blocks that share scales, as many as there are elements for.
-    blocks = tl.arange(0, BLOCK // SHARED)
-    there = blocks * SHARED < room
-    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint8)) + blocks * STATES
-    if STATE_FORMAT == COMPACT8:
-        scales += tl.cdiv(start, SHARED) * STATES  # `start` is negative by less than a block
+    scales, there = scales_of(row, start, room, STATES, STATE_FORMAT, BLOCK)
     ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE) & 1
     SECOND_ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE + 1) & 1
 
     if GRADIENT == NONE:
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
             p = widen(read(weight, inside, FULL), WEIGHT)
-            if PLANES:
-                upper, low, p = in_planes(p, tl.zeros([BLOCK], tl.uint32))
-                write(new_master, upper, inside, FULL)
-                write(new_lower, low, inside, FULL)
-            else:
-                write(new_master, p, inside, FULL)
+            write_master(new_master, new_lower, p, tl.zeros([BLOCK], tl.uint32), inside, PLANES, FULL)
         if (flags & ZERO_STATE) != 0:
-            zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
-            write(first, zeros, inside, FULL)
-            if STATES == 2:
-                write(second, zeros, inside, FULL)
-            if STATE_FORMAT == COMPACT8:
-                none = tl.full([BLOCK // SHARED], 0, tl.uint8)
-                for number in tl.static_range(STATES):
-                    write(scales + number, none, there, FULL)
+            write_zeros(first, second, scales, inside, there, STATES, STATE_FORMAT, BLOCK, FULL)
     else:
         gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
-        decay = tl.load(scalars + DECAY)
         g = widen(read(gradient, inside, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
             p = widen(read(weight, inside, FULL), WEIGHT)
         else:
-            p = widen(read(master, inside, FULL), UPPER)
-            if PLANES:
-                low = read(lower, inside, FULL).to(tl.uint32) << 8
-                p = (p.to(tl.uint32, bitcast=True) | low).to(tl.float32, bitcast=True)
+            p = read_master(master, lower, inside, PLANES, UPPER, FULL)
         if (flags & ZERO_STATE) != 0:
             m = tl.full([BLOCK], 0.0, tl.float32)
             v = tl.full([BLOCK], 0.0, tl.float32)
-        elif STATE_FORMAT == COMPACT8:
-            m = decoded(read(first, inside, FULL), read(scales, there, FULL), ROOT, BLOCK)
+        else:
+            m = read_state(first, scales, inside, there, ROOT, STATE_FORMAT, BLOCK, FULL)
             v = m
             if STATES == 2:
-                v = decoded(read(second, inside, FULL), read(scales + 1, there, FULL), SECOND_ROOT, BLOCK)
-        else:
-            m = widen(read(first, inside, FULL), ITEM)
-            v = m
-            if STATES == 2:
-                v = widen(read(second, inside, FULL), ITEM)
-        decayed = p * decay
-        if (flags & DECOUPLED_DECAY) != 0:
-            p = decayed
-        else:
-            g = tl.where(decay != 0.0, g + decayed, g)
-        change, m, v = change_of(scalars + SCALARS, g, m, v, RULE)
-        p = p - change
-        random = 0
+                v = read_state(second, scales + 1, inside, there, SECOND_ROOT, STATE_FORMAT, BLOCK, FULL)
+        p, m, v = stepped(scalars, (flags & DECOUPLED_DECAY) != 0, g, p, m, v, RULE)
+        random = tl.zeros([BLOCK], tl.uint32)
         if STATE_FORMAT != EXACT:
             random = random_bits(row, start, BLOCK)
         if STATE_FORMAT == COMPACT8:
-            codes, scale = encoded(m, random, inside, ROOT, BLOCK, FULL)
-            write(scales, scale, there, FULL)
-            if STATES == 2:
-                others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
-                write(scales + 1, scale, there, FULL)
-                # What is divided by a root that is 0 now would be divided by almost nothing; and see `store_state`.
-                if SECOND_ROOT:
-                    codes = tl.where((others == 0) | (v.to(tl.uint32, bitcast=True) == INFINITY), 0, codes)
-                if ROOT:
-                    others = tl.where((codes == 0) | (m.to(tl.uint32, bitcast=True) == INFINITY), 0, others)
-                write(second, others.to(tl.uint8), inside, FULL)
-            write(first, codes.to(tl.uint8), inside, FULL)
+            write_codes(first, second, scales, m, v, random, inside, there, ROOT, SECOND_ROOT, STATES, BLOCK, FULL)
         else:
             write(first, as_stored(m, random, STATE_FORMAT), inside, FULL)
             if STATES == 2:
                 write(second, as_stored(v, random >> 16, STATE_FORMAT), inside, FULL)
-        if PLANES:
-            upper, low, p = in_planes(p, (random * MASTER_RANDOM) >> 24)
-            write(new_master, upper, inside, FULL)
-            write(new_lower, low, inside, FULL)
-        else:
-            write(new_master, p, inside, FULL)
+        p = write_master(new_master, new_lower, p, (random * MASTER_RANDOM) >> 24, inside, PLANES, FULL)
         if WEIGHT != NONE:
             write(new_weight, narrow(p, WEIGHT), inside, FULL)
 
