@@ -13,6 +13,7 @@ from mirror import same_bits
 
 import offload
 from offload.errors import CheckpointError, ConfigError
+from offload.formats import EXACT, StateSpec
 from offload.kernels import reference
 from offload.kernels.reference import SegmentTensors
 from offload.protocols import SegmentFlag
@@ -331,7 +332,7 @@ def test_state_takes_the_bytes_that_the_rule_says() -> None:
         parameters = [torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))]
         with kind(parameters) as optimizer:
             found[kind.rule.name] = optimizer.metrics()["state_bytes"] / (1 << 16)
-    assert found == {name: float(rule.item_bytes) for name, rule in RULES.items()}
+    assert found == {name: StateSpec(rule, EXACT).item_bytes for name, rule in RULES.items()}
     assert found["adam"] == 12
     assert found["lion"] == 8
 
