@@ -59,6 +59,7 @@ from kernel import Buffers
 import offload
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
+from offload.formats import EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference, scalars
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
 from offload.kernels.table import segment_table as kernel_table
@@ -69,14 +70,13 @@ from offload.plan import Budgets, choose_plan, choose_subgroup_numel, estimate
 from offload.plan.budget import GPU_STAGING_SLOTS
 from offload.predict import predict
 from offload.protocols import SegmentFlag
-from offload.rules import ADAMW
 from offload.units import format_seconds
 
 NO_DEVICE = "no CUDA device: not run"
 SIMULATED = "SIMULATED DEVICE: NO GPU WAS USED, NO FIGURE MEANS ANYTHING"
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
-STATE = ADAMW.names
+STATE = EXACT_ADAMW.rule.names
 UPDATE_BYTES = 28  # an element's state, gradient and weight, read and written
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
 SECTIONS = ("a", "b", "c", "d", "e", "p")
@@ -93,7 +93,7 @@ Found = dict[str, Any]
 def row_of(tensors: dict[str, torch.Tensor | None], flags: SegmentFlag, values: reference.Scalars) -> np.ndarray:
     """Return the segment table's row for tensors of any device."""
     return kernel_table(
-        ADAMW,
+        EXACT_ADAMW,
         next(tensor.numel() for tensor in tensors.values() if tensor is not None),
         {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
         weight_dtype=dtype_of(tensors["weight"]),
