@@ -191,6 +191,8 @@ def tell_once(dtypes: Iterable[torch.dtype]) -> None:
     Args:
         dtypes: Of those weights.
     """
+    if tell.cache_info().currsize:  # of another type, too
+        return
     for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):
         rates = product_rates(dtype)
         if rates.slow:
