@@ -27,6 +27,7 @@ SECTIONS = {
         "Engine",
         "session.gradients.Gradients",
         "session.state.State",
+        "session.checkpoints.Checkpoints",
         "Parameter",
         "GroupScalars",
         "DtypeCode",
