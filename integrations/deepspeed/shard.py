@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
+from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
 from offload.integrations.deepspeed.gradients import DeviceGradients, HostGradients
 from offload.integrations.deepspeed.pieces import Piece
+from offload.rules import GroupScalars
 
 STATE = ("master", "exp_avg", "exp_avg_sq")
 

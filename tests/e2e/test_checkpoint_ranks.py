@@ -21,10 +21,11 @@ from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
 from offload.limits import Limits
+from offload.rules import GroupScalars
 from offload.tiers.directories import DirectoryFolder
 
 WHOLE = 10_000
-SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+SCALARS = GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
 
 class Shard:
