@@ -237,7 +237,9 @@ class Machine:
                     self._failed(self._pop(op), error)
                 case Stop(error):
                     self._stopped = True
-                    if self.idle:
+                    if self.finished is not None:  # nobody has taken note of its end, and it is none
+                        self.failed = True
+                    elif self.idle:
                         self.moved = []
                     self._break(error)
             self._advance()

@@ -105,7 +105,7 @@ class Ending:
             return
         limits, is_raising = self._parts.limits, sys.exception() is not None
         pending.wait_for_ranks(limits.settle_s if is_raising else limits.close_s)
-        waits.wait_for(pending.done.wait, pending.awaited)
+        pending.wait()
 
     def _end_all(self, stop: waits.Aside) -> None:
         """End the engine thread, then free everything; on a thread of its own."""

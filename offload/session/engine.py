@@ -12,26 +12,19 @@ shows before it is called, or after it has returned, the next request of any kin
 from __future__ import annotations
 
 import math
-import os
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload import waits
-from offload.checkpoint.folder import open_folder
-from offload.checkpoint.reader import StateSource
-from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
-from offload.layout import Layout, Parameter
+from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure import lane_totals
 from offload.memory.touching import bound, cores_of_rank
@@ -69,6 +62,7 @@ class Engine:
         limits: No setting: for tests, whose models are small.
 
     Attributes:
+        checkpoints: To save and load them: see `offload.session.checkpoints.Checkpoints`.
         config: What it was made with.
         gradients: Where they lie, when they have arrived, their norms: see `offload.session.gradients.Gradients`.
         state: What is kept of each parameter, to be read and written: see `offload.session.state.State`.
@@ -107,7 +101,7 @@ class Engine:
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
                 thread.aborted = partial(_aborted, parts, visits)
-                self._checkpoints = Checkpoints(parts, thread, visits)
+                self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
                 # None of these holds this object, so an engine that is forgotten is closed.
@@ -230,7 +224,7 @@ class Engine:
                 # A signal handler may have added others since.
                 parts.adopt(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
 
-            self._checkpoints.wait_for_pending()
+            parts.saves.wait_for_pending()
             thread.request(extend)
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
@@ -266,10 +260,6 @@ class Engine:
             self._thread.speculation.is_last_pass = is_last_pass
             self._thread.speculation.hyperparameters = hyperparameters
 
-    def wait_weights(self) -> None:
-        """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""
-        self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
-
     # Work
 
     def step(
@@ -290,7 +280,7 @@ class Engine:
 
         Args:
             groups: Hyperparameters, by group index: what the rule's `values` makes of one of torch's groups (Adam's
-                are `offload.GroupScalars`).
+                are `offload.rules.GroupScalars`).
             scale: What the gradients were multiplied by (loss scale); they are divided by it.
             clip: Factor for the unscaled gradients.
             active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
@@ -351,149 +341,18 @@ class Engine:
         """
         self._visits.wait_for(parameters)
 
-    def finish(self) -> None:
+    def finish(self, *, on_gpu: bool = False) -> None:
         """Wait until the pending step is over, if there is one.
+
+        Args:
+            on_gpu: Wait for the GPU, too: its weights can then be read on any stream.
 
         Raises:
             StepAbortedError: It could not be finished; the session is broken.
         """
         self._thread.finish()
-
-    # Checkpoints
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        extra: bytes | None = None,
-        copy: bool = False,
-        on_done: Callable[[BaseException | None], None] | None = None,
-        id: str | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        replica: bool = False,
-        names: Mapping[str, str] | None = None,
-        ended: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        """Start a checkpoint of the state as it is now; it is written while the caller goes on.
-
-        What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
-        update at the latest. Masters that are (fp32) weights are written before this returns, as their owner may
-        change them. Without paths, or with `copy`, everything is written to the folder itself.
-
-        Args:
-            path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
-            metadata: Anything that JSON can hold.
-            extra: Anything else.
-            copy: Copy everything into the folder, so that the checkpoint needs nothing else.
-            on_done: Called from a thread of its own when it has ended, with the error or None.
-            id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
-            rank: This rank.
-            ranks: Number of ranks that save to the folder together.
-            replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
-                then.
-            names: What parameters here are called there, where that is something else.
-            ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
-
-        Raises:
-            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
-                error is the cause; training may go on.
-            SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
-        """
-        folder, id = open_folder(path), id or uuid.uuid4().hex
-        copy = copy or not self.config.paths
-
-        def describe() -> Snapshot:
-            layout, tables = self.plan.layout, self._parts.tables
-            rounds = layout.state.format.rounds
-            return Snapshot(
-                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
-                step=self._visits.step_number,
-                steps=() if replica else tuple(tables.steps.tolist()),
-                metadata=metadata or {},
-                extra=extra,
-                id=id,
-                rank=rank,
-                ranks=ranks,
-                copy=copy,
-                seed=tables.seed if rounds else None,
-                numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
-                ended=ended,
-            )
-
-        with self._thread.turn():
-            if not copy and not self.config.checkpoints:
-                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
-            self._checkpoints.save(folder, describe, on_done)
-
-    @property
-    def kept_checkpoints(self) -> tuple[str, ...]:
-        """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
-
-        Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
-        """
-        return tuple(kept.folder for kept in self._parts.saves.kept)
-
-    def release(self, path: str | os.PathLike[str]) -> None:
-        """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
-
-        A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
-        this says that it is gone.
-
-        Args:
-            path: The folder that it was saved to.
-
-        Raises:
-            CheckpointError: None in that folder is kept, or somebody is reading it.
-        """
-        with self._thread.turn():
-            self._checkpoints.release(path)
-
-    def wait_checkpoint(self, timeout_s: float | None = None) -> None:
-        """Wait until the checkpoint that was started last has been committed.
-
-        Raises:
-            CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
-            TimeoutError: It has not been by then.
-        """
-        saves = self._parts.saves
-        pending = saves.pending or saves.last
-        if pending is None:
-            return
-        if not waits.wait_for(pending.done.wait, pending.awaited, timeout_s):
-            raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
-        if pending.error is not None:
-            raise pending.error
-
-    def load(
-        self,
-        checkpoint: StateSource,
-        *,
-        names: Mapping[str, str] | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        """Replace all state, step counts and weights by what a checkpoint has for these parameters.
-
-        With the same subgroups, tiles and ranks streamed state is not copied: its slots are this session's from then
-        on where their session has ended and they lie on one of its paths, and are only read elsewhere.
-
-        Args:
-            checkpoint: An open one, or a file of another format; may be closed afterwards.
-            names: What a parameter here is called there, where that differs.
-            rank: This rank.
-            ranks: Number of ranks.
-
-        Raises:
-            CheckpointError: It has not all parameters, or they have other sizes; nothing has changed then. Or part
-                of it is damaged, which is found out while it is read: the session is broken then.
-        """
-        parts = self._parts
-        with self._thread.turn():
-            parameters = parts.plan.layout.parameters
-            restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.lanes)
-            self._checkpoints.load(checkpoint, restorer, rank, ranks)
+        if on_gpu:
+            self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def close(self) -> None:
         """Finish what is in flight, a checkpoint included, and free everything; idempotent.
