@@ -203,9 +203,9 @@ class Checkpoint:
         self._parts = self._find_parts()
         # What is still out between two readings is stuck, and may write into its buffer at any time.
         self._flights = Flights[_Flight](self._queue, _say, STALL_S)
-        # Aside, so that no interrupt comes between what is opened and taking note of it.
-        self._opening = waits.Aside(lambda: self._open_stores(paths), "offload-open")
-        self._end = waits.Aside(self._close, "offload-close")
+        # On a thread of its own, so that no interrupt comes between what is opened and taking note of it.
+        self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
+        self._end = waits.BackgroundWork(self._close, "offload-close")
         try:
             self._opening.start()
             waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")

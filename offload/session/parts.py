@@ -103,7 +103,7 @@ class Parts:
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.memory = HostMemory(self.lanes)
-        self.closing: list[tuple[Tier, waits.Aside]] = []
+        self.closing: list[tuple[Tier, waits.BackgroundWork]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
@@ -397,7 +397,7 @@ class Parts:
     def _close_tiers(self) -> None:
         """Close them side by side: one whose device hangs keeps no other open."""
         self.closing = [
-            (tier, waits.Aside(tier.close, "offload-close")) for tier in (*self.tiers, *self.others.values())
+            (tier, waits.BackgroundWork(tier.close, "offload-close")) for tier in (*self.tiers, *self.others.values())
         ]
         self.others.clear()
         for _, ending in self.closing:
