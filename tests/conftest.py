@@ -117,7 +117,7 @@ class Everything:
     def check(self) -> bool:
         """Whether weights hold NaN meanwhile: not where the host writes to them in no order with lanes."""
         optimizer = self._optimizer()
-        return optimizer is not None and getattr(optimizer._late.device, "caller_is_host", True)
+        return optimizer is not None and getattr(optimizer._holder.device, "caller_is_host", True)
 
     @property
     def parameters(self) -> set[torch.Tensor]:

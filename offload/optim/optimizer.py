@@ -1,8 +1,8 @@
 """`OffloadedOptimizer`: a PyTorch optimizer whose state lives where the plan says, whatever its rule.
 
-A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers. Who owns
-what: `LateEngine` the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
-for these, `StateView` what is read and written from outside. None of them knows the optimizer.
+A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers.
+`EngineHolder` owns the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
+of gradients, `StateView` the state as users read and write it. None of them knows the optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Following, Overlap
 from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
@@ -66,29 +66,29 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
         config = offload or OffloadConfig()
         owner = weakref.proxy(self)  # the engine does not keep it alive
-        late = LateEngine(config, self.rule, lambda config: owner._open(config), self.limits)
-        super().__init__(params, defaults, late)
+        holder = EngineHolder(config, self.rule, lambda config: owner._open(config), self.limits)
+        super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
         world, rank = ranks.world()
-        late.config = config.for_rank(rank) if world > 1 else config
-        late.use(self._find_device(parameters))
+        holder.config = config.for_rank(rank) if world > 1 else config
+        holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
         self._weights.place = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
-        self._overlap = Overlap(late, self._weights)
-        self._route = choose_route(late, self._weights, self._scaling, self._overlap, parameters)
+        self._overlap = Overlap(holder, self._weights)
+        self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_told = True  # of the last step
         self._lock.first = lambda: owner._finish()
         self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
-        if late.waits:
+        if holder.is_deferred:
             self._widen_gradients(parameters)
         else:
-            self._open(late.config)
+            self._open(holder.config)
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
         """Return the device that all weights lie on."""
@@ -106,7 +106,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         wanted = [parameter for parameter in self._parameters() if parameter.requires_grad]
         described = self._weights.describe(self.param_groups, wanted)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
-            self._late.start(described, config, self._route.has_slots)
+            self._holder.start(described, config, self._route.has_slots)
             if config.overlap == "backward":
                 self._speculate()
             # Frozen ones, too: torch takes no other dtype for a gradient that is there.
@@ -130,7 +130,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 optimizer. None: nobody knows.
         """
         self._is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
-        if self._late.opened is not None and self.engine.speculates:
+        if self._holder.engine_if_open is not None and self.engine.speculates:
             self._speculate()
 
     def _choose_overlap(self) -> None:
@@ -182,9 +182,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
                     check_parameter(parameter, name, self._weights.place)
-            if self._weights.place is not None and not self._late.config.keep_grads:
+            if self._weights.place is not None and not self._holder.config.keep_grads:
                 check_reduced(group["params"])
-            if self._late.opened is not None:
+            if self._holder.engine_if_open is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
             if self._weights.place is not None:  # else the constructor does it for all
@@ -195,7 +195,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd accumulate in float32, if that is wanted."""
-        if self._late.config.gradient_dtype == "float32" and self._route.widens:
+        if self._holder.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
                 if parameter.grad is None and not shards.is_sharded(parameter):  # FSDP2 has a dtype for it
                     parameter.grad_dtype = torch.float32
@@ -229,8 +229,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Reset gradients, as torch documents it; those that have left, too."""
         self._scaling.forget()
         self._route.forget()
-        if self._late.opened is not None:
-            self._late.opened.gradients.drop()
+        if self._holder.engine_if_open is not None:
+            self._holder.engine_if_open.gradients.drop()
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[Bound]:
@@ -299,7 +299,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not number(max_norm) >= 0:
             raise ConfigError("max_norm", max_norm, "give a number >= 0")
         with self._lock:
-            self._late.open_after_backward()
+            self._holder.open_after_backward()
             norm = self._scaling.unscaled(self._norm_sq())
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
@@ -317,7 +317,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             Whether all gradients are finite.
         """
         with self._lock:
-            self._late.open_after_backward()
+            self._holder.open_after_backward()
             if not scale:  # torch's scaler halves it at every overflow
                 return False
             finite = math.isfinite(self._norm_sq())
@@ -360,7 +360,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._is_asked_for_state():
             self._show_state()
             return
-        self._late.open_after_backward()
+        self._holder.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
@@ -382,7 +382,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not self._overlap.is_behind:
             self._weights.gather()
             self._tell()
-        if self._late.config.overlap == "auto":
+        if self._holder.config.overlap == "auto":
             self._choose_overlap()
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:
@@ -432,7 +432,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _show_state(self) -> None:
-        self._late.open().gradients.end_backward()
+        self._holder.open().gradients.end_backward()
         self._state.check()
         self._bind_late()
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
@@ -485,7 +485,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def config(self) -> OffloadConfig:
         """Tiers and budgets, as they were given."""
-        return self._late.config
+        return self._holder.config
 
     @property
     def plan(self) -> PlanReport:
@@ -606,7 +606,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             if parameter.grad_dtype not in (None, parameter.dtype):
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
-        self._late.close()
+        self._holder.close()
         self._route.release()  # the lanes have ended
         self._overlap.closed()
 

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.pace import Pace
 from offload.optim.weights import Bound, Weights
 
@@ -30,7 +30,7 @@ class Overlap:
     """What goes on behind the caller of one optimizer's `step`.
 
     Args:
-        late: The engine.
+        holder: The engine.
         weights: The parameters.
 
     Attributes:
@@ -38,10 +38,10 @@ class Overlap:
         pace: How long forward and backward take, and the caller waits.
     """
 
-    def __init__(self, late: LateEngine, weights: Weights) -> None:
+    def __init__(self, holder: EngineHolder, weights: Weights) -> None:
         self.following: list[Following] = []
         self.pace = Pace()
-        self._late = late
+        self._holder = holder
         self._weights = weights
         self._bound = weights.bound
         self._used: dict[torch.Tensor, None] = {}
@@ -50,7 +50,7 @@ class Overlap:
     @property
     def is_behind(self) -> bool:
         """Whether a step that nobody has waited for goes on behind its caller, or has."""
-        return self._late.opened is not None and self._late.opened.is_behind
+        return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_behind
 
     def follow(self, model: torch.nn.Module, check: bool, known: Iterable[torch.Tensor]) -> Following:
         """Hook a model of some `known` parameters; once more to hook what has been added to it."""
@@ -69,7 +69,7 @@ class Overlap:
             raise ConfigError(
                 "model", what, "have whole weights on each rank: shards are gathered before a module's turn"
             )
-        self._late.check_open()
+        self._holder.check_open()
         self.finish()
         for other in [other for other in self.following if other.model is model]:
             other.remove()
@@ -115,18 +115,18 @@ class Overlap:
         if any(following.check for following in self.following):
             for bound in waiting:
                 self._hidden[bound] = copy = bound.parameter.detach().clone()
-                self._late.engine.bind_weight(bound.position, copy.data_ptr())
+                self._holder.engine.bind_weight(bound.position, copy.data_ptr())
                 bound.parameter.data.fill_(float("nan"))
         return [*self._hidden.values()]
 
     def wait_for(self, waiting: Iterable[Bound]) -> None:
         """Wait until some weights are those of the last step, and their gradients have been read."""
         waiting = [*waiting]
-        if not waiting or self._late.opened is None:
+        if not waiting or self._holder.engine_if_open is None:
             return
         try:
             with self.pace.waits():
-                self._late.opened.wait_for([bound.position for bound in waiting])
+                self._holder.engine_if_open.wait_for([bound.position for bound in waiting])
         except OffloadError:
             self._show([*self._hidden])
             raise
@@ -137,7 +137,7 @@ class Overlap:
         try:
             if self.is_behind:
                 with self.pace.waits(for_all=True):
-                    self._late.engine.finish()
+                    self._holder.engine.finish()
         finally:
             self._show([*self._hidden])
 
@@ -146,9 +146,9 @@ class Overlap:
             copy = self._hidden.get(bound)
             if copy is not None:
                 bound.parameter.data.copy_(copy)
-                self._late.device.give_up(copy)  # `step` may have made it on another stream
+                self._holder.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
-                    self._late.engine.bind_weight(bound.position, bound.parameter.data_ptr())
+                    self._holder.engine.bind_weight(bound.position, bound.parameter.data_ptr())
                 self._hidden.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
@@ -159,8 +159,8 @@ class Overlap:
     def closed(self) -> None:
         """The engine has been closed: show what was hidden, and raise what nobody was told of."""
         self._show([*self._hidden], closed=True)
-        if self._late.opened is not None:
-            self._late.opened.raise_untold()
+        if self._holder.engine_if_open is not None:
+            self._holder.engine_if_open.raise_untold()
 
 
 class Turn:

@@ -18,7 +18,7 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import world
 from offload.optim.scaling import Note, Scaling
@@ -30,34 +30,34 @@ NO_PASS = -1
 
 
 def choose_route(
-    late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
+    holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
 ) -> Route:
     """Return the route for the device and the parameters; refuse, and close, what would leave unreduced."""
     parameters = [*parameters]
-    if not late.config.keep_grads:
+    if not holder.config.keep_grads:
         try:
             check_reduced(parameters)
         except ConfigError:
-            late.close()
+            holder.close()
             raise
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
-    arrive = is_alone or late.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
+    arrive = is_alone or holder.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
     kind: type[Route]
-    if isinstance(late.device, NoDevice):
+    if isinstance(holder.device, NoDevice):
         kind, come = Slots if is_alone else Reduced, arrive
     else:
-        kind, come = (AtStep, False) if late.config.keep_grads else (Departing, is_alone)
-        late.waits = late.config.gpu_memory == "auto"  # for backward, which shows what is free there
-    if late.config.overlap == "backward" and not come:
+        kind, come = (AtStep, False) if holder.config.keep_grads else (Departing, is_alone)
+        holder.is_deferred = holder.config.gpu_memory == "auto"  # for backward, which shows what is free there
+    if holder.config.overlap == "backward" and not come:
         allowed = (
             'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
             "of FSDP2 or of DDP with shard=True"
         )
         if kind is AtStep:
             allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
-        late.close()
-        raise ConfigError("overlap", late.config.overlap, allowed)
-    route = kind(late, weights, scaling, overlap)
+        holder.close()
+        raise ConfigError("overlap", holder.config.overlap, allowed)
+    route = kind(holder, weights, scaling, overlap)
     route.is_early = is_alone and kind is not AtStep
     return route
 
@@ -93,8 +93,8 @@ class Route:
     is_early: bool = False
     """Whether gradients come to host memory during backward, of one process."""
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        self._late = late
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        self._holder = holder
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
@@ -103,7 +103,7 @@ class Route:
 
     def attach(self, bound: Bound) -> None:
         """Hear of a parameter's gradients from now on."""
-        self._engine = self._late.engine  # which is open now
+        self._engine = self._holder.engine  # which is open now
         if not _is_heard(bound.parameter):
             return  # FSDP2 has the copy to the host wait for any hook; a gradient that changes is noticed without one
         register: Any = bound.parameter.register_post_accumulate_grad_hook
@@ -224,8 +224,8 @@ class Reduced(Route):
 
     widens = False
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        super().__init__(late, weights, scaling, overlap)
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(holder, weights, scaling, overlap)
         self._pass = NO_PASS
         self._of_pass: list[Bound] = []
 
@@ -270,13 +270,13 @@ class Slots(Route):
 
     has_slots = True
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        super().__init__(late, weights, scaling, overlap)
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(holder, weights, scaling, overlap)
         self._slots_at: set[int] = set()
 
     def attach(self, bound: Bound) -> None:
         """See `Route.attach`."""
-        bound.slot = GradientSlot(self._late.engine.gradients.slot(bound.position), bound.local)
+        bound.slot = GradientSlot(self._holder.engine.gradients.slot(bound.position), bound.local)
         if bound.local.numel():
             self._slots_at.add(bound.slot.address)
         super().attach(bound)
@@ -314,8 +314,8 @@ class Slots(Route):
 class Departing(Route):
     """From a GPU during backward: `.grad` is None again before the next parameter's gradient arrives."""
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        super().__init__(late, weights, scaling, overlap)
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(holder, weights, scaling, overlap)
         self._left: dict[Bound, torch.Tensor | None] = {}
         """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step.
 

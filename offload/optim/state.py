@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.optim import shards
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Turn
 from offload.optim.weights import Bound, Weights, followers
 from offload.rules import MASTER, RULES, UpdateRule, checked_step
@@ -136,7 +136,7 @@ class StateView(MutableMapping[Any, Any]):
     """State of all parameters that have been updated, read from wherever it lives when it is asked for.
 
     Args:
-        late: Whose state.
+        holder: Whose state.
         weights: The parameters that have one.
         rule: Of the optimizer.
         lock: Held while the engine is used.
@@ -151,7 +151,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def __init__(
         self,
-        late: LateEngine,
+        holder: EngineHolder,
         weights: Weights,
         rule: UpdateRule,
         lock: Turn,
@@ -163,7 +163,7 @@ class StateView(MutableMapping[Any, Any]):
         self.others: dict[Any, Any] = {}
         self._beginnings = beginnings
         self._shown: set[torch.Tensor] = set()
-        self._late = late
+        self._holder = holder
         self._weights = weights
         self._rule = rule
         self._lock = lock
@@ -177,7 +177,7 @@ class StateView(MutableMapping[Any, Any]):
     @property
     def is_fresh(self) -> bool:
         """Whether no parameter has been updated."""
-        engine = self._late.opened
+        engine = self._holder.engine_if_open
         return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
 
     def show(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -199,7 +199,7 @@ class StateView(MutableMapping[Any, Any]):
         starts = self._starts()
         found = {bound: starts[bound.parameter] for bound in bounds if bound.parameter in starts}
         if found:
-            self._late.engine.state.write(
+            self._holder.engine.state.write(
                 {
                     bound.position: {
                         name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
@@ -216,9 +216,9 @@ class StateView(MutableMapping[Any, Any]):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
-            states = self._late.engine.state.read(positions, own_masters=own_masters) if bounds else []
+            states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
-                entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
+                entry = {"step": _step_tensor(self._holder.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER):
                     if name in state:
                         entry[name] = shards.shaped(state[name], bound.parameter, bound.cut)
@@ -259,7 +259,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def replace_all(self, entries: Mapping[Bound, Entry]) -> None:
         """Replace the state of all parameters; those without an entry were never updated."""
-        engine = self._late.engine
+        engine = self._holder.engine
         others = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
             self.copies.forget()
@@ -276,13 +276,13 @@ class StateView(MutableMapping[Any, Any]):
         """See `OffloadedOptimizer.reset_state`."""
         with self._lock:
             self.copies.forget()
-            if self._late.opened is None and parameters is None:
+            if self._holder.engine_if_open is None and parameters is None:
                 return  # nothing has been updated
             wanted = [*self._weights.bound] if parameters is None else parameters
             positions = [self._weights.of(parameter).position for parameter in wanted]
             self._weights.check()
             self.changed()
-            self._late.engine.state.reset(positions)
+            self._holder.engine.state.reset(positions)
             self.begin(self._weights.of(parameter) for parameter in wanted)
 
     def _replace(self, entries: Mapping[Bound, Entry]) -> None:
@@ -290,13 +290,13 @@ class StateView(MutableMapping[Any, Any]):
         self._write(entries)
         for bound, (tensors, _) in entries.items():
             if MASTER not in tensors:
-                self._late.engine.reload_master(bound.position)
+                self._holder.engine.reload_master(bound.position)
 
     def _write(self, entries: Mapping[Bound, Entry]) -> None:
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
         following = followers(masters)
-        self._late.engine.state.write(
+        self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
         )
@@ -314,7 +314,7 @@ class StateView(MutableMapping[Any, Any]):
         return (
             parameter in self._shown
             or parameter in starts
-            or self._late.engine.step_count(self._weights.bound[parameter].position) > 0
+            or self._holder.engine.step_count(self._weights.bound[parameter].position) > 0
         )
 
     def updated(self) -> Iterator[torch.Tensor]:

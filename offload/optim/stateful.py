@@ -31,7 +31,7 @@ from offload.optim.groups import (
     to_json,
     torch_defaults,
 )
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Turn
 from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
@@ -53,25 +53,25 @@ class StatefulOptimizer(torch.optim.Optimizer):
     theirs: ClassVar[type[torch.optim.Optimizer] | None] = None
     """Torch's own optimizer of the rule."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], late: LateEngine) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], holder: EngineHolder) -> None:
         self._lock = Turn()
-        self._late = late
-        self._weights = Weights(late)
+        self._holder = holder
+        self._weights = Weights(holder)
         self._state = StateView(
-            late, self._weights, self.rule, self._lock, type(self).__name__, weakref.WeakMethod(self._beginnings)
+            holder, self._weights, self.rule, self._lock, type(self).__name__, weakref.WeakMethod(self._beginnings)
         )
         super().__init__(params, defaults)
 
     @property
     def engine(self) -> Engine:
         """The engine under this optimizer."""
-        return self._late.engine
+        return self._holder.engine
 
     # What its rule says
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        state = StateSpec(self.rule, STATE_FORMATS[self._late.config.state_format])
+        state = StateSpec(self.rule, STATE_FORMATS[self._holder.config.state_format])
         state.row(1, self.rule.values(group), 1.0)
 
     def _check_saved_group(self, group: Group) -> None:
@@ -193,7 +193,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
         )
         if state_dict["state"]:  # else the GPU's part is still left until backward has shown what it leaves free
-            self._late.open()
+            self._holder.open()
         entries, others = {}, {}
         for key, entry in state_dict["state"].items():
             if key not in by_id and not self._state.is_of_parameter(entry):
@@ -207,7 +207,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if not says_nothing(entry):
                 entries[bound] = self._state.checked(f"state_dict {key}", entry, bound)
         with self._lock:
-            if self._late.opened is not None:
+            if self._holder.engine_if_open is not None:
                 self._state.replace_all(entries)
             self._state.others = others
             for group, values in zip(self.param_groups, saved, strict=True):
@@ -266,7 +266,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 _log.warning("extra holds %s: load_checkpoint will need weights_only=False", ", ".join(unsafe))
         with self._lock:
             self._state.check()
-            self._late.open()
+            self._holder.open()
             bounds = self._weights.bound.values()
             agreed = ranks.agree_on_save(bounds)
             positions = {bound.parameter: bound.position for bound in bounds}
@@ -392,7 +392,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group)
 
     def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
-        self._late.open()
+        self._holder.open()
         bounds = self._weights.bound.values()
         names = {name: prefix + bare for name, bare in bare_names(bound.name for bound in bounds).items()}
         there = matching_names(names.values(), source.names)

@@ -19,7 +19,7 @@ from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.groups import Group, names
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.ranks import world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
@@ -77,11 +77,11 @@ class Weights:
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
     """
 
-    def __init__(self, late: LateEngine) -> None:
+    def __init__(self, holder: EngineHolder) -> None:
         self.bound: dict[torch.Tensor, Bound] = {}
         self.place: torch.device | None = None
         self.rows_over: Any = None
-        self._late = late
+        self._holder = holder
         self._told_changed = False
         self._told_others = True
 
@@ -112,12 +112,12 @@ class Weights:
         cut = shards.cut_of(parameter, name, self.rows_over)
         bound = Bound(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
         bound.left = bound.now()
-        self._late.engine.bind_weight(bound.position, bound.left[0])
+        self._holder.engine.bind_weight(bound.position, bound.left[0])
         return bound
 
     def of(self, parameter: Any) -> Bound:
         """Return a parameter's record; refuse what has none."""
-        self._late.open()
+        self._holder.open()
         bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
         if bound is None:
             raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
@@ -139,16 +139,16 @@ class Weights:
                     bound.name, found, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
             check_parameter(parameter, bound.name, self.place)
-            self._late.engine.bind_weight(bound.position, now[0])
+            self._holder.engine.bind_weight(bound.position, now[0])
             bound.left = now
             # Frameworks load the optimizer first, or the weights once more: what is there has not changed then.
             if bound.expected is not None and digest(_flat(bound), parameter.dtype) == bound.expected:
                 bound.was_other = False
                 continue
             bound.expected = None
-            self._late.engine.reload_master(bound.position)
+            self._holder.engine.reload_master(bound.position)
             # What a master has beyond its weight's 16 bits is lost; a float32 weight is its own master.
-            if parameter.dtype is not torch.float32 and self._late.engine.step_count(bound.position):
+            if parameter.dtype is not torch.float32 and self._holder.engine.step_count(bound.position):
                 changed.append(bound.name)
         if changed and not self._told_changed:
             self._told_changed = True
@@ -198,7 +198,7 @@ class Weights:
         """Have all ranks exchange the rows that each has updated; a collective, if there are any."""
         cut = [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
         if cut:
-            self._late.engine.wait_weights()
+            self._holder.engine.wait_weights()
             shards.gather([bound.parameter for bound in cut], self.rows_over)
             for bound in cut:
                 bound.left = bound.now()

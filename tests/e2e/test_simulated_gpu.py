@@ -563,7 +563,7 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
     ) as optimizer:
         assert optimizer.state_dict()["state"] == {}
         optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does with every optimizer
-        assert optimizer._late.opened is None
+        assert optimizer._holder.engine_if_open is None
         train(optimizer, parameters, range(3))
         assert optimizer.engine.plan.home_bytes[Home.GPU] == optimizer.engine.plan.state_bytes
         assert same(states(optimizer, parameters), on_cpu(range(3)))
