@@ -142,10 +142,10 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         plain_init(self, *arguments, **options)
-        self._overlap.following.append(Everything(self))
+        self._overlap.models.append(Everything(self))
 
     def step(self: Any, closure: Any = None) -> Any:
-        self._overlap.used(parameters_of(self))
+        self._overlap.note_use(parameters_of(self))
         try:
             loss = plain_step(self, closure)
             self.finish()

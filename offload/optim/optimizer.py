@@ -30,7 +30,7 @@ from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
-from offload.optim.overlap import Following, Overlap
+from offload.optim.overlap import FollowedModel, Overlap
 from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
@@ -80,7 +80,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_told = True  # of the last step
-        self._lock.first = lambda: owner._finish()
+        self._lock.wait_for_step = lambda: owner._finish()
         self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
@@ -139,7 +139,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         number, pace = self._steps_seen, self._overlap.pace.typical
         if number < 4 or number.bit_count() > 1 or pace is None or not self._route.is_early:
             return
-        (forward_s, backward_s), follows = pace, bool(self._overlap.following)
+        (forward_s, backward_s), follows = pace, bool(self._overlap.models)
         plan, rates = self.engine.plan, self.engine.rates
         if follows:
             waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
@@ -368,7 +368,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begins()
         try:
-            if self._overlap.following:
+            if self._overlap.models:
                 self._begin_step(groups, scale, clip, active)
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
@@ -441,7 +441,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     # Into the next forward pass
 
-    def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> Following:
+    def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> FollowedModel:
         """Have each `step` go on into the next forward pass of a model: its modules wait for their own weights only.
 
         `step` returns when the norm is known and the update has begun; `.grad` is None then, as it is the update's.
@@ -493,18 +493,18 @@ class OffloadedOptimizer(StatefulOptimizer):
         explanation, iteration = self._explanation(), None
         if self._overlap.pace.typical is not None and self._hides:
             iteration = (*self._overlap.pace.typical, self._iteration_s(*self._overlap.pace.typical))
-        hidden_in = ["forward"] * bool(self._overlap.following) + ["backward"] * self.engine.speculates
+        hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
         unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
         return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
 
     @property
     def _hides(self) -> bool:
         """Whether the step is hidden in forward or backward."""
-        return bool(self._overlap.following) or self.engine.speculates
+        return bool(self._overlap.models) or self.engine.speculates
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
         """Return the predicted seconds of an iteration, of which the step is hidden as it is now."""
-        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.following)
+        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.models)
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
         return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
@@ -608,7 +608,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 parameter.grad_dtype = parameter.dtype
         self._holder.close()
         self._route.release()  # the lanes have ended
-        self._overlap.closed()
+        self._overlap.after_close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self

@@ -16,7 +16,7 @@ import torch
 from offload.errors import ConfigError
 from offload.optim import shards
 from offload.optim.holder import EngineHolder
-from offload.optim.overlap import Turn
+from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import Bound, Weights, followers
 from offload.rules import MASTER, RULES, UpdateRule, checked_step
 from offload.session.handout import refuse_uncopied
@@ -154,7 +154,7 @@ class StateView(MutableMapping[Any, Any]):
         holder: EngineHolder,
         weights: Weights,
         rule: UpdateRule,
-        lock: Turn,
+        lock: OptimizerLock,
         owner: str,
         beginnings: Callable[[], Callable[[], Mapping[torch.Tensor, Mapping[str, float]]] | None],
     ) -> None:

@@ -32,7 +32,7 @@ from offload.optim.groups import (
     torch_defaults,
 )
 from offload.optim.holder import EngineHolder
-from offload.optim.overlap import Turn
+from offload.optim.overlap import OptimizerLock
 from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
 from offload.rules import UpdateRule
@@ -54,7 +54,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """Torch's own optimizer of the rule."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], holder: EngineHolder) -> None:
-        self._lock = Turn()
+        self._lock = OptimizerLock()
         self._holder = holder
         self._weights = Weights(holder)
         self._state = StateView(
