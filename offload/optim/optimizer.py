@@ -34,7 +34,7 @@ from offload.optim.overlap import FollowedModel, Overlap
 from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
-from offload.optim.weights import Bound, check_parameter
+from offload.optim.weights import BoundParameter, check_parameter
 from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
@@ -44,11 +44,11 @@ from offload.session.ahead import Foreseen
 log = logging.getLogger("offload")
 
 LEAST_GAIN = 0.02
-"""Share of an iteration that "auto" has to win by what it does in backward: predictions are not better."""
+"""Share of an iteration that updates in backward have to save for "auto": predictions are not more exact."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
-    """What this package's optimizers share; use one of these."""
+    """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
 
@@ -73,13 +73,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         holder.config = config.for_rank(rank) if world > 1 else config
         holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
-        self._weights.place = shards.local(first[0]).device if first else None
+        self._weights.device = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
         self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
-        self._is_told = True  # of the last step
+        self._is_reported = True  # the last step
         self._lock.wait_for_step = lambda: owner._finish()
         self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
@@ -94,8 +94,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Return the device that all weights lie on."""
         devices = {shards.local(parameter).device for parameter in parameters}
         if len(devices) > 1:
-            found = ", ".join(sorted(map(str, devices)))
-            raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
+            device_names = ", ".join(sorted(map(str, devices)))
+            raise ConfigError("params", device_names, "have all weights on one device, or an optimizer for each")
         if devices and next(iter(devices)).type in BACKENDS:  # others are refused with the parameter's name
             from offload.device.accelerator import AcceleratorDevice
 
@@ -103,21 +103,21 @@ class OffloadedOptimizer(StatefulOptimizer):
         return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
-        wanted = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        described = self._weights.describe(self.param_groups, wanted)
+        trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        descriptions = self._weights.describe(self.param_groups, trainable)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
-            self._holder.start(described, config, self._route.has_slots)
+            self._holder.start(descriptions, config, self._route.has_slots)
             if config.overlap == "backward":
                 self._speculate()
-            # Frozen ones, too: torch takes no other dtype for a gradient that is there.
+            # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
             self._widen_gradients(self._parameters())
-            self._attach(wanted, described)
+            self._attach(trainable, descriptions)
 
     def _speculate(self) -> None:
-        """Have updates made during backward from now on."""
+        """Have the engine update during backward from now on."""
         owner = weakref.ref(self)
-        says = None if self._is_last_pass is None else partial(_is_last, owner)
-        self.engine.speculate(partial(_foreseen, owner), says)
+        is_last = None if self._is_last_pass is None else partial(_is_last, owner)
+        self.engine.speculate(partial(_foreseen, owner), is_last)
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
@@ -134,9 +134,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
 
     def _choose_overlap(self) -> None:
-        """Have updates made during backward, or not, by what an iteration should take; at steps 4, 8, 16, ..."""
-        self._steps_seen += 1  # the engine's own number waits for a step that goes on behind
-        number, pace = self._steps_seen, self._overlap.pace.typical
+        """Switch updates during backward on or off by an iteration's predicted seconds; at steps 4, 8, 16, ..."""
+        self._steps_seen += 1  # the engine's own number would wait for the step
+        number, pace = self._steps_seen, self._overlap.pace.typical_s
         if number < 4 or number.bit_count() > 1 or pace is None or not self._route.is_early:
             return
         (forward_s, backward_s), follows = pace, bool(self._overlap.models)
@@ -151,9 +151,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
         elif not wins:
             self.engine.speculate(None)
-        did = "is" if self.engine.speculates else "is not"
+        verb = "is" if self.engine.speculates else "is not"
         text = 'overlap="auto": the step %s hidden in backward: an iteration takes %.3g s so, and else %.3g s'
-        log.info(text, did, hidden_s, waited_s)
+        log.info(text, verb, hidden_s, waited_s)
 
     # Parameters
 
@@ -181,13 +181,13 @@ class OffloadedOptimizer(StatefulOptimizer):
                 )
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
-                    check_parameter(parameter, name, self._weights.place)
-            if self._weights.place is not None and not self._holder.config.keep_grads:
+                    check_parameter(parameter, name, self._weights.device)
+            if self._weights.device is not None and not self._holder.config.keep_grads:
                 check_reduced(group["params"])
             if self._holder.engine_if_open is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
-            if self._weights.place is not None:  # else the constructor does it for all
+            if self._weights.device is not None:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:
             self.param_groups.pop()
@@ -200,59 +200,60 @@ class OffloadedOptimizer(StatefulOptimizer):
                 if parameter.grad is None and not shards.is_sharded(parameter):  # FSDP2 has a dtype for it
                     parameter.grad_dtype = torch.float32
 
-    def _add(self, wanted: list[torch.Tensor]) -> None:
-        described = self._weights.describe(self.param_groups, wanted)
-        # What the engine has and we do not is left of an addition that was interrupted.
-        if self.engine.plan.layout.parameters[len(self._weights.bound) :] != described:
-            self.engine.add(described)
-        self._attach(wanted, described)
+    def _add(self, parameters: list[torch.Tensor]) -> None:
+        descriptions = self._weights.describe(self.param_groups, parameters)
+        # An interrupted addition may have reached the engine, and not `self._weights.bound`.
+        if self.engine.plan.layout.parameters[len(self._weights.bound) :] != descriptions:
+            self.engine.add(descriptions)
+        self._attach(parameters, descriptions)
 
-    def _attach(self, wanted: list[torch.Tensor], described: tuple[Parameter, ...]) -> None:
+    def _attach(self, parameters: list[torch.Tensor], descriptions: tuple[Parameter, ...]) -> None:
+        """Bind parameters, the last ones that the engine has, and hook their gradients."""
         bound = self._weights.bound
-        there = len(self.engine.plan.layout.parameters)
-        invariant(len(bound) + len(wanted) == there, "parameters that were interrupted while they were added")
-        self._widen_gradients(wanted)
-        for parameter, known in zip(wanted, described, strict=True):
-            record = self._weights.bind(parameter, known.name)
+        count = len(self.engine.plan.layout.parameters)
+        invariant(len(bound) + len(parameters) == count, "parameters that were interrupted while they were added")
+        self._widen_gradients(parameters)
+        for parameter, description in zip(parameters, descriptions, strict=True):
+            record = self._weights.bind(parameter, description.name)
             self._route.attach(record)
-            bound[parameter] = record  # last: whatever is interrupted before is done anew
-        self._state.begin(bound[parameter] for parameter in wanted)
+            bound[parameter] = record  # last: after an interrupt before this line, the parameter is added again
+        self._state.write_start_values(bound[parameter] for parameter in parameters)
 
     # Gradients
 
     def forget_departed(self) -> None:
-        """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
+        """Forget gradients that have left the GPU, so that the next ones are the first; for `offload.GradScaler`."""
         self._route.forget()
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as torch documents it; those that have left, too."""
+        """Reset gradients, as torch documents it; those that have left the GPU, too."""
         self._scaling.forget()
         self._route.forget()
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.gradients.drop()
         super().zero_grad(set_to_none)
 
-    def _bind_gradients(self) -> list[Bound]:
+    def _bind_gradients(self) -> list[BoundParameter]:
         """Tell the engine where gradients lie; return the parameters that have one."""
-        self._bind_late()
+        self._bind_new_parameters()
         active = self._route.bind()
         self._scaling.check(self._route.notes())
         return active
 
-    def _bind_late(self) -> None:
-        """Add parameters with a gradient that were frozen when the optimizer was made, and are not any more."""
+    def _bind_new_parameters(self) -> None:
+        """Add parameters that have a gradient and were frozen when the optimizer was made."""
         bound = self._weights.bound
-        late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
-        if late:
-            self._check_new(late)
-            self._add(late)
+        new = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
+        if new:
+            self._check_new_parameters(new)
+            self._add(new)
 
-    def _check_new(self, late: list[torch.Tensor]) -> None:
-        """Refuse parameters that have come into the place of others, as where a model is sharded after all."""
-        new, known = set(late), {record.name for record in self._weights.bound.values()}
+    def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
+        """Refuse parameters that have replaced others of their name, as where a model is sharded afterwards."""
+        candidates, bound_names = set(new), {bound.name for bound in self._weights.bound.values()}
         for parameter, name, _ in names(self.param_groups):
-            if parameter in new and name in known:
+            if parameter in candidates and name in bound_names:
                 allowed = "make the optimizer after fully_shard, parallelize_module or prepare: it was replaced since"
                 raise ConfigError("params", name, allowed)
 
@@ -268,9 +269,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("params", "FSDP1's", allowed)
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradients.norm_sq(positions)
-        found = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
+        norms_sq = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
         # All ranks take part for all parameters, whichever of them have a gradient.
-        return shards.total((bound.cut, found.get(bound, 0.0)) for bound in bounds)
+        return shards.total((bound.cut, norms_sq.get(bound, 0.0)) for bound in bounds)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -364,35 +365,35 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
-        self._weights.tell_others()
+        self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
-        began_s = self._overlap.pace.begins()
+        began_s = self._overlap.pace.begin_step()
         try:
             if self._overlap.models:
                 self._begin_step(groups, scale, clip, active)
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
-                self._is_told = False
+                self._is_reported = False
         finally:
             self._state.changed()
             self._scaling.forget()
             self._route.forget()
-            self._weights.written(active)
-        self._overlap.pace.returns(began_s)
+            self._weights.note_written(active)
+        self._overlap.pace.end_call(began_s)
         if not self._overlap.is_behind:
             self._weights.gather()
-            self._tell()
+            self._report_step()
         if self._holder.config.overlap == "auto":
             self._choose_overlap()
 
-    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:
-        """Have a step go on behind the caller, but for what the next forward pass does not wait for."""
+    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
+        """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
         at_once, later = self._overlap.in_order(active)
         kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
-            self._is_told = False
+            self._is_reported = False
             at_once.extend(self._route.take(active))
 
         try:
@@ -407,23 +408,23 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self._overlap.finish()
 
     def _finish(self) -> None:
-        """Wait until the step is over that goes on behind its caller, if one does, and tell of it."""
+        """Wait until the last step is over, and report it."""
         self._overlap.finish()
-        if not self._is_told and self.engine.broken is None:  # else it has ended badly
-            self._tell()
+        if not self._is_reported and self.engine.broken is None:  # else the step has failed
+            self._report_step()
 
-    def _tell(self) -> None:
-        """Tell whoever wants to know of the last step."""
-        self._is_told = True
+    def _report_step(self) -> None:
+        """Give the last step's time to the forecast, and its metrics to the writers that are due."""
+        self._is_reported = True
         self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.step_s)
         step = self.engine.step_number
-        due = [write for every, write in self._writers if step % every == 0]
-        metrics = self.metrics() if due else {}
-        for write in due:
+        due_writers = [write for every, write in self._writers if step % every == 0]
+        metrics = self.metrics() if due_writers else {}
+        for write in due_writers:
             write(metrics, step)
 
     def _is_asked_for_state(self) -> bool:
-        """Return whether a step is torch's way to have state made: see `_init_optim_state` in
+        """Return whether this step is only torch's way to have state made: see `_init_optim_state` in
         torch/distributed/checkpoint/state_dict.py.
         """
         if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.is_fresh:
@@ -434,7 +435,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _show_state(self) -> None:
         self._holder.open().gradients.end_backward()
         self._state.check()
-        self._bind_late()
+        self._bind_new_parameters()
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
         self._scaling.forget()
         self._route.forget()
@@ -491,19 +492,19 @@ class OffloadedOptimizer(StatefulOptimizer):
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
         explanation, iteration = self._explanation(), None
-        if self._overlap.pace.typical is not None and self._hides:
-            iteration = (*self._overlap.pace.typical, self._iteration_s(*self._overlap.pace.typical))
+        if self._overlap.pace.typical_s is not None and self._is_hidden:
+            iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
         unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
         return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
 
     @property
-    def _hides(self) -> bool:
+    def _is_hidden(self) -> bool:
         """Whether the step is hidden in forward or backward."""
         return bool(self._overlap.models) or self.engine.speculates
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the predicted seconds of an iteration, of which the step is hidden as it is now."""
+        """Return the predicted seconds of an iteration, with the step hidden as it is now."""
         plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.models)
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
@@ -533,25 +534,25 @@ class OffloadedOptimizer(StatefulOptimizer):
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
-        found = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
+        metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
         pace = self._overlap.pace
-        if pace.typical is not None and self._hides:
-            found["forward_s"], found["backward_s"] = pace.typical
-            lanes_worked = (i for i in self.engine.last_timeline() if i.lane != ENGINE)
-            worked_s = max(found["step_s"], covered_s(lanes_worked))
-            found["waited_s"], found["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
-            found["predicted_iteration_s"] = self._iteration_s(*pace.typical)
-        return found
+        if pace.typical_s is not None and self._is_hidden:
+            metrics["forward_s"], metrics["backward_s"] = pace.typical_s
+            busy = (i for i in self.engine.last_timeline() if i.lane != ENGINE)
+            worked_s = max(metrics["step_s"], covered_s(busy))
+            metrics["waited_s"], metrics["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
+            metrics["predicted_iteration_s"] = self._iteration_s(*pace.typical_s)
+        return metrics
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
 
         Where the step is hidden in forward or backward, what the caller did is there as lane "caller".
         """
-        pace, found = self._overlap.pace, self.engine.timeline()
+        pace, intervals = self._overlap.pace, self.engine.timeline()
         if self.engine.speculates:
-            found += pace.before
-        return [*found, *(pace.intervals if self._hides else ())]
+            intervals += pace.last_intervals
+        return [*intervals, *(pace.intervals if self._is_hidden else ())]
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -560,9 +561,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             path: The file; one that is there is replaced.
         """
         paths = [place.path for place in self.engine.config.path_configs]
-        found = trace(self.timeline(), paths, step=self.engine.step_number)
+        document = trace(self.timeline(), paths, step=self.engine.step_number)
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump(document, file)
 
     def log_to(self, writer: Any, *, every: int = 1, prefix: str = "offload/") -> None:
         """Log `metrics` after each step from now on; a writer that raises ends the step, which has been taken then.
@@ -619,17 +620,17 @@ class OffloadedOptimizer(StatefulOptimizer):
 
 def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
     """Return whether the backward pass under way is the last before a step, by what the optimizer was told."""
-    found = optimizer()
-    says = None if found is None else found._is_last_pass
-    return says is not None and bool(says())
+    owner = optimizer()
+    is_last_pass = None if owner is None else owner._is_last_pass
+    return is_last_pass is not None and bool(is_last_pass())
 
 
 def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
-    """Return what the next step would be told now; None where nobody can tell."""
-    found = optimizer()
-    if found is None:
+    """Return the hyperparameters and fp32 weights that a step would use now; None if a weight has been moved."""
+    owner = optimizer()
+    if owner is None:
         return None
-    kept = [shards.local(p).detach() for p in found._weights.bound if p.dtype is torch.float32]
-    if not found._weights.are_where_bound():
+    weights = [shards.local(p).detach() for p in owner._weights.bound if p.dtype is torch.float32]
+    if not owner._weights.are_where_bound():
         return None
-    return [found.rule.values(group) for group in found.param_groups], kept
+    return [owner.rule.values(group) for group in owner.param_groups], weights

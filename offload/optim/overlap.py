@@ -23,7 +23,7 @@ from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
 from offload.optim.holder import EngineHolder
 from offload.optim.pace import Pace
-from offload.optim.weights import Bound, Weights
+from offload.optim.weights import BoundParameter, Weights
 
 
 class Overlap:
@@ -45,7 +45,7 @@ class Overlap:
         self._weights = weights
         self._bound = weights.bound
         self._use_order: dict[torch.Tensor, None] = {}
-        self._hidden_copies: dict[Bound, torch.Tensor] = {}
+        self._hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
     def is_behind(self) -> bool:
@@ -84,13 +84,13 @@ class Overlap:
         if self.is_behind or self._hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
-    def arrived(self, bound: Bound) -> None:
+    def arrived(self, bound: BoundParameter) -> None:
         """Note that a gradient has arrived, and wait until the last step has read the parameter's previous one."""
         self.pace.arrived()
         if self.models:
             self.wait_for([bound])
 
-    def in_order(self, active: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:
+    def in_order(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
         The order is that in which forward passes since the last step used them. A parameter that has a gradient, but
@@ -106,7 +106,7 @@ class Overlap:
 
     # Around a step
 
-    def hide(self, bounds: Iterable[Bound]) -> list[torch.Tensor]:
+    def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
 
         Returns:
@@ -119,13 +119,13 @@ class Overlap:
                 bound.parameter.data.fill_(float("nan"))
         return [*self._hidden_copies.values()]
 
-    def wait_for(self, bounds: Iterable[Bound]) -> None:
+    def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
         """Wait until the last step has updated some weights, and has read their gradients."""
         bounds = [*bounds]
         if not bounds or self._holder.engine_if_open is None:
             return
         try:
-            with self.pace.waits():
+            with self.pace.timed_wait():
                 self._holder.engine_if_open.wait_for([bound.position for bound in bounds])
         except OffloadError:
             self._show([*self._hidden_copies])
@@ -136,12 +136,12 @@ class Overlap:
         """Wait until the last step is over, if it goes on after `step` has returned."""
         try:
             if self.is_behind:
-                with self.pace.waits(for_all=True):
+                with self.pace.timed_wait(for_all=True):
                     self._holder.engine.finish()
         finally:
             self._show([*self._hidden_copies])
 
-    def _show(self, bounds: Iterable[Bound], closed: bool = False) -> None:
+    def _show(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
         """Copy updated weights from their hidden copies into the parameters."""
         for bound in bounds:
             copy = self._hidden_copies.get(bound)

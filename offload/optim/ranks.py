@@ -17,7 +17,7 @@ from offload.errors import CheckpointError
 from offload.layout import bare_names
 
 if TYPE_CHECKING:
-    from offload.optim.weights import Bound
+    from offload.optim.weights import BoundParameter
 
 log = logging.getLogger("offload")
 
@@ -68,7 +68,7 @@ class Agreement(NamedTuple):
     ended: Callable[[], Collection[int]] = tuple
 
 
-def agree_on_save(bounds: Collection[Bound]) -> Agreement:
+def agree_on_save(bounds: Collection[BoundParameter]) -> Agreement:
     """Agree on a save that all ranks make together.
 
     Raises:
@@ -147,7 +147,7 @@ def _ended(processes: Sequence[Process | None]) -> list[int]:
     ]
 
 
-def _is_of_its_rank(bound: Bound) -> bool:
+def _is_of_its_rank(bound: BoundParameter) -> bool:
     """Return whether nobody says which weight, or which piece of one, a plain tensor is."""
     return bound.cut is None and (is_flattened(bound.parameter) or bound.name.startswith("param_groups["))
 
@@ -171,7 +171,7 @@ def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int,
     return None
 
 
-def _digest(bound: Bound) -> tuple[Any, ...]:
+def _digest(bound: BoundParameter) -> tuple[Any, ...]:
     """Return what a weight is, which piece of it this rank has, and a checksum of the piece's beginning."""
     weight, mine = bound.parameter, bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)

@@ -23,7 +23,7 @@ from offload.optim.overlap import Overlap
 from offload.optim.ranks import world
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
-from offload.optim.weights import Bound, Weights
+from offload.optim.weights import BoundParameter, Weights
 
 NO_PASS = -1
 """What torch calls the backward pass outside of any."""
@@ -101,7 +101,7 @@ class Route:
         self._handles: list[Any] = []
         self._held: list[torch.Tensor] = []
 
-    def attach(self, bound: Bound) -> None:
+    def attach(self, bound: BoundParameter) -> None:
         """Hear of a parameter's gradients from now on."""
         self._engine = self._holder.engine  # which is open now
         if not _is_heard(bound.parameter):
@@ -109,7 +109,7 @@ class Route:
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
-    def arrived(self, bound: Bound, builds_graph: bool = False) -> None:
+    def arrived(self, bound: BoundParameter, builds_graph: bool = False) -> None:
         """Take in a gradient that has been accumulated; `builds_graph` if backward makes a graph of it."""
         gradient = bound.parameter.grad
         if gradient is None:
@@ -122,15 +122,15 @@ class Route:
             self._scaling.arrived(bound, gradient, builds_graph)
         self._take(bound, gradient)
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _take(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Do what there is to be done with a gradient before the step."""
 
-    def bind(self) -> list[Bound]:
+    def bind(self) -> list[BoundParameter]:
         """Tell the engine where gradients lie; return the parameters that have one."""
         self._held.clear()
         return [bound for bound in self._bound.values() if self._bind(bound)]
 
-    def _bind(self, bound: Bound) -> bool:
+    def _bind(self, bound: BoundParameter) -> bool:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
@@ -149,17 +149,17 @@ class Route:
         self._engine.gradients.bind(bound.position, address, dtype, gathered=gathered)
         return True
 
-    def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
+    def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         return False  # when it arrived
 
-    def note(self, bound: Bound) -> Note | None:
+    def note(self, bound: BoundParameter) -> Note | None:
         """Return what tells a parameter's gradient from others; None if it has none."""
         gradient = bound.parameter.grad
         if gradient is None:
             return None
         return Note(weakref.ref(gradient), shards.version(gradient), shards.local(gradient).data_ptr())
 
-    def notes(self) -> Iterator[tuple[Bound, Note | None]]:
+    def notes(self) -> Iterator[tuple[BoundParameter, Note | None]]:
         """Yield all parameters, and what tells their gradients from others."""
         return ((bound, self.note(bound)) for bound in self._bound.values())
 
@@ -170,7 +170,7 @@ class Route:
     def _is_slot(self, gradient: torch.Tensor) -> bool:
         return False
 
-    def take(self, active: Iterable[Bound]) -> list[Bound]:
+    def take(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
         """Take gradients that a step reads out of `.grad`; somebody keeps what `read` returned.
 
         On the engine thread, where no interrupt comes between: what is read must not be accumulated to.
@@ -227,9 +227,9 @@ class Reduced(Route):
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._pass = NO_PASS
-        self._of_pass: list[Bound] = []
+        self._of_pass: list[BoundParameter] = []
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _take(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not self._engine.speculates:
             return
         if shards.is_sharded(bound.parameter):
@@ -252,7 +252,7 @@ class Reduced(Route):
         for bound in bounds:
             self._say_final(bound)
 
-    def _say_final(self, bound: Bound) -> None:
+    def _say_final(self, bound: BoundParameter) -> None:
         """Have a gradient read where it lies, unless the step will copy it."""
         parameter, gradient = bound.parameter, bound.parameter.grad
         if self._engine.broken is not None or gradient is None or gradient.requires_grad:
@@ -274,14 +274,14 @@ class Slots(Route):
         super().__init__(holder, weights, scaling, overlap)
         self._slots_at: set[int] = set()
 
-    def attach(self, bound: Bound) -> None:
+    def attach(self, bound: BoundParameter) -> None:
         """See `Route.attach`."""
         bound.slot = GradientSlot(self._holder.engine.gradients.slot(bound.position), bound.local)
         if bound.local.numel():
             self._slots_at.add(bound.slot.address)
         super().attach(bound)
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _take(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
         if shards.is_sharded(parameter):
             return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
@@ -302,13 +302,13 @@ class Slots(Route):
                 lent.copy_(gradient)
                 engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent
-        bound.gathered = gradient._version
+        bound.gathered_version = gradient._version
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
         return gradient.data_ptr() in self._slots_at
 
-    def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
-        return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered
+    def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+        return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered_version
 
 
 class Departing(Route):
@@ -316,15 +316,15 @@ class Departing(Route):
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
-        self._left: dict[Bound, torch.Tensor | None] = {}
+        self._left: dict[BoundParameter, torch.Tensor | None] = {}
         """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step.
 
         It holds memory; which gradients there are, the engine knows.
         """
-        self._left_from: dict[Bound, StorageWeakRef] = {}
+        self._left_from: dict[BoundParameter, StorageWeakRef] = {}
         self._pass = NO_PASS
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _take(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not shards.placed_as(gradient, bound.parameter):
             return  # tensor parallelism has it reduced when somebody asks for it, as the step does
         gradient = shards.local(gradient)
@@ -340,7 +340,7 @@ class Departing(Route):
         if self._engine.broken is None:
             self._engine.gradients.end_backward()
 
-    def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _depart(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
         parameter, engine = shards.local(bound.parameter), self._engine
         is_first = not engine.gradients.has_arrived(bound.position)  # which no interrupt makes untrue
@@ -365,7 +365,7 @@ class Departing(Route):
         if mark is not None:
             engine.gradients.hold(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
 
-    def _bind(self, bound: Bound) -> bool:
+    def _bind(self, bound: BoundParameter) -> bool:
         if not self._engine.gradients.has_arrived(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
@@ -373,7 +373,7 @@ class Departing(Route):
             self._depart(bound, shards.local(gradient).detach())
         return True
 
-    def note(self, bound: Bound) -> Note | None:
+    def note(self, bound: BoundParameter) -> Note | None:
         """See `Route.note`."""
         if not self._engine.gradients.has_arrived(bound.position):
             return super().note(bound)
@@ -409,7 +409,7 @@ class Departing(Route):
 class _ArrivalHook:
     """Runs when autograd has accumulated a gradient."""
 
-    def __init__(self, route: Route, bound: Bound) -> None:
+    def __init__(self, route: Route, bound: BoundParameter) -> None:
         self._route = weakref.ref(route)
         self._bound = weakref.ref(bound)
 

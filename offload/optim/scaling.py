@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.optim import shards
-from offload.optim.weights import Bound
+from offload.optim.weights import BoundParameter
 
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
@@ -36,7 +36,7 @@ class Note(NamedTuple):
         return self.of() is other.of() and self[1:] == other[1:]
 
 
-Notes = Iterable[tuple[Bound, Note | None]]
+Notes = Iterable[tuple[BoundParameter, Note | None]]
 """All bound parameters, and what their gradients are, if they have one."""
 
 
@@ -52,13 +52,13 @@ class Scaling:
 
     def __init__(self) -> None:
         self.norm = math.nan
-        self._arrivals: dict[Bound, int] = {}
+        self._arrivals: dict[BoundParameter, int] = {}
         self.forget()
 
     def forget(self) -> None:
         """Forget the factors."""
         self.clip = self.loss_scale = 1.0
-        self.noted: dict[Bound, Note] = {}
+        self.noted: dict[BoundParameter, Note] = {}
         self._accumulated_onto_noted = False
 
     def _note(self, notes: Notes) -> None:
@@ -86,7 +86,7 @@ class Scaling:
         self._note(notes)
         self.loss_scale = scale
 
-    def arrived(self, bound: Bound, gradient: torch.Tensor, builds_graph: bool) -> None:
+    def arrived(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
         """Hear of a gradient that autograd has accumulated.
 
         Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between. One that a
@@ -97,7 +97,7 @@ class Scaling:
             onto = noted.of() is gradient and shards.version(gradient) == noted.version + 1
             self._accumulated_onto_noted |= onto or builds_graph or gradient.requires_grad
 
-    def added(self, bound: Bound) -> None:
+    def added(self, bound: BoundParameter) -> None:
         """Hear of a gradient that is added to one that has left the GPU."""
         self._accumulated_onto_noted |= bound in self.noted
 
