@@ -91,15 +91,13 @@ def checked_groups(
     ):
         raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
     for group in saved_groups:
-        given_names = group.get("param_names")
-        if given_names is not None and not (
-            isinstance(given_names, list | tuple)
-            and len(given_names) == len(group["params"])
-            and all(isinstance(name, str) for name in given_names)
+        texts = group.get("param_names")
+        if texts is not None and not (
+            isinstance(texts, list | tuple)
+            and len(texts) == len(group["params"])
+            and all(isinstance(name, str) for name in texts)
         ):
-            raise ConfigError(
-                "state_dict param_names", given_names, "give each parameter of the group a name, or none"
-            )
+            raise ConfigError("state_dict param_names", texts, "give each parameter of the group a name, or none")
         check(group)
     return saved_groups
 

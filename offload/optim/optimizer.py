@@ -238,7 +238,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Tell the engine where gradients lie; return the parameters that have one."""
         self._bind_new_parameters()
         active = self._route.bind()
-        self._scaling.check(self._route.notes())
+        self._scaling.check(self._route.gradient_ids())
         return active
 
     def _bind_new_parameters(self) -> None:
@@ -304,7 +304,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             norm = self._scaling.unscaled(self._norm_sq())
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
-            self._scaling.clip_to(max_norm, norm, self._route.notes())
+            self._scaling.clip_to(max_norm, norm, self._route.gradient_ids())
             return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @_disable_dynamo
@@ -322,7 +322,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             if not scale:  # torch's scaler halves it at every overflow
                 return False
             finite = math.isfinite(self._norm_sq())
-            self._scaling.unscale(scale, self._route.notes())
+            self._scaling.unscale(scale, self._route.gradient_ids())
             return finite
 
     # Work
@@ -389,12 +389,12 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
         """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
         at_once, later = self._overlap.in_order(active)
-        kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
+        kept = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
             self._is_reported = False
-            at_once.extend(self._route.take(active))
+            at_once.extend(self._route.clear_grads(active))
 
         try:
             kept += self._overlap.hide(later)
@@ -402,7 +402,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         finally:
             if self.engine.is_behind:  # perhaps it was interrupted
                 del kept
-                self._route.taken()
+                self._route.drop_departed()
                 self._overlap.wait_for(at_once)
             else:
                 self._overlap.finish()

@@ -287,7 +287,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 ranks=agreement.ranks,
                 replica=agreement.replica,
                 names=agreement.names,
-                ended=agreement.ended,
+                ended=agreement.find_ended,
             )
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
@@ -434,6 +434,6 @@ def _why_unread(extra: bytes, cause: Exception) -> str:
     if not unsafe:
         return str(cause).partition("\n")[0]
     return (
-        f"it holds {', '.join(unsafe)}, and only tensors, numbers, text and containers are read without running code; "
-        "save arrays as torch.from_numpy(array), or, if you trust the file, pass weights_only=False"
+        f"it holds {', '.join(unsafe)}, and only tensors, numbers, text and containers are read without running code;"
+        " save arrays as torch.from_numpy(array), or, if you trust the file, pass weights_only=False"
     )

@@ -343,7 +343,7 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
             with pytest.raises(KeyboardInterrupt):
                 optimizer.zero_grad()
         optimizer.engine._visits.placing.due = False
-        assert not optimizer._route._left
+        assert not optimizer._route._departures
         assert not optimizer.engine._parts.gradients.in_transit  # type: ignore[attr-defined]
 
 
