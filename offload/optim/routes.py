@@ -138,7 +138,7 @@ class Route:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
-        gradient = shards.reduced(gradient, parameter, bound.name)
+        gradient = shards.reduced_gradient(gradient, parameter, bound.name)
         if gradient is not parameter.grad:
             parameter.grad = gradient  # so that nobody reduces it again
         rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is cut, too
@@ -373,7 +373,7 @@ class DepartureRoute(Route):
         if not self._engine.gradients.has_arrived(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
-            gradient = shards.reduced(bound.parameter.grad, bound.parameter, bound.name)
+            gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
             self._depart(bound, shards.local(gradient).detach())
         return True
 

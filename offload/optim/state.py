@@ -33,22 +33,22 @@ class Copies:
 
     def watch(self, copy: torch.Tensor, name: str) -> None:
         """Note a copy as it is now."""
-        for part in shards.counted(copy):
+        for part in shards.counting_tensors(copy):
             # Shares the copy's version counter, and none of its memory: it outlives the copy.
             witness = part.detach()
-            shards.let_go(witness)
+            shards.free_memory(witness)
             self._watched[id(witness)] = weakref.ref(part), witness, witness._version, name
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
         """Return whether a copy has not changed since `watch`."""
         return all(
             any(ref() is part and now._version == then for ref, now, then, _ in self._watched.values())
-            for part in shards.counted(copy)
+            for part in shards.counting_tensors(copy)
         )
 
     def forget(self, copy: torch.Tensor | None = None) -> None:
         """Forget a copy, or all."""
-        parts = [] if copy is None else [id(part) for part in shards.counted(copy)]
+        parts = [] if copy is None else [id(part) for part in shards.counting_tensors(copy)]
         self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
 
     def check(self) -> None:
@@ -221,7 +221,7 @@ class StateView(MutableMapping[Any, Any]):
                 entry = {"step": _step_tensor(self._holder.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER):
                     if name in state:
-                        entry[name] = shards.shaped(state[name], bound.parameter, bound.cut)
+                        entry[name] = shards.in_form(state[name], bound.parameter, bound.cut)
                 entries.append(entry)
         return entries
 
@@ -242,7 +242,7 @@ class StateView(MutableMapping[Any, Any]):
             copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
             self._write({bound: ({name: values}, None)})
-            return shards.shaped(copy.as_strided((mine.numel(),), (1,)), parameter, bound.cut)
+            return shards.in_form(copy.as_strided((mine.numel(),), (1,)), parameter, bound.cut)
 
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
         """Return one parameter's whole state, ready to be written; without a master if `entry` has none."""
