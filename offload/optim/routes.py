@@ -32,11 +32,7 @@ NO_PASS = -1
 def choose_route(
     holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
 ) -> Route:
-    """Return the route for the device and the parameters; refuse settings that no route can serve.
-
-    The holder is closed if they are refused: gradients would leave before they are reduced, or come too late for
-    updates in backward.
-    """
+    """Return the route for the device and the parameters; close the holder if its settings allow for none."""
     parameters = [*parameters]
     if not holder.config.keep_grads:
         try:

@@ -417,7 +417,7 @@ class Engine:
                 copy=copy,
                 seed=tables.seed if rounds else None,
                 numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
-                ended=ended,
+                find_ended=ended,
             )
 
         with self._thread.turn():

@@ -387,7 +387,7 @@ class Parts:
     def _keep_slots(self) -> None:
         """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
         held: dict[int, set[int]] = {}
-        for records in [*self.machine.saver.held.values(), self.saves.named]:
+        for records in [*self.machine.saver.held.values(), self.saves.named_records]:
             for record in records.values():
                 held.setdefault(record.location.path, set()).add(record.location.offset)
         for number, tier in enumerate(self.tiers):

@@ -419,7 +419,7 @@ class EngineThread:
 
     def _end_save(self, error: BaseException | None) -> None:
         self.drop_checkpoint_buffers()
-        for number in self._parts.saves.ended(error, broke=self.broken is not None):
+        for number in self._parts.saves.end_pending(error, broke=self.broken is not None):
             self._parts.machine.handle(Release(number))
 
     def drop_checkpoint_buffers(self) -> None:
