@@ -73,7 +73,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         holder.config = config.for_rank(rank) if world > 1 else config
         holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
-        self._weights.device = shards.local(first[0]).device if first else None
+        self._weights.required_device = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
@@ -181,13 +181,13 @@ class OffloadedOptimizer(StatefulOptimizer):
                 )
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
-                    check_parameter(parameter, name, self._weights.device)
-            if self._weights.device is not None and not self._holder.config.keep_grads:
+                    check_parameter(parameter, name, self._weights.required_device)
+            if self._weights.required_device is not None and not self._holder.config.keep_grads:
                 check_reduced(group["params"])
             if self._holder.engine_if_open is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
-            if self._weights.device is not None:  # else the constructor does it for all
+            if self._weights.required_device is not None:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:
             self.param_groups.pop()

@@ -36,6 +36,7 @@ class Overlap:
     Attributes:
         models: The models whose forward passes wait for weights.
         pace: How long forward and backward take, and how long the caller waits.
+        hidden_copies: Copies of weights that the step updates, of models that check their waits.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights) -> None:
@@ -45,7 +46,7 @@ class Overlap:
         self._weights = weights
         self._bound = weights.bound
         self._use_order: dict[torch.Tensor, None] = {}
-        self._hidden_copies: dict[BoundParameter, torch.Tensor] = {}
+        self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
     def is_behind(self) -> bool:
@@ -81,7 +82,7 @@ class Overlap:
         """Note that a forward pass uses some weights now, and wait for them."""
         for parameter in parameters:
             self._use_order.setdefault(parameter)
-        if self.is_behind or self._hidden_copies:
+        if self.is_behind or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
     def arrived(self, bound: BoundParameter) -> None:
@@ -114,10 +115,10 @@ class Overlap:
         """
         if any(model.check for model in self.models):
             for bound in bounds:
-                self._hidden_copies[bound] = copy = bound.parameter.detach().clone()
+                self.hidden_copies[bound] = copy = bound.parameter.detach().clone()
                 self._holder.engine.bind_weight(bound.position, copy.data_ptr())
                 bound.parameter.data.fill_(float("nan"))
-        return [*self._hidden_copies.values()]
+        return [*self.hidden_copies.values()]
 
     def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
         """Wait until the last step has updated some weights, and has read their gradients."""
@@ -128,7 +129,7 @@ class Overlap:
             with self.pace.timed_wait():
                 self._holder.engine_if_open.wait_for([bound.position for bound in bounds])
         except OffloadError:
-            self._show([*self._hidden_copies])
+            self._show([*self.hidden_copies])
             raise
         self._show(bounds)
 
@@ -139,18 +140,18 @@ class Overlap:
                 with self.pace.timed_wait(for_all=True):
                     self._holder.engine.finish()
         finally:
-            self._show([*self._hidden_copies])
+            self._show([*self.hidden_copies])
 
     def _show(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
         """Copy updated weights from their hidden copies into the parameters."""
         for bound in bounds:
-            copy = self._hidden_copies.get(bound)
+            copy = self.hidden_copies.get(bound)
             if copy is not None:
                 bound.parameter.data.copy_(copy)
                 self._holder.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
                     self._holder.engine.bind_weight(bound.position, bound.parameter.data_ptr())
-                self._hidden_copies.pop(bound, None)  # another thread may have been as quick
+                self.hidden_copies.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
         """Remove the hooks of all models."""
@@ -159,7 +160,7 @@ class Overlap:
 
     def after_close(self) -> None:
         """Show all hidden weights, and raise an error that nobody was told of; the engine has been closed."""
-        self._show([*self._hidden_copies], closed=True)
+        self._show([*self.hidden_copies], closed=True)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.raise_untold()
 

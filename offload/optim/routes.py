@@ -317,7 +317,7 @@ class DepartureRoute(Route):
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
-        self._departures: dict[BoundParameter, torch.Tensor | None] = {}
+        self.departures: dict[BoundParameter, torch.Tensor | None] = {}
         """Parameters whose gradients have left `.grad`; with the tensor if the GPU reads it and adds to it until the
         step. This only holds the memory: the engine knows which gradients there are.
         """
@@ -359,7 +359,7 @@ class DepartureRoute(Route):
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         if is_first:
-            self._departures[bound] = gradient if engine.gradients.stays(bound.position) else None
+            self.departures[bound] = gradient if engine.gradients.stays(bound.position) else None
         mark = engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         bound.parameter.grad = None
         if mark is not None:
@@ -382,16 +382,16 @@ class DepartureRoute(Route):
     def forget(self) -> None:
         """See `Route.forget`."""
         try:
-            if self._departures:
-                gradients = [gradient for gradient in self._departures.values() if gradient is not None]
+            if self.departures:
+                gradients = [gradient for gradient in self.departures.values() if gradient is not None]
                 self._engine.gradients.forget(gradients)
         finally:  # an interrupt may come before the engine has forgotten them, and still reads and adds to them
-            if not any(self._engine.gradients.has_arrived(bound.position) for bound in self._departures):
+            if not any(self._engine.gradients.has_arrived(bound.position) for bound in self.departures):
                 self.release()
 
     def tensors_read(self) -> list[torch.Tensor]:
         """See `Route.tensors_read`."""
-        gradients = [gradient for gradient in self._departures.values() if gradient is not None]
+        gradients = [gradient for gradient in self.departures.values() if gradient is not None]
         return [*super().tensors_read(), *gradients]
 
     def drop_departed(self) -> None:
@@ -402,7 +402,7 @@ class DepartureRoute(Route):
     def release(self) -> None:
         """See `Route.release`."""
         super().release()
-        self._departures.clear()
+        self.departures.clear()
         self._storages.clear()
 
 

@@ -73,13 +73,13 @@ class Weights:
 
     Attributes:
         bound: The records by parameter, in the engine's order.
-        device: The device that all weights must be on; None for any.
+        required_device: The device that all weights must be on; None for any.
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
         self.bound: dict[torch.Tensor, BoundParameter] = {}
-        self.device: torch.device | None = None
+        self.required_device: torch.device | None = None
         self.rows_over: Any = None
         self._holder = holder
         self._has_warned_of_changes = False
@@ -89,7 +89,7 @@ class Weights:
         """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be."""
         labels = {parameter: (name, group) for parameter, name, group in names(groups)}
         for parameter in parameters:
-            check_parameter(parameter, labels[parameter][0], self.device)
+            check_parameter(parameter, labels[parameter][0], self.required_device)
         _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
         return tuple(self._describe(parameter, *labels[parameter]) for parameter in parameters)
 
@@ -138,7 +138,7 @@ class Weights:
                 raise ConfigError(
                     bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
-            check_parameter(parameter, bound.name, self.device)
+            check_parameter(parameter, bound.name, self.required_device)
             self._holder.engine.bind_weight(bound.position, stamp[0])
             bound.stamp = stamp
             # Frameworks load the optimizer first, or the weights once more: the weight is what its master says then.
@@ -257,8 +257,8 @@ def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
             raise ConfigError("params", f"{pair}, which share memory", "give tied weights as one parameter")
 
 
-def check_parameter(parameter: torch.Tensor, name: str, device: torch.device | None) -> None:
-    """Verify that a weight can be updated, and is on `device` if one is given."""
+def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
+    """Verify that a weight can be updated, and is on the required device if there is one."""
     shards.cut_of(parameter, name, None)
     parameter = shards.local(parameter)
     if parameter.is_inference():
@@ -270,8 +270,8 @@ def check_parameter(parameter: torch.Tensor, name: str, device: torch.device | N
         raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
     if parameter.device.type not in ("cpu", *BACKENDS):
         raise ConfigError(name, parameter.device, ADVICE)
-    if device is not None and parameter.device != device:
-        raise ConfigError(name, parameter.device, f"have all weights on {device}, or make a new optimizer")
+    if required is not None and parameter.device != required:
+        raise ConfigError(name, parameter.device, f"have all weights on {required}, or make a new optimizer")
     if parameter.is_neg():
         raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
     if parameter.numel() and not _is_dense(parameter):

@@ -107,8 +107,8 @@ class Parts:
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            wanted=gradient_slots,
-            passing=not config.keep_grads,
+            exist=gradient_slots,
+            needs_buffers=not config.keep_grads,
         )
         self._threads = config.threads or default_threads(self.lanes, sharing)
         self._store = uuid.uuid4()

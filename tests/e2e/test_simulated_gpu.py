@@ -457,7 +457,7 @@ def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
         torch.autograd.backward(parameters, gradients)
         device.mark(DeviceLane.LEAVING).wait()
         assert device.done == before + len(parameters)
-        for number, position in enumerate(parts.gradients.positions):  # type: ignore[attr-defined]
+        for number, position in enumerate(parts.gradients.records):  # type: ignore[attr-defined]
             assert (position.slot == number + 1).all()
         device.mark(DeviceLane.GRADIENTS).wait()
         assert device.done == before + len(parameters) + 1  # one kernel sums all of them
