@@ -96,8 +96,7 @@ def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, tens
 
 
 def _describe(opened: Checkpoint) -> dict[str, Any]:
-    manifest = opened.manifests[0]
-    return {"step": manifest.step, "metadata": manifest.metadata}
+    return {"step": opened.step, "metadata": opened.metadata}
 
 
 def _shape(opened: Checkpoint, name: str) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from offload import waits
@@ -59,7 +58,7 @@ class StoreReuse:
 
 
 @dataclass(slots=True)
-class _LockedStores:
+class _StoreLocks:
     """Stores of ended sessions that this one has locked; `tiers` are those opened for writing, by path number."""
 
     tiers: dict[int, tuple[uuid.UUID, Tier, list[PinnedTiles]]] = field(default_factory=dict)
@@ -463,15 +462,13 @@ class Saves:
         stores = tuple((ref.path, ref.store) for ref in checkpoint.manifests[rank].stores if ref.path is not None)
         if not stores:
             return
-        locked = self._lock_stores(stores, checkpoint, None)
+        locked = self._lock(stores, checkpoint, None)
         if locked is not None:
             self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
 
-    def _lock_stores(
-        self, stores: Iterable[Place], checkpoint: Checkpoint, reuse: StoreReuse | None
-    ) -> _LockedStores | None:
+    def _lock(self, stores: Iterable[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
         """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""
-        locked = _LockedStores()
+        locked = _StoreLocks()
         stores = list(stores)
         try:
             is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
@@ -531,7 +528,7 @@ class Saves:
         places = dict.fromkeys((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
         numbers = {place: own[place] for place in places if place in own}
         others = [place for place in places if place not in own]
-        locked = self._lock_stores(others, checkpoint, reuse) if manifest.rank == rank else None
+        locked = self._lock(others, checkpoint, reuse) if manifest.rank == rank else None
         if locked is not None and locked.tiers:
             trial = deepcopy(index)
             for number, (_, tier, pinned) in locked.tiers.items():
@@ -542,7 +539,7 @@ class Saves:
             if not trial.fits():
                 locked.give_up()
                 takeover.limit_bytes.clear()
-                locked = self._lock_stores(others, checkpoint, None)
+                locked = self._lock(others, checkpoint, None)
         tiers = locked.tiers if locked is not None else {}
         numbers.update({(self.stores[number][0], store): number for number, (store, _, _) in tiers.items()})
         foreign: dict[int, Tier] = {}
@@ -565,16 +562,15 @@ class Saves:
             self.stores[number] = self.stores[number][0], store
         takeover.records = records_in(manifest, numbers)
         if locked is not None and others:
-            self._keep_pinned(checkpoint, manifest, locked, takeover)
+            self._keep_all(checkpoint, manifest, locked, takeover)
         return takeover
 
-    def _keep_pinned(
-        self, checkpoint: Checkpoint, manifest: Manifest, locked: _LockedStores, takeover: Takeover
+    def _keep_all(
+        self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover
     ) -> None:
         """Keep the checkpoints that have tiles in the stores; older ones are released in their turn."""
         by_id: dict[str, list[PinnedTiles]] = {}
-        tiles = chain.from_iterable(pinned for _, _, pinned in locked.tiers.values())
-        for one in sorted(tiles, key=lambda one: one.step):
+        for one in sorted((one for _, _, tiles in locked.tiers.values() for one in tiles), key=lambda one: one.step):
             by_id.setdefault(one.id, []).append(one)
         ours = {(path, store) for path, store in self.stores[: self._paths]}
         for id, pinned in by_id.items():

@@ -41,10 +41,7 @@ class TorchOptions(TypedDict, total=False):
 
 def torch_defaults(kind: Any) -> Mapping[str, Any]:
     """Return the entries of a group of one of torch's own optimizers, by its class; none for None."""
-    defaults: Mapping[str, Any] = (
-        {} if kind is None else kind([torch.empty(0, dtype=torch.float32, device="cpu")]).defaults
-    )
-    return defaults
+    return {} if kind is None else dict(kind([torch.empty(0, dtype=torch.float32, device="cpu")]).defaults)
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:

@@ -102,11 +102,7 @@ class Scaling:
         self._has_accumulated |= bound in self.scaled_ids
 
     def check(self, ids: GradientIds) -> None:
-        """Forget the factors if their gradients are gone (the step was skipped, say).
-
-        Raises:
-            ConfigError: Some of the gradients are others than those that the factors are for.
-        """
+        """Forget the factors if their gradients are gone (the step was skipped, say); refuse other gradients."""
         if not self.scaled_ids:
             return
         has_same, has_new, changed_bound = False, self._has_accumulated, None
