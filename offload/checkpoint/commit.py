@@ -105,6 +105,11 @@ class KeptCheckpoint:
     locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
     is_reported: bool = False
 
+    @property
+    def pin(self) -> Pin:
+        """The pin that its stores have for it."""
+        return Pin(self.id, self.folder)
+
 
 @dataclass(slots=True)
 class CommitJob:
@@ -262,15 +267,15 @@ class CommitJob:
     def _settle(self) -> None:
         """Decide what has become of checkpoints in doubt, by the ids that rank 0 names in this `COMMIT`."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
-        for kept in self.doubtful:
-            folder = open_folder(kept.folder)
-            is_there = _is_there(folder, kept.id)  # first: rank 0 may release it now, and says so before that
-            verdict = standing(Pin(kept.id, kept.folder), "")
-            if kept.id in abandoned or verdict is Standing.RELEASED:  # given up, or committed and released since
-                self._undo(folder, kept.id, [store_folder(path, store) for path, store in kept.stores])
-                self.released.append(kept)
+        for checkpoint in self.doubtful:
+            folder = open_folder(checkpoint.folder)
+            is_there = _is_there(folder, checkpoint.id)  # first: rank 0 may release it now, and says so before that
+            verdict = standing(checkpoint.pin, "")
+            if checkpoint.id in abandoned or verdict is Standing.RELEASED:  # or committed and released since
+                self._undo(folder, checkpoint.id, [store_folder(path, store) for path, store in checkpoint.stores])
+                self.released.append(checkpoint)
             elif is_there:
-                self.confirmed.append(kept)
+                self.confirmed.append(checkpoint)
 
     def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
         """Delete the files and pins of an uncommitted checkpoint; a failure is logged."""
@@ -292,9 +297,9 @@ class CommitJob:
         If a session was killed here, one of several stores may be gone already: releasing can be repeated.
         """
         own, path = self.manifest, self.folder.path
-        for kept in self.older:
-            if kept.folder == path:
-                self._release(kept)
+        for checkpoint in self.older:
+            if checkpoint.folder == path:
+                self._release(checkpoint)
         try:
             if own.rank == 0:
                 replaced = read_commit(self.folder).replaced
@@ -306,18 +311,18 @@ class CommitJob:
                         self.folder.delete(name)
         except CheckpointError as error:
             _log.warning("%s", error)
-        others = [kept for kept in self.older if kept.folder != path]
-        for kept in others[: max(0, len(others) + 1 - self.keep)]:
-            self._release(kept)
+        others = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
+        for checkpoint in others[: max(0, len(others) + 1 - self.keep)]:
+            self._release(checkpoint)
         # The folder may have a copy's store from before. Where stores have no locks, only a person may delete them.
         for place in dict.fromkeys([*([path] if own.rank == 0 else ()), *self.paths]):
             for leftover in find_stores(place) if parse_place(place).has_locks else ():
                 if leftover.is_free and remove(leftover):
                     _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
-    def _release(self, kept: KeptCheckpoint) -> None:
-        if release(kept, f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"):
-            self.released.append(kept)
+    def _release(self, checkpoint: KeptCheckpoint) -> None:
+        if release(checkpoint, f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"):
+            self.released.append(checkpoint)
 
 
 def _is_there(folder: Folder, id: str) -> bool | None:
@@ -329,14 +334,14 @@ def _is_there(folder: Folder, id: str) -> bool | None:
         return None
 
 
-def release(kept: KeptCheckpoint, note: str, *, missing: bool = False) -> bool:
-    """Make a checkpoint none, and take its pins off its stores.
+def release(checkpoint: KeptCheckpoint, note: str, *, missing: bool = False) -> bool:
+    """Release a checkpoint: withdraw it from its folder, and take its pins off its stores.
 
     `RELEASED` names it, then its `COMMIT` goes. If neither is in its folder, the folder may
     have been moved, and the checkpoint stays.
 
     Args:
-        kept: The checkpoint.
+        checkpoint: The checkpoint.
         note: The reason, for whoever looks for it.
         missing: Free its slots even if it is not in its folder: the caller knows that it is gone.
 
@@ -344,73 +349,73 @@ def release(kept: KeptCheckpoint, note: str, *, missing: bool = False) -> bool:
         Whether its slots are free now. If not, the log says why.
     """
     try:
-        if any(is_read(store_folder(path, store)) for path, store in kept.stores):
-            _log.info("%s stays for now: somebody is reading it", kept.folder)
+        if any(is_read(store_folder(path, store)) for path, store in checkpoint.stores):
+            _log.info("%s stays for now: somebody is reading it", checkpoint.folder)
             return False
-        verdict = standing(Pin(kept.id, kept.folder), "") if kept.rank == 0 else _standing_at_first_rank(kept)
-        if verdict is Standing.HELD and kept.rank > 0:
-            _log.info("%s stays for now: rank 0 has not released it", kept.folder)
+        verdict = standing(checkpoint.pin, "") if checkpoint.rank == 0 else _standing_at_first_rank(checkpoint)
+        if verdict is Standing.HELD and checkpoint.rank > 0:
+            _log.info("%s stays for now: rank 0 has not released it", checkpoint.folder)
             return False
         if verdict is Standing.MISSING and not missing:
-            if not kept.is_reported:
-                kept.is_reported = True
+            if not checkpoint.is_reported:
+                checkpoint.is_reported = True
                 _log.warning(
                     "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If "
                     "it was deleted, release_checkpoint gives the room back now, or `offload gc --really` later",
-                    kept.id,
-                    kept.folder,
-                    ", ".join(path for path, _ in kept.stores),
+                    checkpoint.id,
+                    checkpoint.folder,
+                    ", ".join(path for path, _ in checkpoint.stores),
                 )
             return False
         if verdict is not Standing.MISSING:
-            _withdraw(kept, note, committed=verdict is Standing.HELD)  # then this is rank 0
-        if any(is_read(store_folder(path, store)) for path, store in kept.stores):
+            _withdraw(checkpoint, note, committed=verdict is Standing.HELD)  # then this is rank 0
+        if any(is_read(store_folder(path, store)) for path, store in checkpoint.stores):
             return False  # somebody opened it meanwhile
-        _forget(kept)
+        _forget(checkpoint)
     except CheckpointError as error:
-        _log.warning("%s could not be released: %s", kept.folder, error)
+        _log.warning("%s could not be released: %s", checkpoint.folder, error)
         return False
     return True
 
 
-def _standing_at_first_rank(kept: KeptCheckpoint) -> Standing:
+def _standing_at_first_rank(checkpoint: KeptCheckpoint) -> Standing:
     """Return the standing of a checkpoint once rank 0 has released it, or after `SETTLE_S`."""
     until_s = time.monotonic() + waits.SETTLE_S
-    while (verdict := standing(Pin(kept.id, kept.folder), "")) is Standing.HELD and time.monotonic() < until_s:
+    while (verdict := standing(checkpoint.pin, "")) is Standing.HELD and time.monotonic() < until_s:
         time.sleep(0.01)
     return verdict
 
 
-def _withdraw(kept: KeptCheckpoint, note: str, *, committed: bool) -> None:
+def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None:
     """Take a checkpoint out of its folder."""
-    folder = open_folder(kept.folder)
+    folder = open_folder(checkpoint.folder)
     if committed:
         lock = FolderLock(folder)
         try:
             if not lock.take():
                 raise CheckpointError("another session is writing a checkpoint there")
-            _withdraw_commit(kept, folder, note)
+            _withdraw_commit(checkpoint, folder, note)
         finally:
             lock.drop()
-    folder.delete(manifest_name(kept.id, kept.rank))
-    folder.delete(extra_name(kept.id, kept.rank))
+    folder.delete(manifest_name(checkpoint.id, checkpoint.rank))
+    folder.delete(extra_name(checkpoint.id, checkpoint.rank))
 
 
-def _withdraw_commit(kept: KeptCheckpoint, folder: Folder, note: str) -> None:
+def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> None:
     commit = read_commit(folder)
-    if commit.id != kept.id:  # the checkpoint was replaced just now
+    if commit.id != checkpoint.id:  # the checkpoint was replaced just now
         return
     if folder.read(RELEASED_NAME) is not None and not read_released(folder)[0]:
         raise CheckpointError(f"its {RELEASED_NAME} is not ours to replace: move it away")
-    folder.write(RELEASED_NAME, seal_released([kept.id, *commit.replaced], note))
+    folder.write(RELEASED_NAME, seal_released([checkpoint.id, *commit.replaced], note))
     folder.delete(COMMIT_NAME)
 
 
-def _forget(kept: KeptCheckpoint) -> None:
+def _forget(checkpoint: KeptCheckpoint) -> None:
     """Take the pins of a released checkpoint off its stores; delete those that no checkpoint needs any more."""
-    locks = {(path, store): lock for path, store, lock in kept.locks}
-    for path, store in kept.stores:
-        unpin(store_folder(path, store), kept.id)
+    locks = {(path, store): lock for path, store, lock in checkpoint.locks}
+    for path, store in checkpoint.stores:
+        unpin(store_folder(path, store), checkpoint.id)
         if (path, store) in locks:
             delete_unused(store_folder(path, store))
     for lock in locks.values():

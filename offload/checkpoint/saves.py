@@ -24,7 +24,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, store_folder
+from offload.checkpoint.stores import Standing, is_elsewhere, note_move, standing, store_folder
 from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
@@ -379,7 +379,7 @@ class Saves:
         if not candidates:
             places = ", ".join(kept.folder for kept in self.kept) or "none"
             raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {places}")
-        present = [kept for kept in candidates if standing(Pin(kept.id, folder), "") is not Standing.MISSING]
+        present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = []
         for kept in present or candidates:
             if not release(kept, "released on request", missing=not present):
@@ -565,9 +565,7 @@ class Saves:
             self._keep_all(checkpoint, manifest, locked, takeover)
         return takeover
 
-    def _keep_all(
-        self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover
-    ) -> None:
+    def _keep_all(self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover) -> None:
         """Keep the checkpoints that have tiles in the stores; older ones are released in their turn."""
         by_id: dict[str, list[PinnedTiles]] = {}
         for one in sorted((one for _, _, tiles in locked.tiers.values() for one in tiles), key=lambda one: one.step):
@@ -592,8 +590,8 @@ class Saves:
         """Close other stores, and give locks back; no save begins any more."""
         for number in list(self._others):
             self._others.pop(number).close()
-        for kept in self.kept:
-            for _, _, lock in kept.locks:
+        for checkpoint in self.kept:
+            for _, _, lock in checkpoint.locks:
                 release_lock(lock)
         self.kept.clear()
 

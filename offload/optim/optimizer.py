@@ -389,7 +389,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
         """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
         at_once, later = self._overlap.in_order(active)
-        kept = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
+        tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
@@ -397,11 +397,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             at_once.extend(self._route.clear_grads(active))
 
         try:
-            kept += self._overlap.hide(later)
-            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=kept, begun=begun)
+            tensors += self._overlap.hide(later)
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=tensors, begun=begun)
         finally:
             if self.engine.is_behind:  # perhaps it was interrupted
-                del kept
+                del tensors
                 self._route.drop_departed()
                 self._overlap.wait_for(at_once)
             else:

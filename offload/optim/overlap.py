@@ -66,9 +66,9 @@ class Overlap:
             raise ConfigError("model", type(model).__name__, allowed)
         shard = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
         if shard is not None or self._weights.rows_over is not None:
-            found = "shard=True" if shard is None else type(shard).__name__
+            kind = "shard=True" if shard is None else type(shard).__name__
             raise ConfigError(
-                "model", found, "have whole weights on each rank: shards are gathered before a module's turn"
+                "model", kind, "have whole weights on each rank: shards are gathered before a module's turn"
             )
         self._holder.check_open()
         self.finish()
