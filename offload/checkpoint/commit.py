@@ -337,8 +337,7 @@ def _is_there(folder: Folder, id: str) -> bool | None:
 def release(checkpoint: KeptCheckpoint, note: str, *, missing: bool = False) -> bool:
     """Release a checkpoint: withdraw it from its folder, and take its pins off its stores.
 
-    `RELEASED` names it, then its `COMMIT` goes. If neither is in its folder, the folder may
-    have been moved, and the checkpoint stays.
+    `RELEASED` names it, then its `COMMIT` goes. It stays if neither is in its folder, which may have been moved.
 
     Args:
         checkpoint: The checkpoint.

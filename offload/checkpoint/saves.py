@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -348,8 +348,7 @@ class Saves:
                 committed = sorted([*pending.job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
                 self.kept = [kept for kept in committed if kept not in released]
                 self._newer = [kept for kept in self._newer if kept not in released]
-                decided = [*pending.job.confirmed, *released]
-                self._doubtful = [kept for kept in self._doubtful if kept not in decided]
+                self._doubtful = [d for d in self._doubtful if d not in (*pending.job.confirmed, *released)]
                 if not pending.snapshot.copy:
                     self.kept.append(own)
         if error is not None:
@@ -466,10 +465,9 @@ class Saves:
         if locked is not None:
             self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
 
-    def _lock(self, stores: Iterable[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
+    def _lock(self, stores: Sequence[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
         """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""
         locked = _StoreLocks()
-        stores = list(stores)
         try:
             is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
         except CheckpointError as error:

@@ -430,8 +430,7 @@ def _when_backward_ends(call: Callable[[], None]) -> None:
 
 def _has_one_owner(storage: int) -> bool:
     """Return whether one tensor alone has a storage, given torch's address of it."""
-    count: int = torch._C._storage_Use_Count(storage)
-    return count == 1
+    return bool(torch._C._storage_Use_Count(storage) == 1)
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

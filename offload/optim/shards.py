@@ -119,8 +119,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     elements: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
     wait = getattr(elements, "wait", None)  # only the result of a collective that is under way has it
-    ready: torch.Tensor = elements if wait is None else wait()
-    return ready
+    return elements if wait is None else wait()  # type: ignore[no-any-return]
 
 
 def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
