@@ -39,7 +39,7 @@ from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
-from offload.session.ahead import Foreseen
+from offload.session.speculation import Foreseen
 
 log = logging.getLogger("offload")
 
@@ -380,7 +380,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._route.forget()
             self._weights.note_written(active)
         self._overlap.pace.end_call(began_s)
-        if not self._overlap.is_behind:
+        if not self._overlap.is_pending:
             self._weights.gather()
             self._report_step()
         if self._holder.config.overlap == "auto":
@@ -398,9 +398,9 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         try:
             tensors += self._overlap.hide(later)
-            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=tensors, begun=begun)
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
         finally:
-            if self.engine.is_behind:  # perhaps it was interrupted
+            if self.engine.is_pending:  # perhaps it was interrupted
                 del tensors
                 self._route.drop_departed()
                 self._overlap.wait_for(at_once)
@@ -416,7 +416,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _report_step(self) -> None:
         """Give the last step's time to the forecast, and its metrics to the writers that are due."""
         self._is_reported = True
-        self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.step_s)
+        self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.last_step.step_s)
         step = self.engine.step_number
         due_writers = [write for every, write in self._writers if step % every == 0]
         metrics = self.metrics() if due_writers else {}
@@ -538,7 +538,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         pace = self._overlap.pace
         if pace.typical_s is not None and self._is_hidden:
             metrics["forward_s"], metrics["backward_s"] = pace.typical_s
-            busy = (i for i in self.engine.last_timeline() if i.lane != ENGINE)
+            busy = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
             worked_s = max(metrics["step_s"], covered_s(busy))
             metrics["waited_s"], metrics["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
             metrics["predicted_iteration_s"] = self._iteration_s(*pace.typical_s)

@@ -49,9 +49,9 @@ class Overlap:
         self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a step has gone on after `step` returned, and nobody has waited for its end yet."""
-        return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_behind
+    def is_pending(self) -> bool:
+        """Whether there is a step that nobody has waited for to its end."""
+        return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
     def follow(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
         """Hook a model of some of these parameters; called again, it hooks modules that were added meanwhile."""
@@ -82,7 +82,7 @@ class Overlap:
         """Note that a forward pass uses some weights now, and wait for them."""
         for parameter in parameters:
             self._use_order.setdefault(parameter)
-        if self.is_behind or self.hidden_copies:
+        if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
     def arrived(self, bound: BoundParameter) -> None:
@@ -136,7 +136,7 @@ class Overlap:
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on after `step` has returned."""
         try:
-            if self.is_behind:
+            if self.is_pending:
                 with self.pace.timed_wait(for_all=True):
                     self._holder.engine.finish()
         finally:
@@ -162,7 +162,7 @@ class Overlap:
         """Show all hidden weights, and raise an error that nobody was told of; the engine has been closed."""
         self._show([*self.hidden_copies], closed=True)
         if self._holder.engine_if_open is not None:
-            self._holder.engine_if_open.raise_untold()
+            self._holder.engine_if_open.finish()
 
 
 class OptimizerLock:

@@ -527,7 +527,7 @@ def test_a_read_that_fails_ahead_of_a_step_aborts_it(
     with optimizer:
         for _ in range(3):
             training.step()
-        training.wait(lambda: machine.is_ahead and not machine.in_flight)  # the slots are full
+        training.wait(lambda: machine.is_open and not machine.in_flight)  # the slots are full
         weights = [weight.detach().clone() for weight in training.weights]
         opened[0].plant(Fault("read", kind))
         with pytest.raises(  # noqa: PT012  backward asks, too: it may be the first
