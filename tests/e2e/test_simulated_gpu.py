@@ -457,7 +457,7 @@ def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
         torch.autograd.backward(parameters, gradients)
         device.mark(DeviceLane.LEAVING).wait()
         assert device.done == before + len(parameters)
-        for number, position in enumerate(parts.gradients.positions):  # type: ignore[attr-defined]
+        for number, position in enumerate(parts.gradients.records):  # type: ignore[attr-defined]
             assert (position.slot == number + 1).all()
         device.mark(DeviceLane.GRADIENTS).wait()
         assert device.done == before + len(parameters) + 1  # one kernel sums all of them
@@ -563,7 +563,7 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
     ) as optimizer:
         assert optimizer.state_dict()["state"] == {}
         optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does with every optimizer
-        assert optimizer._late.opened is None
+        assert optimizer._holder.engine_if_open is None
         train(optimizer, parameters, range(3))
         assert optimizer.engine.plan.home_bytes[Home.GPU] == optimizer.engine.plan.state_bytes
         assert same(states(optimizer, parameters), on_cpu(range(3)))

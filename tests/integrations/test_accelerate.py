@@ -147,7 +147,7 @@ def test_gradients_that_leave_are_clipped_all_together(
     accelerator = Accelerator(cpu=True)
     enable(accelerator, accelerator.prepare(optimizer))
     parameters = set_gradients(optimizer)
-    monkeypatch.setattr(optimizer._late, "config", dataclasses.replace(optimizer.config, keep_grads=False))
+    monkeypatch.setattr(optimizer._holder, "config", dataclasses.replace(optimizer.config, keep_grads=False))
     for given, norm_type in ((parameters[1:], 2), (parameters, 1)):
         with pytest.raises(offload.ConfigError, match="keep_grads"):
             accelerator.clip_grad_norm_(given, 0.5, norm_type)
