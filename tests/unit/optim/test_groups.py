@@ -106,7 +106,7 @@ def test_a_hyperparameter_comes_back_in_the_kind_that_the_group_has(
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {"a": 1}, b"x", 1j, [[[[[1]]]]], torch.zeros(2, dtype=torch.complex64), [object()]], ids=str
+    "value", [object(), {"a": 1}, b"x", 1j, [[[[[1]]]]], torch.zeros(2, dtype=torch.complex64), [object()]]
 )
 def test_what_json_cannot_say_is_not_kept(value: Any) -> None:
     assert to_json([{"params": [A], "lr": 0.5, "own": value, "foreach": True, "param_names": ["a"]}]) == [{"lr": 0.5}]

@@ -142,6 +142,7 @@ def nothing(scaling: Scaling, bound: Bound) -> None:
         (nothing, arrive_with_a_graph, MORE),
         (nothing, add_where_it_has_left, MORE),
         (drop, arrive_onto, MORE),
+        (drop, arrive_with_a_graph, MORE),  # nobody can tell what it was added to
         (drop, arrive_beside, FORGETS),  # the step was skipped: new gradients alone
         (arrive_beside, arrive_beside, FORGETS),
         (zero_then_arrive_onto, zero_then_arrive_onto, FORGETS),
