@@ -115,6 +115,11 @@ def test_what_cannot_be_read(tmp_path: Path, tensor: str, tensors: dict[str, Any
         source.read([Range("a", tensor, 0, torch.zeros(6))])
 
 
+def test_a_name_that_nobody_can_write(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="f is damaged"):
+        SafetensorsSource(write(tmp_path / "f", {**ADAM, "state.\ud800.exp_avg": AVG}))
+
+
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     source = SafetensorsSource(write(tmp_path / "f", ADAM))
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-60])
