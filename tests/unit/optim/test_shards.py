@@ -48,6 +48,7 @@ def test_rows_are_those_of_torch_s_chunks(shape: tuple[int, ...], ranks: int) ->
         assert torch.equal(mine, chunks[rank] if rank < len(chunks) else whole[:0])
         assert cut.is_run
         assert whole.flatten()[cut.start : cut.start + mine.numel()].tolist() == mine.flatten().tolist()
+        assert cut.box[0][1] == len(mine)
         assert cut.box[1:] == tuple((0, size) for size in shape[1:])
 
 
@@ -150,11 +151,12 @@ def test_sums_count_replicated_pieces_once_and_are_the_same_on_all_ranks(monkeyp
     def add(rank: int) -> None:
         mesh = Mesh(3, rank)
         cuts = [Cut(mesh, (placement,), ((0, 1),), 0, True) for placement in (sharded, replicated)]
-        numbers = (1e16, 1.0, -1e16)  # one after another they would be 0
-        found[rank] = shards.total([(cuts[0], numbers[rank]), (cuts[1], 100.0), (None, 1000.0), (cuts[0], rank)])
+        numbers = (1e16, 1.0, -1e16)  # one after another, rounded, they would be 0
+        more = 0.5 if rank == 1 else 0.0
+        found[rank] = shards.total([(cuts[0], numbers[rank]), (cuts[1], 100.0), (None, 1000.0), (cuts[0], more)])
 
     exchange(monkeypatch, 3, add)
-    assert found == dict.fromkeys(range(3), math.fsum([1e16, 1.0 + 1, -1e16 + 2]) + 1100.0)
+    assert found == dict.fromkeys(range(3), 1101.5)
 
 
 def test_a_sum_of_what_is_whole_takes_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
