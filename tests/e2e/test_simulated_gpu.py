@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from limited import limited
 from mirror import Mirror, same, states
 from simulated import OnDevice, OnDeviceAdam, add_early, hung_commit
-from test_exact import GROUPS, make_groups
+from test_placement_bits import GROUPS, make_groups
 
 import offload
 from offload._native import CompletionQueue
