@@ -167,7 +167,7 @@ def test_a_turn_is_taken_when_what_went_before_is_over_and_given_back_if_that_fa
     with pytest.raises(KeyboardInterrupt), turn:
         pass
     turn.first = lambda: None
-    other = threading.Thread(target=lambda: (turn.__enter__(), seen.append("other"), turn.__exit__()))
+    other = threading.Thread(target=lambda: (turn.__enter__(), seen.append("other"), turn.__exit__()), daemon=True)
     other.start()
-    other.join(60)
+    other.join(20)
     assert seen[-1] == "other"
