@@ -84,6 +84,7 @@ def test_what_is_called_late_is_waited_for_from_then_on() -> None:
 
 def test_a_model_that_is_let_be_is_waited_for_no_more() -> None:
     followed = Followed(Model())
+    followed.model(X)  # which has noted all of them
     followed.following.remove()
     followed.following.remove()
     followed.model(X)
