@@ -157,11 +157,9 @@ def test_slots_are_free_only_if_all_that_is_pinned_is_known(
         older = manifest_of(layout_of(subgroup_numel=2048), str(path), id=OLDER)
     if case == "it names nothing here":
         older = manifest_of(LAYOUT, str(tmp_path), id=OLDER)
-    commit = None
-    if case == "it was released":
-        commit = CommitRecord("c" * 32, 1, (OLDER,))
     if case == "its folder holds another":
-        commit = CommitRecord("c" * 32, 1)
+        older = manifest_of(LAYOUT, str(path), id="c" * 32)
+    commit = CommitRecord("c" * 32, 1, (OLDER,)) if case == "it was released" else None
     folder = write_checkpoint(tmp_path / "older", [older], commit)
     if case == "it is damaged":
         next(folder.glob("manifest-*")).write_bytes(b"")
