@@ -331,7 +331,7 @@ def iterate(contender: Any, window: torch.Tensor, synchronize: Callable[[], obje
 
 
 def run(contender: Any, parts: list[list[int]], device: str) -> list[dict[str, Any]]:
-    import offload
+    from offload.predict import predict
 
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
     found = []
@@ -340,7 +340,7 @@ def run(contender: Any, parts: list[list[int]], device: str) -> list[dict[str, A
             engine = contender.engine
             extra: dict[str, Any] = {}
             if engine is not None and step == first + count - 1:
-                extra["predicted_step_s"] = offload.explain(engine.plan, engine.rates, {}).prediction.step_s
+                extra["predicted_step_s"] = predict(engine.plan, engine.rates).step_s
             one: dict[str, Any] = iterate(contender, batch(step, tokens, device), synchronize)
             if engine is not None:
                 metrics = engine.metrics()

@@ -23,11 +23,12 @@ from paths import Throttles
 import offload
 from offload.formats import EXACT_ADAMW, STATE_FORMATS
 from offload.predict import predict
+from offload.rules import GroupScalars
 from offload.session import setup
 from offload.units import format_seconds
 
 FORMATS = [*STATE_FORMATS]
-GROUP = offload.GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+GROUP = GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 TARGETS = {"disk": {"compact16": 1.35, "compact8": 1.9}, "1000 MB/s": {"compact16": 1.45, "compact8": 2.25}}
 BYTES = {"compact16": 8.0, "compact8": 5.125}
 

@@ -66,7 +66,7 @@ class Training:
 
     def _moves(self) -> list[Interval]:
         """Return what the path did in the last step."""
-        return [i for i in self.optimizer.engine.last_timeline() if i.lane.startswith(("read:", "write:"))]
+        return [i for i in self.optimizer.engine.last_step.timeline if i.lane.startswith(("read:", "write:"))]
 
     def iteration(self, tokens: int) -> dict[str, float]:
         """Train once; return the seconds of each part."""

@@ -22,13 +22,14 @@ SECTIONS = {
     "Optimizers": ("AdamW", "Adam", "Lion", "Adagrad", "SGD"),
     "Loss scaling": ("GradScaler",),
     "Settings": ("OffloadConfig",),
-    "What a step did": ("explain", "Explanation"),
+    "What a step did": ("predict.explain", "predict.Explanation"),
     "The engine without an optimizer": (
         "Engine",
         "session.gradients.Gradients",
         "session.state.State",
+        "session.checkpoints.Checkpoints",
         "Parameter",
-        "GroupScalars",
+        "rules.GroupScalars",
         "DtypeCode",
     ),
 }
@@ -164,10 +165,11 @@ def classes(names: tuple[str, ...], shared: set[str] | None = None) -> list[str]
 
 def errors() -> list[str]:
     """Return the entries of all errors, in the order of their tree."""
-    tree = inspect.cleandoc(import_module("offload.errors").__doc__ or "").split("\n\n", 1)[1]
+    home = import_module("offload.errors")
+    tree = inspect.cleandoc(home.__doc__ or "").split("\n\n", 1)[1]
     lines = [f"```\n{tree}\n```"]
     for name in re.findall(r"\w*Error", tree):
-        value = getattr(offload, name)
+        value = getattr(home, name)
         if "__init__" in vars(value):
             lines.append(entry(f"offload.{name}", value, "###"))
     return lines

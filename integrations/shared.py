@@ -85,7 +85,7 @@ def save(optimizer: Any, folder: str) -> None:
     which ones are still wanted. Otherwise the checkpoint is a copy.
     """
     names = folder, os.path.realpath(folder)
-    kept = [known for known in optimizer.engine.kept_checkpoints if known not in names]
+    kept = [known for known in optimizer.engine.checkpoints.kept if known not in names]
     copy = len(kept) >= optimizer.engine.config.checkpoints
     if copy and kept:
         _log.info("%s gets a copy of the state: checkpoints_kept are kept already: %s", folder, ", ".join(kept))

@@ -96,7 +96,7 @@ def _clip(
 
 def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
     """Stand in for `Accelerator.save_state`, which deletes old folders first, by `total_limit`."""
-    there = [{k for k in known.engine.kept_checkpoints if os.path.isdir(k)} for known in prepared]
+    there = [{k for k in known.engine.checkpoints.kept if os.path.isdir(k)} for known in prepared]
     accelerator.wait_for_everyone()  # else the first rank deletes what others have not looked at
     hook = accelerator.register_save_state_pre_hook(partial(_before_save, prepared, there))
     try:

@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload import CheckpointError, ConfigError, Engine, GroupScalars, OffloadConfig, SessionBrokenError
+from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+from offload.rules import GroupScalars
 
 log = logging.getLogger("offload")
 

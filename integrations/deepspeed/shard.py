@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
+from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
 from offload.integrations.deepspeed.gradients import DeviceGradients, HostGradients
 from offload.integrations.deepspeed.pieces import Piece
+from offload.rules import GroupScalars
 
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
@@ -210,7 +211,7 @@ class Shard:
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
         self.engine.step(groups, scale=scale, clip=clip, active=self.active)
-        self.engine.wait_weights()  # ZeRO-3 gathers them on a stream that waits for no other
+        self.engine.finish(on_gpu=True)  # ZeRO-3 gathers them on a stream that waits for no other
 
     def reload_masters(self) -> None:
         """Take the masters from the weights; the moments stay."""

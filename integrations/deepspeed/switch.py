@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError, InternalError, OffloadConfig
+from offload import ConfigError, OffloadConfig
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.settings import KEY
 
@@ -155,7 +155,8 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
             setattr(home, name, functools.partial(ours, offload_config=config, names=engine.param_names))
         original(engine, optimizer, model_parameters)
     if not isinstance(engine.optimizer, OffloadedOptimizer):
-        raise InternalError(f"DeepSpeed made a {type(engine.optimizer).__name__} in spite of {KEY}")
+        made = type(engine.optimizer).__name__
+        raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
     engine.optimizer.report_to(engine)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)

@@ -149,7 +149,7 @@ class StateSource(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the caller gave to `Engine.save`."""
+        """What the caller gave to `Checkpoints.save`."""
 
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a whole parameter."""

@@ -140,7 +140,11 @@ class Pending:
         """Give it up if other ranks have not done their part in so many seconds; the earliest limit counts."""
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
-    def awaited(self) -> str:
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, on the caller's thread, where a Ctrl-C is a way out; return whether it has."""
+        return waits.wait_for(self.done.wait, self._awaited, timeout_s)
+
+    def _awaited(self) -> str:
         """Return what it waits for, for the log; "" where the committing thread says it."""
         job = self.job
         if job is not None and job.awaited:
@@ -213,6 +217,13 @@ class Saves:
         if ranks > 1:  # one rank alone is never in doubt
             self._undecided = [*self._undecided[1 - MAX_RELEASED // 2 :], id]
 
+    def wait_for_pending(self) -> None:
+        """Wait for the checkpoint that is being written, if one is; on the caller's thread."""
+        pending = self.pending
+        if pending is not None and not pending.done.is_set():
+            log.info("waiting for the checkpoint in %s first", pending.folder.path)
+            pending.wait()
+
     # On the engine thread
 
     def open(
@@ -233,7 +244,7 @@ class Saves:
             snapshot: What it says besides its tiles.
             needs_buffers: Whether some tiles have to be gathered first.
             io_backend: Of the store in the folder, for a copy.
-            on_done: See `Engine.save`.
+            on_done: Called, in a thread of its own, with the error or None when it has ended.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.

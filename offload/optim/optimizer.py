@@ -39,7 +39,7 @@ from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
-from offload.session.ahead import Foreseen
+from offload.session.speculation import Foreseen
 
 log = logging.getLogger("offload")
 
@@ -379,7 +379,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._route.forget()
             self._weights.written(active)
         self._overlap.pace.returns(began_s)
-        if not self._overlap.is_behind:
+        if not self._overlap.is_pending:
             self._weights.gather()
             self._tell()
         if self._late.config.overlap == "auto":
@@ -397,9 +397,9 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         try:
             kept += self._overlap.hide(later)
-            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=kept, begun=begun)
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=kept, begun=begun)
         finally:
-            if self.engine.is_behind:  # perhaps it was interrupted
+            if self.engine.is_pending:  # perhaps it was interrupted
                 del kept
                 self._route.taken()
                 self._overlap.wait_for(at_once)
@@ -415,7 +415,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _tell(self) -> None:
         """Tell whoever wants to know of the last step."""
         self._is_told = True
-        self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.step_s)
+        self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.last_step.step_s)
         step = self.engine.step_number
         due = [write for every, write in self._writers if step % every == 0]
         metrics = self.metrics() if due else {}
@@ -537,7 +537,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         pace = self._overlap.pace
         if pace.typical is not None and self._hides:
             found["forward_s"], found["backward_s"] = pace.typical
-            lanes_worked = (i for i in self.engine.last_timeline() if i.lane != ENGINE)
+            lanes_worked = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
             worked_s = max(found["step_s"], covered_s(lanes_worked))
             found["waited_s"], found["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
             found["predicted_iteration_s"] = self._iteration_s(*pace.typical)

@@ -48,9 +48,9 @@ class Overlap:
         self._hidden: dict[Bound, torch.Tensor] = {}
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a step that nobody has waited for goes on behind its caller, or has."""
-        return self._late.opened is not None and self._late.opened.is_behind
+    def is_pending(self) -> bool:
+        """Whether there is a step that nobody has waited for to its end."""
+        return self._late.opened is not None and self._late.opened.is_pending
 
     def follow(self, model: torch.nn.Module, check: bool, known: Iterable[torch.Tensor]) -> Following:
         """Hook a model of some `known` parameters; once more to hook what has been added to it."""
@@ -81,7 +81,7 @@ class Overlap:
         """Take note that a forward pass needs some weights now, and wait for them."""
         for parameter in parameters:
             self._used.setdefault(parameter)
-        if self.is_behind or self._hidden:
+        if self.is_pending or self._hidden:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
     def arrived(self, bound: Bound) -> None:
@@ -135,7 +135,7 @@ class Overlap:
     def finish(self) -> None:
         """Wait until the step is over that goes on behind its caller, if one does."""
         try:
-            if self.is_behind:
+            if self.is_pending:
                 with self.pace.waits(for_all=True):
                     self._late.engine.finish()
         finally:
@@ -160,7 +160,7 @@ class Overlap:
         """The engine has been closed: show what was hidden, and raise what nobody was told of."""
         self._show([*self._hidden], closed=True)
         if self._late.opened is not None:
-            self._late.opened.raise_untold()
+            self._late.opened.finish()
 
 
 class Turn:

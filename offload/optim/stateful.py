@@ -276,7 +276,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
                 "prefix": agreed.prefix,
             }
-            self.engine.save(
+            self.engine.checkpoints.save(
                 path,
                 metadata=metadata,
                 extra=content,
@@ -297,7 +297,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             CheckpointError: It was not; a `TierError` that it failed with is the `__cause__`. Training may go on.
             TimeoutError: It has not been by then.
         """
-        self.engine.wait_checkpoint(timeout_s)
+        self.engine.checkpoints.wait(timeout_s)
 
     def release_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that is kept: it is none from then on, and its slots are free.
@@ -312,7 +312,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: None in that folder is kept by this optimizer, or somebody is reading it.
         """
-        self.engine.release(path)
+        self.engine.checkpoints.release(path)
 
     @torch.no_grad()
     def load_checkpoint(
@@ -402,7 +402,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         world, rank = ranks.world()
         self._state.copies.forget()
         self._state.changed()
-        self.engine.load(source, names=names, rank=rank, ranks=world)
+        self.engine.checkpoints.load(source, names=names, rank=rank, ranks=world)
         self._weights.written(bounds)
         self._weights.gather()
         if groups is not None:

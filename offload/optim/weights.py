@@ -198,7 +198,7 @@ class Weights:
         """Have all ranks exchange the rows that each has updated; a collective, if there are any."""
         cut = [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
         if cut:
-            self._late.engine.wait_weights()
+            self._late.engine.finish(on_gpu=True)
             shards.gather([bound.parameter for bound in cut], self.rows_over)
             for bound in cut:
                 bound.left = bound.now()

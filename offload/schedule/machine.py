@@ -1,7 +1,7 @@
 """The step as a state machine: events in, operations out. Pure: no clock, no I/O, no threads, no randomness.
 
-The machine does not know what a step is. It runs *sweeps*: a sequence of visits, each of one subgroup, that read
-or change its state. A step is a sweep of updates; reading or loading state is a sweep too.
+It runs *sweeps*: a sequence of visits, each of one subgroup, that read or change its state. A step is a sweep of
+updates; reading or loading state is a sweep too.
 
 A machine and its index change in `Machine.handle` alone, so a run is its list of events: another machine that is
 given them decides the same operations.
@@ -9,9 +9,10 @@ given them decides the same operations.
 Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
 `offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add).
 
-A sweep *ahead* works beside whoever opened it: its visits run once they are admitted, each makes a version beside
-the live one, and that is written to slots of its own at once. The live version stays where it is on storage until
-`Confirm` makes versions live or revokes them; nothing of a revoked one is used again.
+A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
+version beside the live one, and that is written to slots of its own at once. The live version stays where it is on
+storage until `Seal` makes versions live or revokes them, and begins what is left of the step; nothing of a revoked
+version is used again.
 
 Invariants, verified by `check`, with those of the books:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
@@ -38,7 +39,6 @@ from offload.schedule.operations import (
     AwaitPush,
     Begin,
     BeginSave,
-    Confirm,
     Done,
     Event,
     Extend,
@@ -51,6 +51,7 @@ from offload.schedule.operations import (
     Run,
     Save,
     SaveOperation,
+    Seal,
     Stop,
     Sweep,
     Taken,
@@ -89,7 +90,7 @@ class _Flush:
     step: int  # the version that is written
     records: list[tuple[TileId, Record]] = field(default_factory=list)
     for_save: bool = False  # nothing but a save needs it
-    beside: bool = False  # of a version beside the live one, confirmed by nobody
+    beside: bool = False  # of a version beside the live one, which no seal has confirmed
     room: Counter[int] = field(default_factory=Counter)  # slots that are reserved for it, its sweep having ended
     error: Exception | None = None
 
@@ -120,8 +121,8 @@ class Machine:
         """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
         is set, and the sweep counts."""
         self.moved: list[int] = []
-        """Subgroups whose changing visit has finished in the current (or last) sweep, in that order; none after a
-        `Stop` between sweeps, or a break ahead of the next one."""
+        """Subgroups that the current (or last) sweep has changed, in that order, those first that it was sealed with;
+        none after a `Stop` between sweeps, or where an open sweep breaks."""
         self.ended: list[int] = []
         """Subgroups whose visit has ended in the current (or last) sweep, in that order: weights that it changes are
         there, or on their way on the lane of pushes."""
@@ -135,8 +136,7 @@ class Machine:
         self._beside: dict[int, list[tuple[TileId, Record]] | None] = {}
         """Subgroups with a version beside the live one, and where its tiles lie once all are written."""
         self._held = False
-        self._room: Counter[int] = Counter()  # slots that are reserved for the sweep ahead
-        self._confirmed: list[int] = []  # since the last sweep
+        self._room: Counter[int] = Counter()  # slots that are reserved for the open sweep
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
@@ -154,9 +154,9 @@ class Machine:
         return self._sweep is None
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether the sweep under way is ahead."""
-        return self._sweep is not None and self._sweep.ahead
+    def is_open(self) -> bool:
+        """Whether the sweep under way is open."""
+        return self._sweep is not None and self._sweep.is_open
 
     @property
     def runs(self) -> int:
@@ -207,13 +207,13 @@ class Machine:
         try:
             match event:
                 case Begin(sweep):
-                    self._begin_ahead(sweep) if sweep.ahead else self._begin(sweep)
+                    self._open(sweep) if sweep.is_open else self._begin(sweep)
                 case Admit(subgroups):
                     self._admit(subgroups)
                 case Hold():
                     self._held = True
-                case Confirm(subgroups):
-                    self._confirm(subgroups)
+                case Seal(confirmed, rest):
+                    self._seal(confirmed, rest)
                 case BeginSave(save):
                     self._begin_save(save)
                 case Taken(Sweep()):
@@ -237,8 +237,10 @@ class Machine:
                     self._failed(self._pop(op), error)
                 case Stop(error):
                     self._stopped = True
-                    if self.idle:  # between sweeps, perhaps after what a step has confirmed
-                        self.moved, self._confirmed = self._confirmed, []
+                    if self.finished is not None:  # nobody has taken note of its end, and it is none
+                        self.failed = True
+                    elif self.idle:
+                        self.moved = []
                     self._break(error)
             self._advance()
         except InternalError as error:
@@ -263,7 +265,7 @@ class Machine:
             if subgroup.visit is not None:
                 self._check_waits(number, subgroup, subgroup.visit)
         invariant(
-            not self._beside or self.is_ahead or self.broken is not None, "a version beside the live one is left"
+            not self._beside or self.is_open or self.broken is not None, "a version beside the live one is left"
         )
         for number, records in self._beside.items():
             flush = self._flushes.get(number)
@@ -276,7 +278,7 @@ class Machine:
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
-        waits = waits or (visit.ahead and (not self.staging.is_admitted(number) or phase is Phase.DIRTY))
+        waits = waits or (visit.speculative and (not self.staging.is_admitted(number) or phase is Phase.DIRTY))
         waits = waits or self.broken is not None  # then nobody is let on any more
         queue = self.staging.line if phase is Phase.ABSENT else self._runs.queue_of(visit)
         invariant(waits or number in queue, f"subgroup {number} is {phase} and waits for nothing")
@@ -295,15 +297,14 @@ class Machine:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
         return self._in_flight.pop(op)
 
-    def _begin(self, sweep: Sweep) -> None:
+    def _begin(self, sweep: Sweep, moved: Iterable[int] = ()) -> None:
         invariant(self._sweep is None, "a sweep begins while another is under way")
         invariant(self.finished is None, "a sweep begins before the last one was taken")
         subgroups = [visit.subgroup for visit in sweep.visits]
         invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
         self._sweep = sweep
         self._unfinished = len(subgroups)
-        self.moved, self._confirmed = self._confirmed, []
-        self.ended = []
+        self.moved, self.ended = [*moved], []
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
@@ -315,10 +316,10 @@ class Machine:
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
                     self._let_on(visit.subgroup)
 
-    # Sweeps ahead
+    # Open sweeps
 
-    def _begin_ahead(self, sweep: Sweep) -> None:
-        """Open a sweep, of the visits that the stores have room for beside the live versions."""
+    def _open(self, sweep: Sweep) -> None:
+        """Begin an open sweep, of the visits that the stores have room for beside the live versions."""
         invariant(self._sweep is None and self.finished is None, "a sweep begins while another is under way")
         self._sweep, self._held = sweep, self.broken is not None
         turns = self.staging.turns
@@ -326,8 +327,8 @@ class Machine:
             subgroup = visit.subgroup
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
             plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
-            if not (visit.ahead and able and plain):  # not by `invariant`: its message would be made for every visit
-                raise InternalError(f"{visit} is ahead (this is a bug in offload)")
+            if not (visit.speculative and able and plain):  # not by `invariant`: its message costs more than a visit
+                raise InternalError(f"{visit} is speculative (this is a bug in offload)")
             room = self._slots_of(subgroup)
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
@@ -341,22 +342,28 @@ class Machine:
 
     def _admit(self, subgroups: Iterable[int]) -> None:
         for number in subgroups:
-            if self.is_ahead and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
+            if self.is_open and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
                 self.staging.admit(number)
                 self._let_on(number)
 
-    def _confirm(self, subgroups: Collection[int]) -> None:
+    def _seal(self, confirmed: Collection[int], rest: Sweep | None) -> None:
+        """Make confirmed versions the newest, revoke the others, and begin what is left of the step."""
         if self.broken is not None:
-            self._end_ahead()
-            return
-        invariant(self.is_ahead and not self.runs, "versions are confirmed while they are being made")
-        invariant(self._beside.keys() >= set(subgroups), "a version is confirmed that is not there")
+            self._drop_open()
+            confirmed = ()
+        else:
+            self._end_open(confirmed)
+        if rest is not None:
+            self._begin(rest, confirmed)
+
+    def _end_open(self, confirmed: Collection[int]) -> None:
+        invariant(self.is_open and not self.runs, "versions are confirmed while they are being made")
+        invariant(self._beside.keys() >= set(confirmed), "a version is confirmed that is not there")
         sweep, self._sweep = self._sweep, None
         self._forget_waiting()
         made, self._beside = self._beside, {}
-        for subgroup in subgroups:
+        for subgroup in confirmed:
             self._subgroups[subgroup].version = sweep.step if sweep else 0
-            self._confirmed.append(subgroup)
             records = made.pop(subgroup)
             if records is None:
                 self._flushes[subgroup].beside = False
@@ -375,9 +382,9 @@ class Machine:
     def _slots_of(self, subgroup: int) -> Counter[int]:
         return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
-    def _end_ahead(self) -> None:
-        """Forget the sweep ahead, as the machine has broken."""
-        if self.is_ahead:
+    def _drop_open(self) -> None:
+        """Forget the open sweep, if there is one, as the machine has broken."""
+        if self.is_open:
             self._sweep = None
         self._beside = {}
         self._forget_waiting()
@@ -503,14 +510,14 @@ class Machine:
     def _let_on(self, number: int) -> None:
         """Let the visit go on that waits for a subgroup's state, if one does."""
         visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
-        may_run = not self.is_ahead or (phase is Phase.READY and self.staging.is_admitted(number))
+        may_run = not self.is_open or (phase is Phase.READY and self.staging.is_admitted(number))
         if visit is not None and may_run:
             self._runs.let_on(visit)
 
     def _ran(self, run: Run) -> None:
         visit, number = run.visit, run.visit.subgroup
         self._runs.device_of(visit).runs -= 1
-        if visit.ahead:
+        if visit.speculative:
             self.staging.to(number, Phase.DIRTY)
             if self.broken is None:
                 self._beside[number] = None
@@ -582,7 +589,7 @@ class Machine:
 
     def _break(self, error: Exception) -> None:
         if self.broken is None:
-            if self.is_ahead:
+            if self.is_open:
                 self.moved = []  # by the step before, which was whole
             self._on_break(error)
             self.broken = error
@@ -601,11 +608,11 @@ class Machine:
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
-            if self._sweep is not None and not (self._held and self._sweep.ahead):
+            if self._sweep is not None and not (self._held and self._sweep.is_open):
                 self._runs.start(self._sweep)
-        if self.is_ahead:
+        if self.is_open:
             if self.broken is not None and self._gives_up():
-                self._end_ahead()
+                self._drop_open()
         elif self._sweep is not None and (self._gives_up() or not self._unfinished):
             self.finished, self._sweep = self._sweep, None
             self.failed = self._unfinished > 0
@@ -619,12 +626,12 @@ class Machine:
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
-        if self._held and self.is_ahead:
+        if self._held and self.is_open:
             return
         line = self.staging.line
         while line:
             slot = self.staging.take_clean()
-            if slot is None and self.is_ahead:
+            if slot is None and self.is_open:
                 slot = self.staging.evict(line[0])
             if slot is None:
                 break

@@ -29,7 +29,7 @@ class Visit:
         weight_bytes: Size of the weights that it needs in a weight slot, as they lie on the GPU and it runs on the
             CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
         fetches: Whether the run reads these weights, so that they are fetched first.
-        ahead: Whether it makes a version beside the live one, of an `ahead` sweep.
+        speculative: Whether it makes a version beside the live one, of an open sweep.
     """
 
     subgroup: int
@@ -38,27 +38,27 @@ class Visit:
     gpu: bool = False
     weight_bytes: int = 0
     fetches: bool = False
-    ahead: bool = False
+    speculative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
-    One that is *ahead* makes versions beside the live ones, of subgroups that are `Admit`ted to it one by one. It
-    goes on until a `Confirm` says which of them count; the others have never been.
+    One that is *open* belongs to a step that is not known yet. It makes versions beside the live ones, of subgroups
+    that are `Admit`ted to it one by one, until a `Seal` says which of them count; the others have never been.
 
     Attributes:
         number: Identifies the sweep; grows by one.
         step: Version that changed tiles get.
         visits: In the order to be preferred; no subgroup twice.
-        ahead: Whether it is.
+        is_open: Whether it is.
     """
 
     number: int
     step: int
     visits: tuple[Visit, ...]
-    ahead: bool = False
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,25 +232,27 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Event: let visits of the sweep ahead run, when their state is there; what it does not visit is left out."""
+    """Event: let visits of the open sweep run, when their state is there; what it does not visit is left out."""
 
     subgroups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Event: start no further visit of the sweep ahead."""
+    """Event: start no further visit of the open sweep."""
 
 
 @dataclass(frozen=True, slots=True)
-class Confirm:
-    """Event: end the sweep ahead, of which no visit runs.
+class Seal:
+    """Event: end the open sweep, of which no visit runs.
 
     Attributes:
-        subgroups: Those whose version beside the live one is the newest from now on; all others made are revoked.
+        confirmed: Subgroups whose version beside the live one is the newest from now on; all others made are revoked.
+        rest: The visits of the step that are left, which begin now; None where there is no step.
     """
 
-    subgroups: tuple[int, ...] = ()
+    confirmed: tuple[int, ...] = ()
+    rest: Sweep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +329,4 @@ class Stop:
     error: OffloadError
 
 
-AheadEvent = Admit | Hold | Confirm
-
-
-Event = Begin | AheadEvent | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop
+Event = Begin | Admit | Hold | Seal | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop

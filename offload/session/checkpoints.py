@@ -1,13 +1,14 @@
-"""Checkpoints of a session: what is done to write one, and to go on from one."""
+"""Checkpoints of a session: written while it goes on, waited for, kept, released, and gone on from."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
-from offload import waits
 from offload.checkpoint.adopt import manifest_in_place
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
@@ -16,6 +17,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Snapshot, save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
+from offload.layout import Layout
 from offload.schedule.loop import pump
 from offload.schedule.operations import BeginSave, Release, Sweep, TakeUp
 from offload.schedule.staging import Phase
@@ -25,8 +27,6 @@ from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
 
 log = logging.getLogger("offload")
-
-OnDone = Callable[[BaseException | None], None] | None
 
 
 class Checkpoints:
@@ -43,10 +43,79 @@ class Checkpoints:
         self._thread = thread
         self._visits = visits
 
-    # Writing one
+    # Writing and keeping them
 
-    def save(self, folder: Folder, describe: Callable[[], Snapshot], on_done: OnDone) -> None:
-        """Hand over a checkpoint, in the caller's turn; see `Engine.save`.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        extra: bytes | None = None,
+        copy: bool = False,
+        on_done: Callable[[BaseException | None], None] | None = None,
+        id: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        replica: bool = False,
+        names: Mapping[str, str] | None = None,
+        ended: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """Start a checkpoint of the state as it is now; it is written while the caller goes on.
+
+        What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
+        update at the latest. Masters that are (fp32) weights are written before this returns, as their owner may
+        change them. Without paths, or with `copy`, everything is written to the folder itself.
+
+        Args:
+            path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
+            metadata: Anything that JSON can hold.
+            extra: Anything else.
+            copy: Copy everything into the folder, so that the checkpoint needs nothing else.
+            on_done: Called from a thread of its own when it has ended, with the error or None.
+            id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
+            rank: This rank.
+            ranks: Number of ranks that save to the folder together.
+            replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
+                then.
+            names: What parameters here are called there, where that is something else.
+            ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
+
+        Raises:
+            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
+                error is the cause; training may go on.
+            SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
+        """
+        parts = self._parts
+        folder, id = open_folder(path), id or uuid.uuid4().hex
+        copy = copy or not parts.config.paths
+
+        def describe() -> Snapshot:
+            layout, tables = parts.plan.layout, parts.tables
+            rounds = layout.state.format.rounds
+            return Snapshot(
+                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
+                step=self._visits.step_number,
+                steps=() if replica else tuple(tables.steps.tolist()),
+                metadata=metadata or {},
+                extra=extra,
+                id=id,
+                rank=rank,
+                ranks=ranks,
+                copy=copy,
+                seed=tables.seed if rounds else None,
+                numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
+                ended=ended,
+            )
+
+        with self._thread.turn():
+            if not copy and not parts.config.checkpoints:
+                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+            self._save(folder, describe, on_done)
+
+    def _save(
+        self, folder: Folder, describe: Callable[[], Snapshot], on_done: Callable[[BaseException | None], None] | None
+    ) -> None:
+        """Hand over a checkpoint, in the caller's turn.
 
         Args:
             folder: Where it goes.
@@ -54,7 +123,7 @@ class Checkpoints:
             on_done: Called when it has ended.
         """
         parts = self._parts
-        self.wait_for_pending()
+        parts.saves.wait_for_pending()
         self._thread.check_usable()
         first = describe()
         parts.saves.begin(first.id, first.ranks)
@@ -101,7 +170,7 @@ class Checkpoints:
 
         self._request(folder.path, begin)
         if overtaken:  # by what a signal handler has asked for
-            self.save(folder, describe, on_done)
+            self._save(folder, describe, on_done)
 
     def _unmade(self) -> list[int]:
         """Return subgroups whose state is nowhere yet, as it is still to be taken from the weights."""
@@ -125,77 +194,121 @@ class Checkpoints:
             failed = save_error(folder, error)
             raise failed from failed.__cause__
 
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint that was started last has been committed.
+
+        Raises:
+            CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
+            TimeoutError: It has not been by then.
+        """
+        saves = self._parts.saves
+        pending = saves.pending or saves.last
+        if pending is None:
+            return
+        if not pending.wait(timeout_s):
+            raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
+        if pending.error is not None:
+            raise pending.error
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
+
+        Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
+        """
+        return tuple(kept.folder for kept in self._parts.saves.kept)
+
     def release(self, path: str | os.PathLike[str]) -> None:
-        """Release a checkpoint, in the caller's turn; see `Engine.release`."""
+        """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
+
+        A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
+        this says that it is gone.
+
+        Args:
+            path: The folder that it was saved to.
+
+        Raises:
+            CheckpointError: None in that folder is kept, or somebody is reading it.
+        """
         folder = open_folder(path).path
 
         def begin() -> None:
             for number in self._parts.saves.release(folder):
                 self._parts.machine.handle(Release(number))
 
-        self.wait_for_pending()
-        self._thread.request(begin)
-
-    def wait_for_pending(self) -> None:
-        """Wait for the checkpoint that is being written; on the caller's thread, where a Ctrl-C is a way out."""
-        pending = self._parts.saves.pending
-        if pending is not None and not pending.done.is_set():
-            log.info("waiting for the checkpoint in %s first", pending.folder.path)
-            waits.wait_for(pending.done.wait, pending.awaited)
+        with self._thread.turn():
+            self._parts.saves.wait_for_pending()
+            self._thread.request(begin)
 
     # Going on from one
 
-    def load(self, checkpoint: StateSource, restorer: Restorer, rank: int, ranks: int) -> None:
-        """Take over what a checkpoint has, in the caller's turn; see `Engine.load`.
+    def load(
+        self,
+        checkpoint: StateSource,
+        *,
+        names: Mapping[str, str] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Replace all state, step counts and weights by what a checkpoint has for these parameters.
+
+        With the same subgroups, tiles and ranks streamed state is not copied: its slots are this session's from then
+        on where their session has ended and they lie on one of its paths, and are only read elsewhere.
 
         Args:
-            checkpoint: Which.
-            restorer: Takes its state.
+            checkpoint: An open one, or a file of another format; may be closed afterwards.
+            names: What a parameter here is called there, where that differs.
             rank: This rank.
             ranks: Number of ranks.
+
+        Raises:
+            CheckpointError: It has not all parameters, or they have other sizes; nothing has changed then. Or part
+                of it is damaged, which is found out while it is read: the session is broken then.
         """
         parts, visits = self._parts, self._visits
-        layout = parts.plan.layout
-        self.wait_for_pending()
-        self._thread.check_usable()
-        in_place = None
-        if isinstance(checkpoint, Checkpoint):
-            manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
-            in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
+        with self._thread.turn():
+            layout = parts.plan.layout
+            restorer = Restorer(checkpoint, layout.parameters, names or {}, parts.views, parts.tables, parts.lanes)
+            parts.saves.wait_for_pending()
+            self._thread.check_usable()
+            in_place = None
+            if isinstance(checkpoint, Checkpoint):
+                manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
+                in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
 
-        def applied() -> None:
-            restorer.take_steps()
-            visits.step_number = checkpoint.step
-            checkpoint.lend(0, 0)
-            self._thread.drop_checkpoint_buffers()
+            def applied() -> None:
+                restorer.take_steps()
+                visits.step_number = checkpoint.step
+                checkpoint.lend(0, 0)
+                self._thread.drop_checkpoint_buffers()
 
-        def begin() -> Sweep:
-            self._thread.settle()
-            self._thread.take_save()
-            copied = [subgroup.index for subgroup in layout.subgroups]
-            buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail, as long as nothing has changed
-            # Versions go on from there: no two of a tile have the same number.
-            visits.version = max(visits.version, checkpoint.last_version)
-            if in_place is not None:
-                copied = [number for number in copied if parts.plan.is_resident(number)]
-                in_place()
-            checkpoint.lend(*buffers)
-            return visits.begin(copied, restorer.restore, changes=True, overwrites=True)
+            def begin() -> Sweep:
+                self._thread.settle()
+                self._thread.take_save()
+                copied = [subgroup.index for subgroup in layout.subgroups]
+                buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
+                # Versions go on from there: no two of a tile have the same number.
+                visits.version = max(visits.version, checkpoint.last_version)
+                if in_place is not None:
+                    copied = [number for number in copied if parts.plan.is_resident(number)]
+                    in_place()
+                checkpoint.lend(*buffers)
+                return visits.begin(copied, restorer.restore, changes=True, overwrites=True)
 
-        try:
-            self._thread.request(begin, applied)
-        except SessionBrokenError:
-            raise
-        except OffloadError as error:
-            if error is self._thread.broken:
-                raise CheckpointError(
-                    f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
-                    "into a new optimizer"
-                ) from error
-            raise
-        if isinstance(checkpoint, Checkpoint) and in_place is None:
-            # On the engine thread, where no interrupt comes between a lock and taking note of it.
-            self._thread.request(partial(parts.saves.resumed, checkpoint, rank, ranks))
+            try:
+                self._thread.request(begin, applied)
+            except SessionBrokenError:
+                raise
+            except OffloadError as error:
+                if error is self._thread.broken:
+                    raise CheckpointError(
+                        f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
+                        "into a new optimizer"
+                    ) from error
+                raise
+            if isinstance(checkpoint, Checkpoint) and in_place is None:
+                # On the engine thread, where no interrupt comes between a lock and taking note of it.
+                self._thread.request(partial(parts.saves.resumed, checkpoint, rank, ranks))
 
     def _adopt(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
         """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""

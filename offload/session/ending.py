@@ -46,21 +46,20 @@ class Ending:
         thread = self._thread
         if os.getpid() != thread.pid:  # a lock that another thread held at the fork stays held
             return
-        if thread.requester == threading.get_ident():  # in a signal handler: nobody would answer the request
+        if thread.requester is not None and not thread.closed:  # in a signal handler that interrupts a turn
             thread.afterwards = self.close
             return
-        with thread.lock:
-            if self.freed:
-                return
-            try:
-                self._close()
-            except BaseException:
-                self._gives_up = True
-                raise
+        try:
+            with thread.lock:
+                if not self.freed:
+                    self._close()
+        except BaseException:
+            self._gives_up = True
+            raise
 
     def _close(self) -> None:
-        self._finish_save()
         self._thread.closed = True
+        self._finish_save()
         self._parts.lanes.given_up = True
         if self.work is None or (self.work.done and self.work.error is not None):
             self._stop = waits.Aside(self._thread.stop, "offload-stop")
@@ -106,7 +105,7 @@ class Ending:
             return
         limits, is_raising = self._parts.limits, sys.exception() is not None
         pending.wait_for_ranks(limits.settle_s if is_raising else limits.close_s)
-        waits.wait_for(pending.done.wait, pending.awaited)
+        pending.wait()
 
     def _end_all(self, stop: waits.Aside) -> None:
         """End the engine thread, then free everything; on a thread of its own."""

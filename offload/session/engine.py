@@ -12,26 +12,19 @@ shows before it is called, or after it has returned, the next request of any kin
 from __future__ import annotations
 
 import math
-import os
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from offload import waits
-from offload.checkpoint.folder import open_folder
-from offload.checkpoint.reader import StateSource
-from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
-from offload.layout import Layout, Parameter
+from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure import lane_totals
 from offload.memory.touching import bound, cores_of_rank
@@ -39,14 +32,14 @@ from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane
 from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
-from offload.session.ahead import Foreseen
-from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
 from offload.session.gradients import Gradients
 from offload.session.parts import Parts
 from offload.session.setup import named_shortage
+from offload.session.speculation import Foreseen
 from offload.session.state import State
+from offload.session.step import PendingStep, StepAccount
 from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Visits
 
@@ -69,6 +62,7 @@ class Engine:
         limits: No setting: for tests, whose models are small.
 
     Attributes:
+        checkpoints: To save and load them: see `offload.session.checkpoints.Checkpoints`.
         config: What it was made with.
         gradients: Where they lie, when they have arrived, their norms: see `offload.session.gradients.Gradients`.
         state: What is kept of each parameter, to be read and written: see `offload.session.state.State`.
@@ -107,10 +101,9 @@ class Engine:
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
                 thread.aborted = partial(_aborted, parts, visits)
-                self._checkpoints = Checkpoints(parts, thread, visits)
+                self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
-                self._step_s = self._step_started_s = 0.0
                 # None of these holds this object, so an engine that is forgotten is closed.
                 self._ending = Ending(parts, thread)
                 self._finalizer = weakref.finalize(self, self._ending.forgotten)
@@ -144,31 +137,35 @@ class Engine:
     @property
     def step_number(self) -> int:
         """How many steps the state has had; a checkpoint brings its own."""
-        self._thread.wait_behind()
+        self._thread.wait_pending()
         return self._visits.step_number
 
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
-        self._thread.wait_behind()
+        self._thread.wait_pending()
         return int(self._parts.tables.steps[self._parts.position(parameter)])
 
     def timeline(self) -> list[Interval]:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
-        self._thread.wait_behind()
+        self._thread.wait_pending()
         self._parts.executor.take_timed()
-        return [*self._visits.ended, *self._parts.executor.timeline]
+        last, now = self._visits.last, self._visits.account
+        return [*last.timeline, *(now.timeline if now is not last else ())]
 
-    def last_timeline(self) -> list[Interval]:
-        """Return what the lanes did in the last step, and since where nothing has begun ahead of the next one."""
-        return [*self._visits.ended] or self.timeline()
+    @property
+    def last_step(self) -> StepAccount:
+        """The account of the last step that has ended."""
+        if self._visits.account is self._visits.last:  # else what lanes of a GPU have done goes to the next one's
+            self._parts.executor.take_timed()
+        return self._visits.last
 
     @property
     def speculates(self) -> bool:
         """Whether streamed subgroups are updated during backward; see `speculate`."""
-        return self._thread.ahead.hyperparameters is not None
+        return self._thread.speculation.hyperparameters is not None
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step as a flat dict.
+        """Return the last step that has ended as a flat dict; wait for nothing.
 
         Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
         `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
@@ -182,21 +179,22 @@ class Engine:
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
-        timeline = self.last_timeline()
+        account = self.last_step
+        timeline = [*account.timeline]
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
-        ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
+        ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         found: dict[str, float] = {
-            "step": self.step_number,
-            "step_s": max([self._step_s, *ends_s]),
+            "step": self._visits.step_number,
+            "step_s": max([account.step_s, *ends_s]),
             "state_bytes": plan.state_bytes,
             "resident_bytes": resident_bytes,
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         found |= parts.lanes.metrics()
-        ahead = self._thread.ahead
         if self.speculates:
-            found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
+            found["ahead/confirmed_bytes"] = account.confirmed_bytes
+            found["ahead/revoked_bytes"] = account.revoked_bytes
         totals = lane_totals(timeline)
         for lane in (ENGINE, "cpu", *parts.lanes.names):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
@@ -226,7 +224,7 @@ class Engine:
                 # A signal handler may have added others since.
                 parts.adopt(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
 
-            self._checkpoints.wait_for_pending()
+            parts.saves.wait_for_pending()
             thread.request(extend)
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
@@ -259,12 +257,8 @@ class Engine:
         """
         if not self.plan.budgets.gradients_on_gpu and self.plan.home_bytes[Home.STREAMED]:
             self._parts.lanes.wakes = hyperparameters is not None
-            self._thread.ahead.is_last_pass = is_last_pass
-            self._thread.ahead.hyperparameters = hyperparameters
-
-    def wait_weights(self) -> None:
-        """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""
-        self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
+            self._thread.speculation.is_last_pass = is_last_pass
+            self._thread.speculation.hyperparameters = hyperparameters
 
     # Work
 
@@ -275,29 +269,28 @@ class Engine:
         scale: float = 1.0,
         clip: float = 1.0,
         active: Iterable[int | str] | None = None,
-        behind: Sequence[torch.Tensor] | None = None,
+        pending: Sequence[torch.Tensor] | None = None,
         begun: Callable[[], None] = nothing,
     ) -> None:
         """Update state and weights of all active parameters from their bound gradients.
 
-        With `behind` this returns when the step has begun, and it goes on behind the caller: `wait_for` waits for
-        some weights; `finish`, and whatever else asks anything of the engine, for all. Until then nobody writes to
+        With `pending` this returns when the step has begun, and it goes on: `wait_for` waits for some weights;
+        `finish`, and whatever else asks anything of the engine but `metrics`, for all. Until then nobody writes to
         weights or gradients.
 
         Args:
             groups: Hyperparameters, by group index: what the rule's `values` makes of one of torch's groups (Adam's
-                are `offload.GroupScalars`).
+                are `offload.rules.GroupScalars`).
             scale: What the gradients were multiplied by (loss scale); they are divided by it.
             clip: Factor for the unscaled gradients.
             active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
-                With `behind` they are updated in this order, but for what lies in staging memory, which is first.
-            behind: Do not wait, and keep these tensors until the step is over: the memory of weights and gradients.
-            begun: Called on the engine thread once the step has begun that goes on behind the caller, and before this
-                returns: an interrupt comes before both or after both.
+                A pending step updates them in this order, but for what lies in staging memory, which is first.
+            pending: Do not wait, and keep these tensors until the step is over: the memory of weights and gradients.
+            begun: Called on the engine thread once a pending step has begun, and before this returns: an interrupt
+                comes before both or after both.
 
         Raises:
-            StepAbortedError: If it, or a step that went on behind the caller, could not be finished; the session is
-                broken.
+            StepAbortedError: If it, or a pending step before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
         parts, thread, visits, tables = self._parts, self._thread, self._visits, self._parts.tables
@@ -312,21 +305,20 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
-            thread.ahead.begins(chosen)
+            thread.speculation.begins(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)
-            if behind is not None:
+            if pending is not None:
                 places = parts.plan.layout.places
                 subgroups = tuple(dict.fromkeys(subgroup for n in chosen for subgroup, _ in places[n]))
 
             def applied() -> None:
                 tables.steps[chosen] += 1
-                visits.step_number += 1
-                thread.ahead.stepped(scale, clip)
-                self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
+                visits.end_step(started_s)
+                thread.speculation.stepped(scale, clip)
 
-            follows = None if behind is None else Behind(behind, thread.aborted, begun)
+            follows = None if pending is None else PendingStep(pending, thread.aborted, begun)
             try:
-                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows, steps=True)
+                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -335,9 +327,9 @@ class Engine:
                 raise thread.aborted(error) from error
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a step that nobody has waited for goes on behind its caller, or has."""
-        return self._thread.behind is not None
+    def is_pending(self) -> bool:
+        """Whether there is a step that nobody has waited for to its end."""
+        return self._thread.pending is not None
 
     def wait_for(self, parameters: Iterable[int | str]) -> None:
         """Wait until the weights of some parameters are those of the last step, and their gradients have been read.
@@ -349,158 +341,18 @@ class Engine:
         """
         self._visits.wait_for(parameters)
 
-    def finish(self) -> None:
-        """Wait until a step that goes on behind its caller is over, if one does.
+    def finish(self, *, on_gpu: bool = False) -> None:
+        """Wait until the pending step is over, if there is one.
+
+        Args:
+            on_gpu: Wait for the GPU, too: its weights can then be read on any stream.
 
         Raises:
             StepAbortedError: It could not be finished; the session is broken.
         """
         self._thread.finish()
-
-    # Checkpoints
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        extra: bytes | None = None,
-        copy: bool = False,
-        on_done: Callable[[BaseException | None], None] | None = None,
-        id: str | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        replica: bool = False,
-        names: Mapping[str, str] | None = None,
-        ended: Callable[[], Collection[int]] = tuple,
-    ) -> None:
-        """Start a checkpoint of the state as it is now; it is written while the caller goes on.
-
-        What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
-        update at the latest. Masters that are (fp32) weights are written before this returns, as their owner may
-        change them. Without paths, or with `copy`, everything is written to the folder itself.
-
-        Args:
-            path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
-            metadata: Anything that JSON can hold.
-            extra: Anything else.
-            copy: Copy everything into the folder, so that the checkpoint needs nothing else.
-            on_done: Called from a thread of its own when it has ended, with the error or None.
-            id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
-            rank: This rank.
-            ranks: Number of ranks that save to the folder together.
-            replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
-                then.
-            names: What parameters here are called there, where that is something else.
-            ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
-
-        Raises:
-            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
-                error is the cause; training may go on.
-            SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
-        """
-        folder, id = open_folder(path), id or uuid.uuid4().hex
-        copy = copy or not self.config.paths
-
-        def describe() -> Snapshot:
-            layout, tables = self.plan.layout, self._parts.tables
-            rounds = layout.state.format.rounds
-            return Snapshot(
-                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
-                step=self._visits.step_number,
-                steps=() if replica else tuple(tables.steps.tolist()),
-                metadata=metadata or {},
-                extra=extra,
-                id=id,
-                rank=rank,
-                ranks=ranks,
-                copy=copy,
-                seed=tables.seed if rounds else None,
-                numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
-                ended=ended,
-            )
-
-        with self._thread.turn():
-            if not copy and not self.config.checkpoints:
-                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
-            self._checkpoints.save(folder, describe, on_done)
-
-    @property
-    def kept_checkpoints(self) -> tuple[str, ...]:
-        """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
-
-        Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
-        """
-        return tuple(kept.folder for kept in self._parts.saves.kept)
-
-    def release(self, path: str | os.PathLike[str]) -> None:
-        """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
-
-        A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
-        this says that it is gone.
-
-        Args:
-            path: The folder that it was saved to.
-
-        Raises:
-            CheckpointError: None in that folder is kept, or somebody is reading it.
-        """
-        with self._thread.turn():
-            self._checkpoints.release(path)
-
-    def wait_checkpoint(self, timeout_s: float | None = None) -> None:
-        """Wait until the checkpoint that was started last has been committed.
-
-        Raises:
-            CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
-            TimeoutError: It has not been by then.
-        """
-        saves = self._parts.saves
-        pending = saves.pending or saves.last
-        if pending is None:
-            return
-        if not waits.wait_for(pending.done.wait, pending.awaited, timeout_s):
-            raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
-        if pending.error is not None:
-            raise pending.error
-
-    def load(
-        self,
-        checkpoint: StateSource,
-        *,
-        names: Mapping[str, str] | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        """Replace all state, step counts and weights by what a checkpoint has for these parameters.
-
-        With the same subgroups, tiles and ranks streamed state is not copied: its slots are this session's from then
-        on where their session has ended and they lie on one of its paths, and are only read elsewhere.
-
-        Args:
-            checkpoint: An open one, or a file of another format; may be closed afterwards.
-            names: What a parameter here is called there, where that differs.
-            rank: This rank.
-            ranks: Number of ranks.
-
-        Raises:
-            CheckpointError: It has not all parameters, or they have other sizes; nothing has changed then. Or part
-                of it is damaged, which is found out while it is read: the session is broken then.
-        """
-        parts = self._parts
-        with self._thread.turn():
-            parameters = parts.plan.layout.parameters
-            restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.lanes)
-            self._checkpoints.load(checkpoint, restorer, rank, ranks)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds that the last step took."""
-        return self._step_s
-
-    def raise_untold(self) -> None:
-        """Raise what a step has failed with that went on behind its caller, unless it was raised before."""
-        self._thread.raise_untold()
+        if on_gpu:
+            self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def close(self) -> None:
         """Finish what is in flight, a checkpoint included, and free everything; idempotent.

@@ -64,7 +64,8 @@ class Placing:
     def review(self) -> None:
         """Choose again if it is due and can be; on the engine thread, between sweeps."""
         parts, machine = self._parts, self._parts.machine
-        if not self.due or parts.gradients.have_arrived() or machine.saver.under_way is not None:
+        is_busy = machine.is_open or machine.saver.under_way is not None
+        if not self.due or is_busy or parts.gradients.have_arrived():
             return
         self.due, self._seen, self._wanted = False, 0, 2 * self._wanted
         found = self._better()

@@ -3,8 +3,12 @@
 A caller posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What
 a request does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
 
-A request may be answered when its sweep has begun (`Behind`). The next one is taken when that sweep is over, and
-whoever asks for it waits until then.
+A step may be answered when it has begun (`PendingStep`). The next request is taken when it is over, and whoever asks
+for that waits until then.
+
+A signal handler may interrupt a caller at any line. Whatever changes a session does so on the engine thread, and a
+caller's *turn* is one scope: what a handler asks for within it is answered within it, and the session is not closed
+before its end.
 """
 
 from __future__ import annotations
@@ -12,25 +16,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 
 from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
-from offload.errors import CheckpointError, OffloadError, SessionBrokenError, invariant, known
+from offload.errors import CheckpointError, InternalError, OffloadError, SessionBrokenError, invariant, known
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, Release, Stop, Sweep
-from offload.session.ahead import Ahead
-from offload.session.behind import Behind
+from offload.schedule.operations import Release, Stop, Sweep
 from offload.session.parts import Parts
+from offload.session.speculation import Speculation
+from offload.session.step import PendingStep
 
 log = logging.getLogger("offload")
 
@@ -44,15 +46,15 @@ class _Request:
     """Something that a caller waits for."""
 
     begin: Callable[[], Sweep | None]
-    """Runs on the engine thread with no sweep under way; returns the sweep to run, or None if that was all."""
+    """Runs on the engine thread with no sweep under way but an open one; returns the sweep that it has begun."""
     applied: Callable[[], None]
     """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
     meanwhile: Callable[[], None]
     """Called on the engine thread when the sweep's first operations are under way."""
-    steps: bool
-    """Whether it ends what was made ahead itself, as a step does that takes it over; for others it is revoked."""
-    behind: Behind | None
-    """Where the caller does not wait for the sweep: told of its visits and its end."""
+    seals: bool
+    """Whether it seals the open sweep itself, as a step does; for others that is revoked."""
+    pending: PendingStep | None
+    """Where the caller does not wait for the step: told of its visits and its end."""
     error: BaseException | None = None
 
 
@@ -72,22 +74,21 @@ class EngineThread:
         """Whether nobody may ask for anything any more."""
         self.lock = threading.RLock()
         """Whoever has it may ask."""
+        self._owned = threading.Condition(self.lock)
         self.afterwards: Callable[[], None] | None = None
-        """What the requester is to do when it has its answer: to close the session, if a signal handler wanted to."""
-        self.ahead = Ahead(parts)
-        """What is made ahead of the next step."""
-        self.serve_ahead: Callable[[], None] = nothing
-        """Goes on with it."""
+        """What is to be done when the turn under way ends: to close the session, if a signal handler wanted to."""
+        self.speculation = Speculation(parts)
+        """What is updated before the step that it is for."""
         self.aborted: Callable[[BaseException], OffloadError]
-        """Returns what to raise for the next step if an error has broken the session ahead of it."""
-        self.behind: Behind | None = None
-        """The sweep that nobody has waited for to its end."""
+        """Returns what to raise for the next step if an error has broken the session before it was called."""
+        self.pending: PendingStep | None = None
+        """The step that nobody has waited for to its end."""
         self._thread: threading.Thread | None = None
         self._opening: waits.Aside | None = None
         self._starting = threading.Lock()
         self._serving = self._told_broken = False
         self._aborts_untold = False  # whether that has happened, and nobody was told of the step
-        self._followed: Behind | None = None  # what is told of the sweep under way
+        self._followed: PendingStep | None = None  # what is told of the sweep under way
         self._told = 0  # how many of its visits it was told of
         self._next: _Request | None = None
         self._current: _Request | None = None
@@ -126,7 +127,7 @@ class EngineThread:
         """Raise an error unless this process can use the session.
 
         Raises:
-            StepAbortedError: It has broken ahead of a step, which nobody was told of before.
+            StepAbortedError: It has broken before a step was called, which nobody was told of before.
             SessionBrokenError: It cannot be used.
         """
         if os.getpid() != self.pid:
@@ -142,111 +143,104 @@ class EngineThread:
 
     @property
     def requester(self) -> int | None:
-        """The calling thread, if it waits for an answer further down its stack: a signal handler asks; else None.
-
-        Not noted anywhere: an interrupt may come before a note is taken back, and never leaves a frame on the stack.
-        """
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is EngineThread._exchange.__code__ and frame.f_locals["self"] is self:
-                return threading.get_ident()
-            frame = frame.f_back
-        return None
+        """The calling thread, if it has its turn: a signal handler asks that has interrupted it; else None."""
+        try:
+            self._owned.notify(0)  # which is an error to whoever does not own the lock
+        except RuntimeError:
+            return None
+        return threading.get_ident()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the caller's turn, and for a sweep behind it.
+        """Wait for the caller's turn, and for a pending step; what a signal handler has put off follows it.
 
         Raises:
             SessionBrokenError: The session cannot be used.
-            StepAbortedError: The sweep has failed, or what was made ahead of the next step.
+            StepAbortedError: The pending step has failed, or what was updated before the next one was called.
         """
         self.finish()
         self.check_usable()
-        with self.lock:
-            self.finish()
-            self.check_usable()
-            yield
+        try:
+            with self.lock:
+                self.finish()
+                self.check_usable()
+                yield
+        finally:
+            if self.afterwards is not None and self.requester is None:  # else this was a handler's turn in another
+                afterwards, self.afterwards = self.afterwards, None
+                afterwards()
 
-    def wait_behind(self) -> None:
-        """Wait until the sweep is over that goes on behind its caller, if one does, well or not."""
-        behind = self.behind
-        if behind is not None and os.getpid() == self.pid:
-            behind.wait()
+    def wait_pending(self) -> None:
+        """Wait until the pending step is over, if there is one, well or not."""
+        pending = self.pending
+        if pending is not None and os.getpid() == self.pid:
+            pending.wait()
 
     def finish(self) -> None:
-        """Wait until the sweep is over that goes on behind its caller, if one does; raise what failed it, once."""
-        behind = self.behind
-        if behind is None or os.getpid() != self.pid:
+        """Wait until the pending step is over, if there is one; raise what failed it, once."""
+        pending = self.pending
+        if pending is None or os.getpid() != self.pid:
             return
-        behind.wait()
+        pending.wait()
         lanes = self._parts.lanes
         with contextlib.suppress(OffloadError):  # a device that has failed ends nothing
-            lanes.lead_caller()
-            for tensor in behind.kept:
-                lanes.device.give_up(tensor)
-        self.raise_untold()
+            if not self.closed:
+                lanes.lead_caller()
+                for tensor in pending.kept:
+                    lanes.device.give_up(tensor)
+        self.pending = None
+        if pending.error is not None:
+            raise pending.error
 
     def wait_for(self, subgroups: Iterable[int]) -> bool:
-        """Wait until the visits of some subgroups have ended; raise what the sweep behind has failed with, once.
+        """Wait until the visits of some subgroups have ended; raise what the pending step has failed with, once.
 
         Returns:
-            Whether they have ended well, of a sweep that nobody has waited for to its end.
+            Whether they have ended well, of a step that nobody has waited for to its end.
         """
-        behind = self.behind
-        if behind is None:
+        pending = self.pending
+        if pending is None:
             return False
-        behind.wait_for(subgroups)
-        if behind.error is not None:
+        pending.wait_for(subgroups)
+        if pending.error is not None:
             self.finish()
-        return behind.error is None
-
-    def raise_untold(self) -> None:
-        """Raise what the sweep that is over has failed with, if it has, once."""
-        behind = self.behind
-        if behind is not None and behind.is_over:
-            self.behind = None
-            if behind.error is not None:
-                raise behind.error
+        return pending.error is None
 
     def request(
         self,
         begin: Callable[[], Sweep | None],
         applied: Callable[[], None] = nothing,
         meanwhile: Callable[[], None] = nothing,
-        behind: Behind | None = None,
+        pending: PendingStep | None = None,
         *,
-        steps: bool = False,
+        seals: bool = False,
     ) -> None:
-        """Have the engine thread do something and wait until it has ended, well or not; or, `behind`, has begun.
+        """Have the engine thread do something, in the caller's turn, and wait until it has ended, well or not.
 
-        A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
-        and waiting are one native call, and what is raised in this thread meanwhile (a KeyboardInterrupt, a signal
-        handler's exception) is raised after it. While no lane gives a sign of life for long, that also ends the
-        sweep, and breaks the session.
+        For a `pending` step the wait is until it has begun. A sweep reads gradients and writes weights until it has
+        ended, so nothing may cut the wait short: handing over and waiting are one native call, and what is raised in
+        this thread meanwhile (a KeyboardInterrupt, a signal handler's exception) is raised after it. While no lane
+        gives a sign of life for long, that also ends the sweep, and breaks the session.
 
         Args:
             begin: See `_Request`.
             applied: See `_Request`.
             meanwhile: See `_Request`.
-            behind: See `_Request`.
-            steps: See `_Request`.
+            pending: See `_Request`.
+            seals: See `_Request`.
 
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied, meanwhile, steps, behind)
+        request = _Request(begin, applied, meanwhile, seals, pending)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self._exchange(request)
         finally:
             self._next = interrupted
-            if self.afterwards is not None:
-                afterwards, self.afterwards = self.afterwards, None
-                afterwards()  # again put off, if this was asked for by a signal handler in another request
 
     def _exchange(self, request: _Request) -> None:
-        """Hand over a request; while this is on a thread's stack, a close there waits for the answer."""
+        """Hand over a request, and wait for its answer."""
         self.check_usable()
         self._next = request
         lanes = self._parts.lanes
@@ -259,7 +253,7 @@ class EngineThread:
             with contextlib.suppress(OffloadError):
                 lanes.lead_caller()
             raise
-        if request.behind is None:
+        if request.pending is None:
             lanes.lead_caller()
 
     def stop(self) -> None:
@@ -312,19 +306,19 @@ class EngineThread:
         Raises:
             InternalError: Nothing could ever bring the sweep under way to its end; waiting for it would be for good.
         """
-        waits_for_nothing = not (machine.in_flight or machine.idle or machine.is_ahead)
+        waits_for_nothing = not (machine.in_flight or machine.idle or machine.is_open)
         invariant(not waits_for_nothing, "a sweep is under way, and nothing that it waits for")
         return (
             machine.finished is not None
             or machine.saver.ended is not None
-            or self.ahead.is_due()
+            or self.speculation.is_due()
             or self._may_begin(machine)
             or (self._followed is not None and len(machine.ended) > self._told)
         )
 
     def _may_begin(self, machine: Machine) -> bool:
         """Return whether a request has come in and may begin."""
-        return (machine.idle or machine.is_ahead) and self._parts.executor.requests > 0
+        return (machine.idle or machine.is_open) and self._parts.executor.requests > 0
 
     def serve_due(self) -> bool:
         """Do what is due; return False for the request that ends the session."""
@@ -336,21 +330,21 @@ class EngineThread:
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
         elif self._may_begin(machine):
-            if machine.is_ahead:
-                self.ahead.hold()
+            if machine.is_open:
+                self.speculation.hold()
                 pump(machine, self._parts.executor, lambda m: not m.runs or m.broken is not None)
                 self.take_save()
             if self._take_request() is None:
                 return False
             self._begin_request()
-        elif self.ahead.is_due():
-            self.serve_ahead()
+        elif self.speculation.is_due():
+            self._speculate()
         return True
 
     def _begin_request(self) -> None:
         request = known(self._current, "a request from nobody")
-        if not request.steps:
-            self.ahead.revoke()
+        if not request.seals:
+            self.speculation.revoke()
         try:
             sweep = request.begin()
         except OffloadError as error:
@@ -360,28 +354,35 @@ class EngineThread:
         if sweep is None:
             self._answer(None)
         else:
-            machine, executor = self._parts.machine, self._parts.executor
-            machine.handle(Begin(sweep))
-            executor.submit(machine.take_operations())
-            if request.behind is not None:
-                request.behind.begin(visit.subgroup for visit in sweep.visits)
-                self.behind = self._followed = request.behind
+            executor = self._parts.executor
+            executor.submit(self._parts.machine.take_operations())
+            if request.pending is not None:
+                request.pending.begin(visit.subgroup for visit in sweep.visits)
+                self.pending = self._followed = request.pending
                 self._told = 0
                 self._next = None  # as in `_answer`
                 self._reply.post(0)
             executor.end_turn()
             request.meanwhile()
 
+    def _speculate(self) -> None:
+        try:
+            self.speculation.serve()
+        except InternalError:
+            raise
+        except OffloadError as error:  # a GPU has failed; nobody waits for this, so whoever asks next is told
+            self._parts.machine.handle(Stop(error))
+
     def _tell_ended(self) -> None:
-        """Say which visits have ended of a sweep that goes on behind its caller."""
+        """Say which visits of the pending step have ended."""
         if self._followed is not None:
             ended = self._parts.machine.ended
-            self._followed.ended(ended[self._told :])
+            self._followed.visited(ended[self._told :])
             self._told = len(ended)
 
     def _finish(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
-        self.ahead.revoke()
+        self.speculation.revoke()
         pending = self._parts.saves.pending
         if pending is not None:  # whoever closes does not wait for it
             self._told_broken = True
@@ -407,7 +408,7 @@ class EngineThread:
     def say_broken(self, error: BaseException) -> None:
         """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
         if not self._told_broken:
-            self._aborts_untold = self._parts.is_whole and self._parts.machine.is_ahead
+            self._aborts_untold = self._parts.is_whole and self._parts.machine.is_open
             log.error("the session has broken and cannot be used any more: %s", error)
         self._told_broken = True
 
@@ -437,18 +438,18 @@ class EngineThread:
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:
-        """Say what a request has ended with: to its caller, or where its sweep goes on behind, to whoever waits."""
+        """Say what a request has ended with: to its caller, or to whoever awaits a pending step."""
         if error is not None:
             self._aborts_untold = False
-        behind, self._followed = self._followed, None
-        if behind is None:
+        pending, self._followed = self._followed, None
+        if pending is None:
             self._answer(error)
             return
         self._current = None
         self._parts.executor.visit_with(visit_nothing)
         if error is None:  # else lanes may still be at it
-            behind.kept = self._parts.lanes.in_use(behind.kept)
-        behind.end(error)
+            pending.kept = self._parts.lanes.in_use(pending.kept)
+        pending.end(error)
 
     def _answer(self, error: BaseException | None) -> None:
         request, self._current = known(self._current, "an answer to nobody"), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,10 +19,10 @@ from offload.layout import Segment
 from offload.measure import HISTORY, observe, typical
 from offload.plan import Rates, visit_order
 from offload.schedule.machine import update_visits
-from offload.schedule.operations import Reshare, Run, Stop, Sweep, Visit
-from offload.schedule.timeline import Interval
+from offload.schedule.operations import Begin, Reshare, Run, Stop, Sweep, Visit
 from offload.session.parts import Parts
 from offload.session.placing import Placing
+from offload.session.step import StepAccount
 from offload.session.thread import EngineThread
 
 log = logging.getLogger("offload")
@@ -51,14 +52,14 @@ class Visits:
         """Steps that have ended."""
         self.placing = Placing(parts, thread)
         """Chooses again what the GPU updates."""
-        self.ahead = thread.ahead
-        """What is updated during backward."""
-        thread.serve_ahead = self._serve_ahead
-        self._sweeps = 0
+        self.last = StepAccount()
+        """Of the last step that has ended."""
+        self.account = self.last
+        """Of the step that is open; where none is, the last one's."""
+        self._unlearnt: StepAccount | None = None
         self._seen: list[Rates] = []
-        self.ended: list[Interval] = []
-        """What the lanes did in the last step, where that for the next one has begun; else nothing."""
-        self._unlearnt: list[Interval] | None = None
+        self._sweeps = 0
+        thread.speculation.open = self._open
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
         """Return the subgroups that parameters lie in."""
@@ -66,8 +67,8 @@ class Visits:
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
 
     def wait_for(self, parameters: Iterable[int | str]) -> None:
-        """Wait for a step that goes on behind its caller to have visited some parameters; see `Engine.wait_for`."""
-        if self._thread.behind is None or os.getpid() != self._thread.pid:
+        """Wait for a pending step to have visited some parameters; see `Engine.wait_for`."""
+        if self._thread.pending is None or os.getpid() != self._thread.pid:
             return
         subgroups = self.subgroups_of(map(self._parts.position, parameters))
         if self._thread.wait_for(subgroups):
@@ -119,39 +120,40 @@ class Visits:
         changes: bool,
         overwrites: bool = False,
     ) -> Sweep:
-        """Return the sweep that has `visitor` work on some subgroups."""
+        """Begin the sweep that has `visitor` work on some subgroups."""
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):
             weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.plan.weights_on_gpu else 0
             visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
-        return self._sweep(tuple(visits), visitor, changes)
+        sweep = self._sweep(tuple(visits), visitor, changes)
+        parts.machine.handle(Begin(sweep))
+        return sweep
 
     def begin_step(self, subgroups: Sequence[int]) -> Sweep:
-        """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
-        parts = self._parts
-        if not parts.machine.is_ahead:  # else it has begun when that was opened
-            self._begin_timeline()
-        self.ended = []
+        """Seal the step that updates some subgroups as `Tables.begin_step` was told; return what is left of it."""
+        parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
+        self._open_account()
         with self._breaking():
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
-            done = self.ahead.confirm(subgroups)
-        subgroups = [number for number in subgroups if number not in done]
-        if self.placing.is_near:
-            self.learn()
-            self.placing.review()
-        parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
-        order = visit_order(subgroups, parts.machine.slots)
-        visits = update_visits(parts.plan, order, lambda n: parts.machine.is_fresh(n) or parts.tables.needs_reload(n))
-        with self._breaking():
+            confirmed = speculation.confirmed(subgroups, self.account)
+            if self.placing.is_near:
+                self.learn()
+                self.placing.review()
+            staged = {number: slot for number, slot in machine.slots.items() if number not in machine.beside}
+            order = visit_order([number for number in subgroups if number not in confirmed], staged)
+            visits = update_visits(parts.plan, order, lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n))
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
+        parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
 
         def update(run: Run) -> npt.NDArray[Any] | None:
             parts.gradients.bring(run.visit.subgroup)
             return parts.views.update_table(run, parts.gradients.addresses)
 
-        return self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
+        rest = self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
+        speculation.seal(confirmed, rest)
+        return rest
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -162,20 +164,24 @@ class Visits:
             self._parts.machine.handle(Stop(error))
             raise (self._parts.machine.broken or error) from None
 
-    def _begin_timeline(self) -> None:
-        """Begin the account of another step."""
-        self._parts.executor.take_timed()
-        self._unlearnt, self._parts.executor.timeline = self._parts.executor.timeline, []
+    def _open(self, visits: tuple[Visit, ...], visitor: Callable[[Run], npt.NDArray[Any]]) -> Sweep:
+        """Return the open sweep of the next step; see `Speculation.open`."""
+        self._open_account()
+        return self._sweep(visits, visitor, changes=True, updates=True, is_open=True)
 
-    def _serve_ahead(self) -> None:
-        machine = self._parts.machine
-        try:
-            if not machine.is_ahead and not self.ended:
-                self._begin_timeline()
-                self.ended = self._unlearnt or []
-            self.ahead.serve(lambda visits, visitor: self._sweep(visits, visitor, True, updates=True, ahead=True))
-        except OffloadError as error:  # a GPU has failed; nobody waits for this, so whoever asks next is told
-            machine.handle(Stop(error))
+    def _open_account(self) -> None:
+        """Begin the account of another step, unless that is open."""
+        if self.account is self.last:
+            self._parts.executor.take_timed()
+            self._unlearnt, self.account = self.last, StepAccount()
+            self._parts.executor.timeline = self.account.timeline
+
+    def end_step(self, started_s: float) -> None:
+        """Close the account of the step under way, which has ended well."""
+        account = self.account
+        account.started_s, account.step_s = started_s, time.monotonic() - started_s
+        self.step_number += 1
+        self.last = account
 
     def _sweep(
         self,
@@ -184,12 +190,12 @@ class Visits:
         changes: bool,
         coming: Callable[[int], None] = nothing_comes,
         updates: bool = False,
-        ahead: bool = False,
+        is_open: bool = False,
     ) -> Sweep:
         self._parts.executor.visit_with(visitor, coming, updates=updates)
         self._sweeps += 1
         self.version += changes
-        return Sweep(self._sweeps, self.version, visits, ahead)
+        return Sweep(self._sweeps, self.version, visits, is_open)
 
     def learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them.
@@ -197,13 +203,13 @@ class Visits:
         Once a step, which need not wait for it, and goes on as before where nothing can be learnt.
         """
         parts = self._parts
-        timeline, self._unlearnt = self._unlearnt, None
-        if timeline is None:
+        account, self._unlearnt = self._unlearnt, None
+        if account is None:
             return
         try:
             if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
                 seen = self._seen or [parts.rates]
-                self._seen = [*seen[1 - HISTORY :], observe(parts.rates, timeline)]
+                self._seen = [*seen[1 - HISTORY :], observe(parts.rates, account.timeline)]
                 parts.rates = typical(self._seen)
                 self.placing.learnt()
             shares = parts.plan.shares(parts.rates)

@@ -47,21 +47,21 @@ Rules:
      or in its staging slot at the begin of the sweep, and those whose state has to be fetched.
  19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
 
- Sweeps ahead, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
- 20. A sweep ahead ends with `Confirm`, while none of its visits runs, and before anything else begins. Its visits
+ Open sweeps, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
+ 20. An open sweep ends with `Seal`, while none of its visits runs, and before anything else begins. Its visits
      run once admitted, in any order, and not after `Hold`; each on the CPU, in a staging slot, on state that is not
      fresh, and whose newest version is whole on storage.
- 21. What a visit ahead makes is written as rule 7 has it, from its staging slot and under the step of its sweep, to
+ 21. What a speculative visit makes is written as rule 7 has it, from its staging slot and under its sweep's step, to
      bytes that rule 7 allows. Its slot changes hands when it is whole on storage, or was revoked.
  22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
-     if a write of it fails, or `Confirm` does not name it: then nothing of it is used again, in its slot neither.
+     if a write of it fails, or `Seal` does not name it: then nothing of it is used again, in its slot neither.
  23. A confirmed version is the newest, as if it had been made by the sweep that follows: that one counts its subgroup
      as moved, and does not visit it.
- 24. No version is made under the step of a version that was made ahead before, whatever became of that.
+ 24. No version is made under the step of a version that was made by an open sweep before, whatever became of that.
  25. The bytes that versions beside the live ones may take, for the subgroups of one sweep, come on top of those of
      rule 8; what they take leaves what the plan promises to checkpoints (while no path has failed and no store was
      taken up).
- 26. Weights are published of confirmed versions only, of each once, and before the next sweep begins.
+ 26. Weights are published of confirmed versions only, of each once, and before what is left of their step begins.
 
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
@@ -83,7 +83,6 @@ from offload.schedule.operations import (
     Begin,
     BeginSave,
     Commit,
-    Confirm,
     CopyTile,
     Done,
     Event,
@@ -96,6 +95,7 @@ from offload.schedule.operations import (
     Reshare,
     Run,
     SaveTile,
+    Seal,
     Stop,
     Sweep,
     Sync,
@@ -140,12 +140,12 @@ class CheckedExecutor:
         self._begun: dict[tuple[str, type[Operation], bool, bool], int] = {}  # the last place, by what is alike
         self._fatal: Exception | None = None
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
-        # Of the sweep ahead:
+        # Of the open sweep:
         self._admitted: set[int] = set()
         self._may_run = False
         self._beside_slots: Counter[int] = Counter()  # that it has taken, by payload bytes
         self._revoked: dict[int, Location] = {}  # writes in flight of versions that have been revoked
-        self._steps_ahead: set[int] = set()
+        self._open_steps: set[int] = set()
         self._confirmed: dict[int, None] = {}  # since a sweep has begun
         self._unpublished: dict[int, None] = {}
         self._taken_up = False
@@ -194,8 +194,10 @@ class CheckedExecutor:
                 self._admitted |= set(subgroups)
             case Hold():
                 self._may_run = False
-            case Confirm(subgroups):
-                self._confirm(subgroups)
+            case Seal(confirmed, rest):
+                self._seal(confirmed)
+                if rest is not None:
+                    self._begin(rest)
             case Extend(plan):
                 self._extend(plan)
             case Reshare():
@@ -227,6 +229,8 @@ class CheckedExecutor:
             InternalError: If it is said to have ended well and has not; notes tell the story.
         """
         self._require(not (well and self._unended), "2: a sweep ends well before each of its visits")
+        if well:
+            self._require_published()
         self._sweep = None
 
     def stored(self) -> dict[TileId, tuple[Location, int, int]]:
@@ -246,7 +250,7 @@ class CheckedExecutor:
         return subgroup not in self._unended
 
     def published(self, subgroup: int) -> None:
-        """Verify that the weights of the version that was made ahead of a subgroup may be published.
+        """Verify that the weights of the version that an open sweep has made of a subgroup may be published.
 
         Raises:
             InternalError: If they may not; notes tell the story.
@@ -254,6 +258,9 @@ class CheckedExecutor:
         self._ground.story.append(f"weights of subgroup {subgroup} are published")
         self._require(subgroup in self._unpublished, "26: weights are published of a version that was not confirmed")
         del self._unpublished[subgroup]
+
+    def _require_published(self) -> None:
+        self._require(not self._unpublished, "26: weights of a confirmed version are not published")
 
     def let_on(self, subgroups: Sequence[int]) -> None:
         """Verify that a caller may read weights and write gradients of some subgroups, beside a sweep.
@@ -271,6 +278,7 @@ class CheckedExecutor:
         self._ground.story.append(operation)
         self._require(operation.op > self._last_op, "1: an operation's id is not new")
         self._last_op = operation.op
+        self._require_published()
         again = isinstance(operation, WriteTile) and operation.tile in self._again
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
@@ -315,8 +323,8 @@ class CheckedExecutor:
         self._require(self._sweep is not None and run.sweep == self._sweep.number, "2: a visit of another sweep")
         self._require(self._visits.pop(run.visit.subgroup, None) == run.visit, "2: a visit that is not due")
         self._require(subgroup.beside is None, "22: a visit of a version that is not confirmed")
-        if run.visit.ahead:
-            self._issued_run_ahead(run, subgroup)
+        if run.visit.speculative:
+            self._issued_speculative_run(run, subgroup)
         self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
         self._require(subgroup.run is None, "4: two visits at once on a subgroup")
         self._require(subgroup.copy is None, "10: a visit amid a copy")
@@ -353,14 +361,14 @@ class CheckedExecutor:
             self._require(run.weight_slot is None, "11: a weight slot for a visit that needs none")
         subgroup.run = run.op
 
-    def _issued_run_ahead(self, run: Run, subgroup: KnownSubgroup) -> None:
+    def _issued_speculative_run(self, run: Run, subgroup: KnownSubgroup) -> None:
         visit = run.visit
-        self._require(visit.subgroup in self._admitted, "20: a visit ahead that was not admitted")
-        self._require(self._may_run, "20: a visit ahead after a request has come in")
+        self._require(visit.subgroup in self._admitted, "20: a speculative visit that was not admitted")
+        self._require(self._may_run, "20: a speculative visit after a request has come in")
         plain = visit.changes and not (visit.overwrites or visit.gpu or visit.weight_bytes)
-        self._require(plain and run.slot is not None and not run.fresh, "20: a visit ahead that is none")
+        self._require(plain and run.slot is not None and not run.fresh, "20: a speculative visit that is none")
         whole = subgroup.stored_version == subgroup.version
-        self._require(whole, "20: a visit ahead of state that is not whole on storage")
+        self._require(whole, "20: a speculative visit of state that is not whole on storage")
 
     # Plans and stores that change ------------------------------------------------------------------------------
 
@@ -368,7 +376,7 @@ class CheckedExecutor:
         before, count = self._plan, len(self._subgroups)
         self._require(not self._flying and not self._unended, "17: the plan changes while its memory is in use")
         self._require(self._saves.now is None, "17: the plan changes during a save")
-        self._require(not self._is_ahead, "20: the plan changes during a sweep ahead")
+        self._require(not self._is_open, "20: the plan changes during an open sweep")
         self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
         self._require(plan.homes[:count] == before.homes, "17: a subgroup gets another home")
         self._require(plan.staging_slots >= before.staging_slots, "17: a staging slot goes")
@@ -383,7 +391,7 @@ class CheckedExecutor:
     def _take_up(self, event: TakeUp) -> None:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
         self._require(self._saves.now is None, "16: state is exchanged during a save")
-        self._require(not self._is_ahead, "20: state is exchanged during a sweep ahead")
+        self._require(not self._is_open, "20: state is exchanged during an open sweep")
         self._taken_up = True
         for number, slot in [(n, s.slot) for n, s in enumerate(self._subgroups) if s.slot is not None]:
             if any(tile.subgroup == number for tile in event.records):
@@ -484,20 +492,19 @@ class CheckedExecutor:
     def _begin(self, sweep: Sweep) -> None:
         broken = self._is_broken
         self._require(broken or not self._unended, "2: a sweep begins before the last one's visits have ended")
-        # A broken machine ends one ahead by itself.
-        self._require(broken or not self._is_ahead, "20: a sweep begins before one ahead has ended")
-        self._require(broken or not self._unpublished, "26: weights of a confirmed version are not published")
+        # A broken machine ends an open one by itself.
+        self._require(broken or not self._is_open, "20: a sweep begins before an open one has been sealed")
         changes = any(visit.changes for visit in sweep.visits)
-        used = sweep.step in (self._steps.values() if sweep.ahead else self._steps_ahead)
+        used = sweep.step in (self._steps.values() if sweep.is_open else self._open_steps)
         self._require(not (changes and used), "24: a version number is used again")
-        alike = all(visit.ahead is sweep.ahead for visit in sweep.visits)
-        self._require(alike, "20: a visit ahead in a sweep that is not, or the other way round")
+        alike = all(visit.speculative is sweep.is_open for visit in sweep.visits)
+        self._require(alike, "20: a speculative visit in a sweep that is not open, or the other way round")
         self._sweep = sweep
         self._steps[sweep.number] = sweep.step
         self._visits = {visit.subgroup: visit for visit in sweep.visits}
         self._begun, self._unbegun = {}, {}
-        if sweep.ahead:
-            self._steps_ahead.add(sweep.step)
+        if sweep.is_open:
+            self._open_steps.add(sweep.step)
             self._admitted, self._may_run = set(), True
             self._beside_slots.clear()
             places = (self._places[visit.subgroup].values() for visit in sweep.visits)
@@ -512,18 +519,18 @@ class CheckedExecutor:
         self._unbegun = {number: (place, where) for number, place in order if (where := self._where(number))}
 
     @property
-    def _is_ahead(self) -> bool:
-        return self._sweep is not None and self._sweep.ahead
+    def _is_open(self) -> bool:
+        return self._sweep is not None and self._sweep.is_open
 
     @property
     def _is_broken(self) -> bool:
         return self._fatal is not None or bool(self._again)
 
-    def _confirm(self, subgroups: Collection[int]) -> None:
-        self._require(self._is_ahead or self._is_broken, "20: versions are confirmed of no sweep ahead")
+    def _seal(self, confirmed: Collection[int]) -> None:
+        self._require(self._is_open or self._is_broken, "20: versions are confirmed of no open sweep")
         running = any(subgroup.run is not None for subgroup in self._subgroups)
         self._require(not running or self._is_broken, "20: versions are confirmed while one is being made")
-        chosen = () if self._is_broken else subgroups
+        chosen = () if self._is_broken else confirmed
         self._sweep = None
         self._visits = {}
         for number in chosen:
@@ -606,7 +613,7 @@ class CheckedExecutor:
                     return
                 subgroup.arriving[tile] = Record(record.location, record.step, checksum)
                 self._arrived(tile.subgroup)
-            case Run(visit=visit) if visit.ahead:
+            case Run(visit=visit) if visit.speculative:
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run, subgroup.held = None, set()
                 places = set(self._places[visit.subgroup])

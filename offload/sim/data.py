@@ -239,7 +239,7 @@ class SimData:
         """Let a visit end: do its work."""
         self.update(run, self._state(run))
         weights = self.weights.get(run.visit.subgroup)
-        if weights is not None and run.visit.ahead:
+        if weights is not None and run.visit.speculative:
             weights = self.ahead[run.visit.subgroup] = weights.copy()
         if weights is not None and run.visit.changes:
             mix_weights(run, weights)

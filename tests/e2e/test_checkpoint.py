@@ -521,7 +521,7 @@ def double_moments(run: Run) -> None:
 
 
 def go_back(run: Run) -> None:
-    run.optimizer.load_checkpoint(run.optimizer.engine.kept_checkpoints[-1])
+    run.optimizer.load_checkpoint(run.optimizer.engine.checkpoints.kept[-1])
 
 
 @pytest.mark.parametrize("between", [None, double_moments, go_back, Run.train])

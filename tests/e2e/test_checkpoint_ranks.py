@@ -21,10 +21,11 @@ from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
 from offload.limits import Limits
+from offload.rules import GroupScalars
 from offload.tiers.directories import DirectoryFolder
 
 WHOLE = 10_000
-SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+SCALARS = GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
 
 class Shard:
@@ -70,13 +71,13 @@ def test_ranks_with_different_seeds_are_told_whose_counts(
     id = uuid.uuid4().hex
     for number, rank in enumerate(ranks):
         rank.step()
-        rank.engine.save(tmp_path, id=id, rank=number, ranks=2)
+        rank.engine.checkpoints.save(tmp_path, id=id, rank=number, ranks=2)
     for rank in ranks:
-        rank.engine.wait_checkpoint(60)
+        rank.engine.checkpoints.wait(60)
         rank.engine.close()
     again = Shard(0, WHOLE, seed=7, **chosen)
     with Checkpoint(tmp_path) as checkpoint:
-        again.engine.load(checkpoint)
+        again.engine.checkpoints.load(checkpoint)
     assert again.engine._parts.tables.seed == 5
     again.engine.close()
     said = "saved by ranks with different seeds (5, 6); all go on with 5"
@@ -92,10 +93,10 @@ def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -
         rank.step()
     id = uuid.uuid4().hex
     for number, rank in enumerate(ranks):
-        rank.engine.save(tmp_path / "ck", id=id, rank=number, ranks=2)
+        rank.engine.checkpoints.save(tmp_path / "ck", id=id, rank=number, ranks=2)
         assert number or not is_checkpoint(tmp_path / "ck"), "committed without all ranks"
     for rank in ranks:
-        rank.engine.wait_checkpoint(60)
+        rank.engine.checkpoints.wait(60)
         rank.step()
     after = joined(ranks)
     for rank in ranks:
@@ -105,7 +106,7 @@ def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -
         with Checkpoint(tmp_path / "ck") as checkpoint:
             for rank in others:
                 rank.weight.zero_()
-                rank.engine.load(checkpoint)
+                rank.engine.checkpoints.load(checkpoint)
         for rank in others:
             rank.step()
         assert all(torch.equal(left, right) for left, right in zip(joined(others), after, strict=True))
@@ -118,10 +119,12 @@ def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path) -> None:
     failed = threading.Event()
     for rank in ranks:
         rank.step()
-    ranks[0].engine.save(tmp_path / "ck", id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set())
+    ranks[0].engine.checkpoints.save(
+        tmp_path / "ck", id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set()
+    )
     ranks[0].engine._parts.saves.pending.wait_for_ranks(0.2)  # type: ignore[union-attr]
     with pytest.raises(offload.CheckpointError, match="other ranks"):
-        ranks[0].engine.wait_checkpoint(60)
+        ranks[0].engine.checkpoints.wait(60)
     assert failed.wait(60)
     assert not is_checkpoint(tmp_path / "ck")
     with pytest.raises(offload.CheckpointError, match="no checkpoint"):
@@ -139,14 +142,14 @@ def two(tmp_path: Path, **limits: float) -> list[Shard]:
 
 
 def save(rank: int, ranks: list[Shard], folder: Path, id: str) -> None:
-    ranks[rank].engine.save(folder, id=id, rank=rank, ranks=2)
+    ranks[rank].engine.checkpoints.save(folder, id=id, rank=rank, ranks=2)
 
 
 def assert_holds(folder: Path, expected: list[torch.Tensor]) -> None:
     (other,) = shards([0, WHOLE])
     with Checkpoint(folder) as checkpoint:
         other.weight.zero_()
-        other.engine.load(checkpoint)
+        other.engine.checkpoints.load(checkpoint)
     assert all(torch.equal(left, right) for left, right in zip(other.state(), expected, strict=True))
     other.engine.close()
 
@@ -191,7 +194,7 @@ def test_what_a_rank_gave_up_may_be_committed_after_it_has_gone(tmp_path: Path) 
     save(1, ranks, tmp_path / "ck", "a" * 32)
     ranks[1].engine.close()
     save(0, ranks, tmp_path / "ck", "a" * 32)
-    ranks[0].engine.wait_checkpoint(60)
+    ranks[0].engine.checkpoints.wait(60)
     ranks[0].engine.close()
     assert_holds(tmp_path / "ck", expected)
 
@@ -211,13 +214,13 @@ def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
     assert saves.pending is not None
     saves.pending.wait_for_ranks(0.05)
     with pytest.raises(offload.CheckpointError, match="waited for rank 0 to write COMMIT in vain"):
-        ranks[1].engine.wait_checkpoint(60)
+        ranks[1].engine.checkpoints.wait(60)
     for _ in range(4):
         ranks[1].step()
     folder = tmp_path / "ck"
     if outcome in ("committed", "moved"):
         save(0, ranks, folder, "a" * 32)
-        ranks[0].engine.wait_checkpoint(60)
+        ranks[0].engine.checkpoints.wait(60)
         assert_holds(folder, expected)
     elif outcome == "given up":
 
@@ -236,7 +239,7 @@ def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
     for rank in (0, 1):
         save(rank, ranks, tmp_path / "next", "b" * 32)
     for rank in ranks:
-        rank.engine.wait_checkpoint(60)
+        rank.engine.checkpoints.wait(60)
     kept = [kept.id[0] for kept in saves.kept]
     # Rank 0 keeps one, and may have released the first by the time that this one looks.
     assert kept == ["b"] or (kept == ["a", "b"] and outcome == "committed")
@@ -262,9 +265,9 @@ def test_a_doubt_is_settled_while_rank_0_releases_that_checkpoint(
     saves = ranks[1].engine._parts.saves
     saves.pending.wait_for_ranks(0.05)  # type: ignore[union-attr]
     with pytest.raises(offload.CheckpointError, match="in vain"):
-        ranks[1].engine.wait_checkpoint(60)
+        ranks[1].engine.checkpoints.wait(60)
     save(0, ranks, tmp_path / "ck", "a" * 32)
-    ranks[0].engine.wait_checkpoint(60)
+    ranks[0].engine.checkpoints.wait(60)
     looked, released = threading.Event(), threading.Event()
     plain_read, plain_release = DirectoryFolder.read, commit.release
 
@@ -287,7 +290,7 @@ def test_a_doubt_is_settled_while_rank_0_releases_that_checkpoint(
     for rank in (0, 1):
         save(rank, ranks, tmp_path / "next", "b" * 32)
     for rank in ranks:
-        rank.engine.wait_checkpoint(60)
+        rank.engine.checkpoints.wait(60)
     assert released.is_set()
     assert not is_checkpoint(tmp_path / "ck")
     (path,) = (tmp_path / "b").iterdir()
@@ -313,8 +316,8 @@ def test_a_commit_that_failed_with_its_name_in_place_is_whole(
     for rank in (0, 1):
         save(rank, ranks, tmp_path / "ck", "a" * 32)
     with pytest.raises(offload.CheckpointError, match="as if"):
-        ranks[0].engine.wait_checkpoint(60)
-    ranks[1].engine.wait_checkpoint(60)
+        ranks[0].engine.checkpoints.wait(60)
+    ranks[1].engine.checkpoints.wait(60)
     for rank in ranks:
         for _ in range(3):
             rank.step()
@@ -338,19 +341,19 @@ def test_a_commit_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytes
     assert ranks[1].engine._parts.saves is not None
     ranks[1].engine._parts.saves.pending.wait_for_ranks(0.05)  # type: ignore[union-attr]
     with pytest.raises(offload.CheckpointError, match="in vain"):
-        ranks[1].engine.wait_checkpoint(60)
+        ranks[1].engine.checkpoints.wait(60)
     for rank in ranks:
         rank.engine.close()
 
 
-@pytest.mark.parametrize("wait", ["wait_checkpoint", "save", "close", "load"])
+@pytest.mark.parametrize("call", ["wait", "save", "close", "load"])
 def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     ranks = two(tmp_path, settle_s=0.05)
     ranks[0].step()
-    ranks[0].engine.save(tmp_path / "old")
-    ranks[0].engine.wait_checkpoint(60)
+    ranks[0].engine.checkpoints.save(tmp_path / "old")
+    ranks[0].engine.checkpoints.wait(60)
     save(0, ranks, tmp_path / "ck", "a" * 32)
     plain, interrupted = waits.wait_for, []
 
@@ -364,12 +367,14 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
     with monkeypatch.context() as patch, Checkpoint(tmp_path / "old") as old:
         patch.setattr(waits, "wait_for", wait_for)
         calls = {
-            "load": lambda: engine.load(old),
+            "wait": engine.checkpoints.wait,
+            "load": lambda: engine.checkpoints.load(old),
             "save": lambda: save(0, ranks, tmp_path / "next", "b" * 32),
+            "close": engine.close,
         }
         with pytest.raises(KeyboardInterrupt):
-            calls.get(wait, getattr(engine, wait))()
-    if wait != "close":
+            calls[call]()
+    if call != "close":
         ranks[0].step()  # nothing has happened
         with pytest.raises(KeyboardInterrupt), engine:
             raise KeyboardInterrupt

@@ -315,7 +315,7 @@ def killed(folder: Path, victim: int, moment: str) -> None:
         elif moment == "step":
             optimizer.engine.step = die
         elif moment == "save":
-            optimizer.engine.save = die
+            optimizer.engine.checkpoints.save = die
         else:
             commit.CommitJob.run = die
     heard: BaseException | None = None

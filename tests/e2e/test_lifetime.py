@@ -202,7 +202,7 @@ def test_a_failed_checkpoint_never_looks_written(tmp_path: Path, monkeypatch: py
         def emit(self, record: logging.LogRecord) -> None:
             if "no checkpoint was written" in record.getMessage():
                 try:
-                    optimizer.engine.wait_checkpoint(0)
+                    optimizer.engine.checkpoints.wait(0)
                 except Exception as error:
                     seen.append(type(error))
                 else:
@@ -363,7 +363,7 @@ def test_an_engine_holds_on_to_nothing_of_a_request_that_it_has_answered(tmp_pat
 
         def load() -> list[Any]:
             with Checkpoint(tmp_path / "ck") as checkpoint:
-                engine.load(checkpoint)
+                engine.checkpoints.load(checkpoint)
             return [checkpoint]
 
         def refused() -> list[Any]:

@@ -99,7 +99,7 @@ def test_written_bytes_are_those_of_the_whole_session(tmp_path: Path) -> None:
         total, seen = 0.0, []
         for _ in range(4):
             step(parameter, optimizer)
-            optimizer.engine.wait_checkpoint()
+            optimizer.engine.checkpoints.wait()
             seen.append(optimizer.metrics()["path/0/written_bytes"])
         for _ in range(2):  # flushes of a step end in the next one at the latest
             step(parameter, optimizer)

@@ -23,7 +23,7 @@ from settling import settle
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
-import offload.session.ahead
+import offload.session.speculation
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.predict import Forecast
 from offload.protocols import SECTOR_BYTES
@@ -62,9 +62,9 @@ class Training:
         self.count()
 
     def count(self) -> None:
-        ahead = self.optimizer.engine._thread.ahead
-        self.counts["confirmed"] += ahead.confirmed_bytes
-        self.counts["revoked"] += ahead.revoked_bytes
+        account = self.optimizer.engine._thread.speculation.account
+        self.counts["confirmed"] += account.confirmed_bytes
+        self.counts["revoked"] += account.revoked_bytes
 
 
 def plain(training: Training, rng: random.Random) -> None:
@@ -367,7 +367,7 @@ def test_the_room_that_a_plan_names_is_enough_and_less_is_not(tmp_path: Path) ->
 
 
 def test_memory_for_new_weights_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.session.ahead.available_bytes", lambda: 0)
+    monkeypatch.setattr("offload.session.speculation.available_bytes", lambda: 0)
     training = Training(tmp_path / "backward", "backward")
     run(training, 6, 0, [plain])
     assert training.counts["confirmed"] == 0
@@ -382,7 +382,7 @@ def test_memory_for_some_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
         training.follow = follow
         plan = training.optimizer.plan.plan
         half = plan.ahead_memory_bytes // 2
-        monkeypatch.setattr("offload.session.ahead.available_bytes", partial(int, half))
+        monkeypatch.setattr("offload.session.speculation.available_bytes", partial(int, half))
         found.append(run(training, 30, 4, KINDS))
         made.append(training.counts["confirmed"])
     assert_same(*found)
@@ -533,7 +533,7 @@ def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path:
         asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
         with training.optimizer as optimizer:
             for step in range(40):
-                with AtLine(offload.session.ahead.__file__, 23 * step, asks[step % 3]) as handler:
+                with AtLine(offload.session.speculation.__file__, 23 * step, asks[step % 3]) as handler:
                     training.backward()
                 training.step()
                 optimizer.zero_grad()
@@ -551,7 +551,7 @@ def interrupt() -> None:
 def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int) -> None:
     training = Training(tmp_path / "run", "backward")
     with training.optimizer as optimizer:
-        with pytest.raises(KeyboardInterrupt), AtLine(offload.session.ahead.__file__, nth, interrupt):
+        with pytest.raises(KeyboardInterrupt), AtLine(offload.session.speculation.__file__, nth, interrupt):
             training.backward()
         for _ in range(4):
             optimizer.zero_grad()
@@ -605,8 +605,8 @@ def test_auto_does_what_predictions_say(
             arenas.append((len(optimizer.engine._parts.memory.arenas), not 8 < step < 16))
         if 9 <= step < 16:  # nothing is opened for nobody
             optimizer.finish()
-            assert not optimizer.engine._parts.machine.is_ahead
-            assert not optimizer.engine._thread.ahead.is_due()
+            assert not optimizer.engine._parts.machine.is_open
+            assert not optimizer.engine._thread.speculation.is_due()
 
     found = []
     for overlap in ("off", "auto"):
@@ -684,9 +684,9 @@ def test_state_of_parameters_that_have_had_no_gradient(tmp_path: Path) -> None:
         optimizer.wait_checkpoint()
         machine = optimizer.engine._parts.machine
         until_s = time.monotonic() + 20
-        while not machine.is_ahead and time.monotonic() < until_s:
+        while not machine.is_open and time.monotonic() < until_s:
             time.sleep(0.001)
-        assert machine.is_ahead
+        assert machine.is_open
         optimizer.state_dict()
         training.backward()
         training.step()

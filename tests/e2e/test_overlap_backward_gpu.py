@@ -117,7 +117,7 @@ class OnGpu(Training):
     def step(self) -> None:
         self.settle()
         opened = self.optimizer._late.opened
-        is_ahead = opened is not None and opened._parts.machine.is_ahead
+        is_ahead = opened is not None and opened._parts.machine.is_open
         self.optimizer.step()
         self.arrivals = [*self.arrivals[-2:], [bound.arrivals for bound in self.optimizer._weights.bound.values()]]
         before = Counter(self.counts)

@@ -173,7 +173,7 @@ def run(training: Ranks, kinds: list[Callable[[Ranks], None]]) -> list[torch.Ten
     with training.optimizer as optimizer:
         before = plain
         for kind in kinds:
-            ahead = optimizer.engine._thread.ahead
+            ahead = optimizer.engine._thread.speculation
             foreseen = kind is before is plain and ahead._wanted
             kind(training)
             training.settle()

@@ -872,7 +872,7 @@ def test_a_gpu_that_fails_leaves_the_checkpoint_under_way(tmp_path: Path, monkey
     with pytest.raises(offload.StepAbortedError):
         optimizer.step()
     with pytest.raises(offload.CheckpointError, match="simulated GPU has failed"):
-        optimizer.engine.wait_checkpoint(60.0)
+        optimizer.engine.checkpoints.wait(60.0)
     thread = optimizer.engine._parts.saves.last.thread  # type: ignore[union-attr]
     optimizer.close()
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ from offload.formats import COMPACT8, STATE_FORMATS
 from offload.kernels import reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat
 from offload.protocols import SegmentFlag
-from offload.rules import ADAMW
+from offload.rules import ADAMW, GroupScalars
 
 SIZES = [(70, 64), (3000,), (1,), (129, 33), (4096,)]
 STEPS = 6
@@ -333,7 +333,7 @@ def piece(weight: torch.Tensor, start: int, whole: int, form: str) -> tuple[offl
 )
 def test_bits_do_not_depend_on_how_a_parameter_is_sharded(form: str, inner: list[int]) -> None:
     """In compact8 as long as no block is cut: one that is has scales for each of its parts."""
-    numel, groups = 10_000, [offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)]
+    numel, groups = 10_000, [GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)]
     found = []
     for cuts in ([0, numel], [0, *inner, numel]):
         weight = torch.linspace(-1, 1, numel).to(torch.bfloat16)

@@ -101,16 +101,16 @@ sys.path.append({str(Path(__file__).parents[1])!r})
 from settling import settle
 import offload
 from offload.session.thread import EngineThread
-waits, lines, clip, clipped = EngineThread.wait_behind, [], offload.AdamW.clip_grad_norm_, []
-def wait_behind(self):
-    lines.append(self.behind is not None and not all(visit.is_set() for visit in self.behind._visits.values()))
+waits, lines, clip, clipped = EngineThread.wait_pending, [], offload.AdamW.clip_grad_norm_, []
+def wait_pending(self):
+    lines.append(self.pending is not None and not all(visit.is_set() for visit in self.pending._visits.values()))
     waits(self)
 def settled(self, limit):
     clipped.append(True)
     if len(clipped) == 6:
         settle(self.engine)
     return clip(self, limit)
-EngineThread.wait_behind, offload.AdamW.clip_grad_norm_ = wait_behind, settled
+EngineThread.wait_pending, offload.AdamW.clip_grad_norm_ = wait_pending, settled
 status = main()
 print("waited for", sum(lines[:-4]))  # the last step has none behind it: its figures and the end may wait
 sys.exit(status)

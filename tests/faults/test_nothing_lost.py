@@ -313,16 +313,16 @@ def test_a_resumed_session_does_not_take_later_state_for_its_own(tmp_path: Path,
 
 def test_what_is_kept_is_named_oldest_first_also_after_a_resume(tmp_path: Path, path: Path) -> None:
     with Run(path, keep=2) as run:
-        assert run.optimizer.engine.kept_checkpoints == ()
+        assert run.optimizer.engine.checkpoints.kept == ()
         for number in range(3):
             run.train().save(tmp_path / f"ck-{number}")
         run.optimizer.save_checkpoint(tmp_path / "copy", copy=True)
         run.optimizer.wait_checkpoint()
         kept = (str(tmp_path / "ck-1"), str(tmp_path / "ck-2"))
-        assert run.optimizer.engine.kept_checkpoints == kept
+        assert run.optimizer.engine.checkpoints.kept == kept
     with Run(path, keep=2) as run:
         run.optimizer.load_checkpoint(tmp_path / "ck-2")
-        assert run.optimizer.engine.kept_checkpoints == kept
+        assert run.optimizer.engine.checkpoints.kept == kept
 
 
 def test_saving_over_a_newer_checkpoint_than_the_one_loaded_frees_it(tmp_path: Path, path: Path) -> None:
@@ -334,7 +334,7 @@ def test_saving_over_a_newer_checkpoint_than_the_one_loaded_frees_it(tmp_path: P
         run.optimizer.load_checkpoint(tmp_path / "ck-1")
         run.train().save(tmp_path / "ck-2")
         kept = (str(tmp_path / "ck-1"), str(tmp_path / "ck-2"))
-        assert run.optimizer.engine.kept_checkpoints == kept
+        assert run.optimizer.engine.checkpoints.kept == kept
         assert len(run.optimizer.engine._parts.machine.saver.held) == 2
     (store,) = find_stores(str(path))
     assert [pin.folder for pin in store.pins] == [*kept]

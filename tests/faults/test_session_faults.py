@@ -23,6 +23,7 @@ from leftovers import clear, open_files
 from settling import settle
 
 import offload
+from offload.errors import CorruptRecordError
 from offload.measure import quick_probe
 from offload.plan import Rates
 from offload.protocols import TileId, TileRequest
@@ -136,7 +137,7 @@ def test_a_failed_read_aborts_the_step_and_says_which(
     failing(paths[0], "read", kind, 3)
     with pytest.raises(offload.StepAbortedError) as caught:
         train(paths, overlaps=overlaps)
-    wanted = offload.TierError if kind is FaultKind.ERROR else offload.CorruptRecordError
+    wanted = offload.TierError if kind is FaultKind.ERROR else CorruptRecordError
     assert isinstance(caught.value.cause, wanted)
     assert "tensor" in str(caught.value.cause)
     assert str(paths[0]) in str(caught.value.cause)
@@ -156,7 +157,7 @@ def test_damage_done_by_a_write_is_never_used(
     else:
         with pytest.raises(offload.StepAbortedError) as caught:
             train(paths, overlaps=overlaps)
-        assert isinstance(caught.value.cause, offload.CorruptRecordError)
+        assert isinstance(caught.value.cause, CorruptRecordError)
 
 
 @pytest.mark.parametrize("reader", ["step", "state"])
@@ -214,7 +215,7 @@ def test_a_bit_that_flips_on_a_path_is_found_before_it_is_used(
         with pytest.raises(offload.OffloadError) as caught:
             use()
         cause = caught.value.cause if isinstance(caught.value, offload.StepAbortedError) else caught.value
-        assert isinstance(cause, offload.CorruptRecordError)
+        assert isinstance(cause, CorruptRecordError)
         assert f"subgroup 1, tensor {tensor}, tile 0" in str(cause)
         assert str(paths[0]) in str(cause)
         stored = optimizer.engine.plan.layout.subgroups[1].tensors[tensor].format
@@ -527,7 +528,7 @@ def test_a_read_that_fails_ahead_of_a_step_aborts_it(
     with optimizer:
         for _ in range(3):
             training.step()
-        training.wait(lambda: machine.is_ahead and not machine.in_flight)  # the slots are full
+        training.wait(lambda: machine.is_open and not machine.in_flight)  # the slots are full
         weights = [weight.detach().clone() for weight in training.weights]
         opened[0].plant(Fault("read", kind))
         with pytest.raises(  # noqa: PT012  backward asks, too: it may be the first

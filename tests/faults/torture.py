@@ -94,7 +94,7 @@ def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: floa
     BEHIND[0] = 0
     optimizer.clip_grad_norm_(1.0 if step % 5 == 0 else 1e6)
     optimizer.step()
-    BEHIND[0] = optimizer.engine.is_behind
+    BEHIND[0] = optimizer.engine.is_pending
     optimizer.zero_grad()
 
 

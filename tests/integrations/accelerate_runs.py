@@ -55,7 +55,7 @@ def main(folder: str, steps: int, *rest: str) -> None:
         if step % 2 == 1:
             accelerator.save_state()
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    kept = [Path(name).parent.name for name in optimizer.engine.kept_checkpoints]
+    kept = [Path(name).parent.name for name in optimizer.engine.checkpoints.kept]
     rate = optimizer.param_groups[0]["lr"]
     line = json.dumps({"losses": losses, "norms": norms, "weights": digest, "lr": rate, "kept": kept})
     os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to

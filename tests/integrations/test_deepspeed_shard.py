@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerator import late
 
-from offload import ConfigError, Engine, GroupScalars, OffloadConfig
+from offload import ConfigError, Engine, OffloadConfig
 from offload.gradients import gpu as gpu_gradients
 from offload.integrations.deepspeed import gradients as gradients_module
 from offload.integrations.deepspeed import shard as shard_module
@@ -26,6 +26,7 @@ from offload.integrations.deepspeed.transfers import Transfers
 from offload.limits import Limits
 from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
+from offload.rules import GroupScalars
 from offload.session import parts, placing, visits
 from offload.sim import SimulatedDevice
 

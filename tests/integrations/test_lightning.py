@@ -213,7 +213,7 @@ def test_a_trainer_saves_when_it_is_told_to(tmp_path: Path, path: Path) -> None:
     for number in (0, 1, 0):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         assert checkpoints(tmp_path) == ["a.ckpt", f"a.ckpt.offload-{number}"]
-        assert optimizer.engine.kept_checkpoints == (str(tmp_path / f"a.ckpt.offload-{number}"),)
+        assert optimizer.engine.checkpoints.kept == (str(tmp_path / f"a.ckpt.offload-{number}"),)
     trainer.save_checkpoint(tmp_path / "b.ckpt", weights_only=True)
     assert checkpoints(tmp_path) == ["a.ckpt", "a.ckpt.offload-0", "b.ckpt"]
     module.to(torch.float64)
@@ -221,7 +221,7 @@ def test_a_trainer_saves_when_it_is_told_to(tmp_path: Path, path: Path) -> None:
     assert all(map(torch.equal, weights(resumed), before))
     trainer.strategy.remove_checkpoint(tmp_path / "a.ckpt")
     assert checkpoints(tmp_path) == ["b.ckpt"]
-    assert trainer.optimizers[0].engine.kept_checkpoints == ()
+    assert trainer.optimizers[0].engine.checkpoints.kept == ()
     optimizer.close()
 
 
@@ -252,7 +252,7 @@ def test_folders_live_as_long_as_their_checkpoints(
     folders = [name.rpartition(".offload-")[0] for name in found if ".offload-" in name]
     whole = [name for name in files if not (tmp_path / "run" / name).is_symlink()]
     assert folders == ([] if options.get("save_weights_only") else whole)
-    kept = {os.path.basename(folder) for folder in trainer.optimizers[0].engine.kept_checkpoints}
+    kept = {os.path.basename(folder) for folder in trainer.optimizers[0].engine.checkpoints.kept}
     assert kept <= set(found)  # the others are copies
     assert len(kept) <= 2
     for name in files if folders else []:

@@ -1,7 +1,7 @@
 """One seed, one scenario whose state is updated during backward passes: arrivals, changes of mind, faults at random.
 
-The session's own `EngineThread` and `Ahead` run here, event by event, as in `forwards`; its tables, gradients and
-fingerprints are stood in for. A twin makes steps alone, and never anything ahead of one. What an update does depends
+The session's own `EngineThread` and `Speculation` run here, event by event, as in `forwards`; its tables, gradients
+and fingerprints are stood in for. A twin makes steps alone, and speculates on nothing. What an update does depends
 on all that it reads: gradients, weights that are masters, hyperparameters, and which parameters are active.
 
 Non-goals: the real tables and fingerprints (tests/e2e/test_overlap_backward.py).
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -31,20 +31,20 @@ from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import (
     Admit,
-    Confirm,
     Event,
     Extend,
     Failed,
     Operation,
     Reshare,
     Run,
+    Seal,
     Sweep,
     Taken,
     Visit,
     WriteTile,
 )
-from offload.session.ahead import Ahead
-from offload.session.behind import Behind
+from offload.session.speculation import Speculation
+from offload.session.step import PendingStep, StepAccount
 from offload.session.thread import EngineThread
 from offload.sim import (
     CorruptPayload,
@@ -122,7 +122,7 @@ class Twin(forwards.Twin):
 
 
 class Tables:
-    """What the session's `Ahead` wants of tables, views, gradients and kernel."""
+    """What the session's `Speculation` wants of tables, views, gradients and kernel."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -236,7 +236,7 @@ def run_seed(
     machine_type: type[Machine] = Machine,
     index_type: type[TileIndex] = TileIndex,
     thread_type: type[EngineThread] = EngineThread,
-    ahead_type: type[Ahead] = Ahead,
+    speculation_type: type[Speculation] = Speculation,
     session_type: type[Session] | None = None,
     *,
     self_check: bool = True,
@@ -247,7 +247,7 @@ def run_seed(
 
     Args:
         seed: Which.
-        machine_type: A machine; also index_type, thread_type, ahead_type, session_type: what it works with.
+        machine_type: A machine; also index_type, thread_type, speculation_type, session_type: what it works with.
         self_check: Whether the machine looks at its own invariants.
         faulty: Whether lanes fail; None for now and then.
         crash: Event at which the first session dies, and another one goes on from what it has left.
@@ -273,7 +273,7 @@ def run_seed(
         even = rng.random() < 0.3
         disorder = Disorder() if even else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), 0.0)
         session = (session_type or Session)(seed + life, plan, rates, faults, disorder, rng, machine_type, self_check)
-        session.serve_with(thread_type, Behind, ahead_type, index_type)
+        session.serve_with(thread_type, PendingStep, speculation_type, index_type)
         if before is not None and not session.resume(before):
             break
         outcome.counts["resumed"] += before is not None
@@ -306,7 +306,7 @@ class Session(forwards.Session):
         self.tables = Tables(self)
         self.arrived: dict[int, None] = dict.fromkeys(self.gradients)
         self.modules = forwards.random_modules(rng, len(plan.layout.parameters))
-        self.behind_share = rng.choice((0.0, 0.3, 1.0))
+        self.pending_share = rng.choice((0.0, 0.3, 1.0))
         self.pauses = rng.choice(((0,), (0, 5, 50), (0, 200)))
         """How often something comes between the last gradient and the step."""
         self.steady = rng.choice((0.5, 0.9, 1.0, 1.0))
@@ -327,18 +327,19 @@ class Session(forwards.Session):
         """Subgroups and steps of versions that have been confirmed."""
         self.failed_ahead: dict[int, tuple[int, int]] = {}
         """Subgroups and steps of versions of which a write was made to fail, by operation."""
-        self.ahead_sweep: Sweep | None = None
+        self.open_sweep: Sweep | None = None
+        self.account = StepAccount()
 
-    def serve_with(self, thread_type, behind_type, ahead_type=Ahead, index_type=TileIndex) -> None:
+    def serve_with(self, thread_type, pending_type, speculation_type=Speculation, index_type=TileIndex) -> None:
         if index_type is not TileIndex:
             stores = [(path.available_bytes, path.share) for path in self.plan.budgets.paths]
             index = index_type(stores, self.plan.slot_counts, self.plan.checkpoint_bytes)
             self.machine = type(self.machine)(self.plan, index)
-        super().serve_with(thread_type, behind_type)
+        super().serve_with(thread_type, pending_type)
         parts = self.thread._parts
-        self.thread.ahead = ahead_type(parts)
-        self.thread.ahead.hyperparameters = lambda: ([self.rate], ())
-        self.thread.serve_ahead = lambda: self.thread.ahead.serve(self.open)
+        self.thread.speculation = speculation_type(parts)
+        self.thread.speculation.hyperparameters = lambda: ([self.rate], ())
+        self.thread.speculation.open = self.open
         handle = self.machine.handle
 
         def told(event: Event) -> None:
@@ -347,11 +348,11 @@ class Session(forwards.Session):
                 assert moved[0] == moved[1], (
                     f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
                 )
-            if isinstance(event, Confirm):
-                self.outcome.counts["confirmed"] += len(event.subgroups)
-                self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.subgroups)
-                step = self.ahead_sweep.step if self.ahead_sweep is not None else 0
-                self.taken_over |= {(subgroup, step) for subgroup in event.subgroups}
+            if isinstance(event, Seal):
+                self.outcome.counts["confirmed"] += len(event.confirmed)
+                self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.confirmed)
+                step = self.open_sweep.step if self.open_sweep is not None else 0
+                self.taken_over |= {(subgroup, step) for subgroup in event.confirmed}
             if isinstance(event, Failed) and self.failed_ahead.get(event.op) in self.taken_over:
                 self.may_break = self.may_fail = True  # it was confirmed before anybody heard of the failure
             self.outcome.counts["admitted"] += len(event.subgroups) if isinstance(event, Admit) else 0
@@ -376,13 +377,13 @@ class Session(forwards.Session):
     # The engine's side
 
     def open(self, visits: tuple[Visit, ...], visitor: Any) -> Sweep:
-        """Return a sweep ahead."""
+        """Return an open sweep."""
         self.executor.visit_with(visitor)
         self.sweeps += 1
         self.stands_for[self.sweeps] = self.steps + 1
-        self.ahead_sweep = Sweep(self.sweeps, self.version_of(self.sweeps), visits, ahead=True)
-        self.steps_ahead[self.ahead_sweep.step] = None
-        return self.ahead_sweep
+        self.open_sweep = Sweep(self.sweeps, self.version_of(self.sweeps), visits, is_open=True)
+        self.steps_ahead[self.open_sweep.step] = None
+        return self.open_sweep
 
     def version_of(self, number: int) -> int:
         return 10 * number
@@ -393,14 +394,14 @@ class Session(forwards.Session):
         return write.record.step in self.steps_ahead and made not in self.taken_over
 
     def begin_visit(self, run: Run) -> None:
-        if run.visit.ahead:
+        if run.visit.speculative:
             self.executor.visitor(run)  # makes a table: see `Tables.table_ahead`
         else:
             self.visitors[run.op] = self.executor.visitor
 
     def visit(self, run: Run, state: np.ndarray) -> None:
         number = run.visit.subgroup
-        if not run.visit.ahead:
+        if not run.visit.speculative:
             visitor = self.visitors.pop(run.op)
             assert visitor is not visit_nothing, "a visit of a sweep of nobody"
             visitor(run, state)
@@ -456,7 +457,7 @@ class Session(forwards.Session):
                 before = self.gradients[number] if number in self.arrived else None
                 self.gradients[number] = zlib.crc32(repr((loss, number, before)).encode())
                 self.arrived[number] = None
-                self.thread.ahead.arrived(number)
+                self.thread.speculation.arrived(number)
             if self.rng.random() < 0.05:
                 self.scribble(False)
 
@@ -478,7 +479,7 @@ class Session(forwards.Session):
     def skip(self, flag: bool) -> None:
         """Drop gradients, and say so."""
         self.arrived = {}
-        if self.thread.is_usable and self.thread.ahead.restart():
+        if self.thread.is_usable and self.thread.speculation.restart():
             self.nothing(False)
 
     def forget(self, flag: bool) -> None:
@@ -522,11 +523,11 @@ class Session(forwards.Session):
             told = (self.rate,), 1.0, clip, frozenset(active)
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
-            self.thread.ahead.begins(active)
+            self.thread.speculation.begins(active)
             self.tables.now = told
 
             def begin() -> Sweep:
-                done: Collection[int] = self.thread.ahead.confirm(subgroups)
+                done = self.thread.speculation.confirmed(subgroups, self.account)
                 self.steps += 1
                 self.stands_for[number] = self.steps
                 order = visit_order([s for s in subgroups if s not in done], self.machine.slots)
@@ -534,11 +535,13 @@ class Session(forwards.Session):
                 self.executor.visit_with(partial(self.update_from, told=told))
                 self.scribbled.difference_update(subgroups)
                 self.twin.step(self.steps, subgroups, told, self.gradients)
-                return Sweep(number, self.version_of(number), visits)
+                rest = Sweep(number, self.version_of(number), visits)
+                self.thread.speculation.seal(done, rest)
+                return rest
 
             def applied() -> None:
                 self.outcome.counts["steps"] += 1
-                self.thread.ahead.stepped(1.0, clip)
+                self.thread.speculation.stepped(1.0, clip)
 
             def meanwhile() -> None:
                 if self.rng.random() < 0.1:
@@ -547,10 +550,10 @@ class Session(forwards.Session):
             def aborted(error: BaseException) -> BaseException:
                 return StepAbortedError(number, error, self.machine.moved)
 
-            behind = None
-            if self.rng.random() < self.behind_share:
-                behind = self.behind_type((), aborted, lambda: None, partial(forwards.Latch, self))
-            self.thread.request(begin, applied, meanwhile, behind, steps=True)
+            pending = None
+            if self.rng.random() < self.pending_share:
+                pending = self.pending_type((), aborted, lambda: None, partial(forwards.Latch, self))
+            self.thread.request(begin, applied, meanwhile, pending, seals=True)
 
     def close(self) -> None:
         """End the session as it is: during a backward pass, with flushes and a checkpoint under way."""

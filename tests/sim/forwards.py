@@ -1,8 +1,8 @@
 """One seed, one scenario whose caller goes on while a step does: through forward and backward passes, at random.
 
-The session's own `EngineThread` and `Behind` run here, without a thread: whoever waits drives the engine, event by
-event. Gradients depend on the weights that a forward pass has read, and state on gradients: a weight that is read too
-early, or a gradient that is written too early, shows in all bits that follow.
+The session's own `EngineThread` and `PendingStep` run here, without a thread: whoever waits drives the engine, event
+by event. Gradients depend on the weights that a forward pass has read, and state on gradients: a weight that is read
+too early, or a gradient that is written too early, shows in all bits that follow.
 
 Non-goals: what only real threads can do to each other, and modules of torch (tests/e2e/test_overlap_forward.py); the
 order of streams on a GPU (tests/kernels/test_gpu.py).
@@ -31,6 +31,7 @@ from offload.plan import Plan, visit_order
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import (
+    Begin,
     BeginSave,
     Done,
     Event,
@@ -44,7 +45,7 @@ from offload.schedule.operations import (
     Visit,
 )
 from offload.schedule.staging import Phase
-from offload.session.behind import Behind
+from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
 from offload.sim import (
     CheckedExecutor,
@@ -132,7 +133,7 @@ def run_seed(
     seed: int,
     machine_type: type[Machine] = Machine,
     thread_type: type[EngineThread] = EngineThread,
-    behind_type: type[Behind] = Behind,
+    pending_type: type[PendingStep] = PendingStep,
     session_type: type[Session] | None = None,
     *,
     self_check: bool = True,
@@ -152,7 +153,7 @@ def run_seed(
     rates = swarm.random_rates(rng, plan)
     disorder = Disorder() if rng.random() < 0.3 else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), 0.0)
     session = (session_type or Session)(seed, plan, rates, faults, disorder, rng, machine_type, self_check)
-    session.serve_with(thread_type, behind_type)
+    session.serve_with(thread_type, pending_type)
     if rng.random() < 0.05:
         session.stop(rng.random() * 0.2)
     return session.run(actions)
@@ -191,9 +192,9 @@ class Session(saves.Session):
         self.told: list[int] = []
         """Sweeps of whose failure the caller has been told."""
 
-    def serve_with(self, thread_type: type[EngineThread], behind_type: type[Behind]) -> None:
+    def serve_with(self, thread_type: type[EngineThread], pending_type: type[PendingStep]) -> None:
         """Make the engine thread, which is none."""
-        self.thread, self.behind_type = thread_type(self.parts()), behind_type
+        self.thread, self.pending_type = thread_type(self.parts()), pending_type
         handle = self.machine.handle
 
         def told(event: Event) -> None:
@@ -250,6 +251,10 @@ class Session(saves.Session):
             if self.awaited is not None and not arrived():
                 waits_for = [s for s in self.awaited if not self.executor.is_ended(s)]
                 assert waits_for, f"it waits for subgroups {self.awaited}, which have been visited"
+
+    def begin(self, sweep: Sweep) -> Sweep:
+        self.machine.handle(Begin(sweep))
+        return sweep
 
     def exchange(self, request: int, reply: CompletionQueue, quiet_s: float, interrupt: int) -> None:
         self.executor.requests += 1
@@ -378,13 +383,13 @@ class Session(saves.Session):
                 visits = update_visits(self.plan, order, self.machine.is_fresh)
                 self.executor.visit_with(partial(self.update, reads=self.read))
                 self.twin.sweep(number, visits, gradients)
-                return Sweep(number, 10 * number, visits)
+                return self.begin(Sweep(number, 10 * number, visits))
 
             def aborted(error: BaseException) -> BaseException:
                 return StepAbortedError(number, error, self.machine.moved)
 
-            behind = self.behind_type((), aborted, lambda: None, partial(Latch, self))
-            self.thread.request(begin, behind=behind)
+            pending = self.pending_type((), aborted, lambda: None, partial(Latch, self))
+            self.thread.request(begin, pending=pending)
             self.outcome.counts["steps"] += 1
 
     def sweep(self, flag: bool) -> None:
@@ -409,7 +414,7 @@ class Session(saves.Session):
 
             def begin() -> Sweep:
                 self.executor.visit_with(visitor)
-                return Sweep(number, 10 * number, visits)
+                return self.begin(Sweep(number, 10 * number, visits))
 
             self.thread.request(begin, lambda: self.twin.sweep(number, visits))
 

@@ -23,7 +23,6 @@ from offload.schedule.operations import (
     AwaitPush,
     Begin,
     Commit,
-    Confirm,
     Done,
     Event,
     Extend,
@@ -34,16 +33,18 @@ from offload.schedule.operations import (
     Release,
     Run,
     SaveTile,
+    Seal,
     Stop,
     Sweep,
     Sync,
     TakeUp,
     Transfer,
+    Visit,
     WriteTile,
 )
 from offload.schedule.staging import Phase
-from offload.session.ahead import Ahead
-from offload.session.behind import Behind
+from offload.session.speculation import Speculation
+from offload.session.step import PendingStep
 from offload.session.thread import EngineThread, nothing
 
 
@@ -74,6 +75,13 @@ def subgroup_of(operation: Any) -> int | None:
 def is_transfer(operation: Any, what: str, way: str) -> bool:
     """Return whether an operation carries that, that way."""
     return isinstance(operation, Transfer) and (operation.what, operation.way) == (what, way)
+
+
+def begun(event):
+    """Return the sweep that an event begins, or None."""
+    if isinstance(event, Begin):
+        return event.sweep
+    return event.rest if isinstance(event, Seal) else None
 
 
 class Filtered(Machine):
@@ -130,8 +138,8 @@ class Filtered(Machine):
                 self.landed(event, operation)
                 return
             event = replace(event, op=operation.op)
-        if isinstance(event, Begin):
-            self.sweep, self.runs_begun = event.sweep, 0
+        if (sweep := begun(event)) is not None:
+            self.sweep, self.runs_begun = sweep, 0
         for heard in self.hears(event, operation):
             self.tell(heard)
 
@@ -685,12 +693,12 @@ class EndsAVisitBeforeItsPush(EndsAVisitThatBegins):
         return is_transfer(operation, "weights", "flush")
 
 
-class WaitsForOneSubgroupOnly(Behind):
+class WaitsForOneSubgroupOnly(PendingStep):
     def wait_for(self, subgroups):
         super().wait_for([*subgroups][:1])
 
 
-class LetsOnWhoComesAgain(Behind):
+class LetsOnWhoComesAgain(PendingStep):
     left = None
     """Visits that have not ended."""
 
@@ -699,8 +707,8 @@ class LetsOnWhoComesAgain(Behind):
         self.left, self.all = {*visits}, {*visits}
         super().begin(visits)
 
-    def ended(self, subgroups):
-        super().ended(subgroups)
+    def visited(self, subgroups):
+        super().visited(subgroups)
         self.left.difference_update(subgroups)
 
     def wait_for(self, subgroups):
@@ -708,12 +716,12 @@ class LetsOnWhoComesAgain(Behind):
             super().wait_for(subgroups)
 
 
-class NeverTellsOfSingleVisits(Behind):
-    def ended(self, subgroups):
+class NeverTellsOfSingleVisits(PendingStep):
+    def visited(self, subgroups):
         pass
 
 
-class GoesOnCountingFromTheLastSweep(Behind):
+class GoesOnCountingFromTheLastSweep(PendingStep):
     """As many visits as have ended in the last sweep are not told of."""
 
     last = 0
@@ -722,10 +730,10 @@ class GoesOnCountingFromTheLastSweep(Behind):
         self.skipped, self.told = GoesOnCountingFromTheLastSweep.last, 0
         super().begin(subgroups)
 
-    def ended(self, subgroups):
+    def visited(self, subgroups):
         untold = max(0, self.skipped - self.told)
         self.told += len(subgroups)
-        super().ended(subgroups[untold:])
+        super().visited(subgroups[untold:])
 
     def end(self, error):
         GoesOnCountingFromTheLastSweep.last = self.told
@@ -736,7 +744,8 @@ class BeginsAmidASweep(EngineThread):
     """A request waits for nothing: neither its caller nor the engine does."""
 
     def finish(self):
-        self.raise_untold()
+        if self.pending is not None and self.pending.is_over:
+            super().finish()
 
     def _may_begin(self, machine):
         return self._parts.executor.requests > 0
@@ -745,15 +754,15 @@ class BeginsAmidASweep(EngineThread):
 class AnswersBeforeTheSweepHasEnded(EngineThread):
     """What is not to go on behind its caller does."""
 
-    def request(self, begin, applied=nothing, meanwhile=nothing, behind=None, *, steps=False):
-        alone = behind is None
-        behind = behind or Behind((), lambda error: error, nothing)
-        super().request(begin, applied, meanwhile, behind, steps=steps)
+    def request(self, begin, applied=nothing, meanwhile=nothing, pending=None, *, seals=False):
+        alone = pending is None
+        pending = pending or PendingStep((), lambda error: error, nothing)
+        super().request(begin, applied, meanwhile, pending, seals=seals)
         if alone:
-            self.behind = None
+            self.pending = None
 
 
-class ForgetsAFailure(Behind):
+class ForgetsAFailure(PendingStep):
     def end(self, error):
         super().end(None)
 
@@ -762,37 +771,37 @@ class AsksBeforeItWasTold(EngineThread):
     """A request takes the place of the sweep that nobody has waited for, and its failure is gone."""
 
     def finish(self):
-        if self.behind is not None and self.behind.is_over:
-            self.raise_untold()
+        if self.pending is not None and self.pending.is_over:
+            super().finish()
 
 
 class TellsOfAFailureOnlyWhoWaitsForAll(EngineThread):
     def wait_for(self, subgroups):
-        behind = self.behind
-        if behind is not None:
-            behind.wait_for(subgroups)
-        return behind is not None
+        pending = self.pending
+        if pending is not None:
+            pending.wait_for(subgroups)
+        return pending is not None
 
 
 class TellsOfAFailureTwice(EngineThread):
-    def raise_untold(self):
-        behind = self.behind
+    def finish(self):
+        pending = self.pending
         try:
-            super().raise_untold()
+            super().finish()
         except BaseException:
-            self.behind = behind
+            self.pending = pending
             raise
 
 
 class EndsTheRequestThatGoesOn(EngineThread):
     """An answer ends the request: what its visits work with is taken away."""
 
-    def request(self, begin, applied=nothing, meanwhile=nothing, behind=None, *, steps=False):
+    def request(self, begin, applied=nothing, meanwhile=nothing, pending=None, *, seals=False):
         def ends():
             meanwhile()
             self._parts.executor.visit_with(visit_nothing)
 
-        super().request(begin, applied, meanwhile if behind is None else ends, behind, steps=steps)
+        super().request(begin, applied, meanwhile if pending is None else ends, pending, seals=seals)
 
 
 class VisitsTheLastFirst(Filtered):
@@ -822,21 +831,21 @@ class LosesFlushesOfTheForwardPass(Filtered):
         yield event
 
 
-# Sweeps ahead
+# Open sweeps
 
 
 class BesideTheLive(Filtered):
     """Knows the writes of versions beside the live ones."""
 
     def is_beside(self, operation):
-        """Return whether that is a write of the last sweep ahead."""
-        return isinstance(operation, WriteTile) and operation.record.step == self.ahead.step
+        """Return whether that is a write of the last open sweep."""
+        return isinstance(operation, WriteTile) and operation.record.step == self.open.step
 
-    ahead = Sweep(0, -1, ())
+    open = Sweep(0, -1, ())
 
     def handle(self, event):
-        if isinstance(event, Begin) and event.sweep.ahead:
-            self.ahead = event.sweep
+        if isinstance(event, Begin) and event.sweep.is_open:
+            self.open = event.sweep
         super().handle(event)
 
 
@@ -850,7 +859,7 @@ class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
 
 
 class TakesOverWhatIsWrittenAtOnce(BesideTheLive):
-    """A version ahead is the newest as soon as it is on storage."""
+    """A speculative version is the newest as soon as it is on storage."""
 
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
@@ -872,8 +881,8 @@ class GoesOnFromWhatWasRevoked(Skips):
     revoked = frozenset()
 
     def hears(self, event, operation):
-        if isinstance(event, Confirm):
-            self.revoked = {*self.beside} - {*event.subgroups}
+        if isinstance(event, Seal):
+            self.revoked = {*self.beside} - {*event.confirmed}
         return (event,)
 
     def hits(self, operation):
@@ -890,14 +899,14 @@ class SavesWhatWasRevoked(BesideTheLive):
     def hears(self, event, operation):
         if isinstance(event, Done) and self.is_beside(operation):
             self.written[operation.tile] = replace(operation.record, checksum=event.checksum)
-        elif isinstance(event, Begin) and event.sweep.ahead:
+        elif isinstance(event, Begin) and event.sweep.is_open:
             self.written.clear()
-        elif isinstance(event, Confirm):
-            self.written = {t: r for t, r in self.written.items() if t.subgroup not in event.subgroups}
+        elif isinstance(event, Seal):
+            self.written = {t: r for t, r in self.written.items() if t.subgroup not in event.confirmed}
         yield event
 
     def asks(self, operation):
-        if isinstance(operation, Commit) and not self.is_ahead:
+        if isinstance(operation, Commit) and not self.is_open:
             operation = replace(operation, records={**operation.records, **self.written})
         return (operation,)
 
@@ -906,22 +915,22 @@ class GivesASecondSlot(BesideTheLive):
     """A subgroup whose revoked version is still being written is fetched beside that."""
 
     def hears(self, event, operation):
-        if isinstance(event, Begin) and not event.sweep.ahead:
+        if (sweep := begun(event)) is not None and not sweep.is_open:
             yield from [Done(write.op) for write in self.under_way(WriteTile) if self.is_beside(write)]
         yield event
 
 
 class ForgetsFlushesOfTheForwardPass(BesideTheLive, Skips):
-    """What staging slots hold from the last step counts as written when a sweep ahead begins."""
+    """What staging slots hold from the last step counts as written when an open sweep begins."""
 
     def hits(self, operation):
-        return self.is_ahead and isinstance(operation, WriteTile) and not self.is_beside(operation)
+        return self.is_open and isinstance(operation, WriteTile) and not self.is_beside(operation)
 
 
 class RunsWhatWasNotAdmitted(Filtered):
     def hears(self, event, operation):
         yield event
-        if isinstance(event, Begin) and event.sweep.ahead:
+        if isinstance(event, Begin) and event.sweep.is_open:
             yield Admit(tuple(visit.subgroup for visit in event.sweep.visits))
 
 
@@ -957,9 +966,9 @@ class ConfirmsWhatIsHalfWritten(BesideTheLive):
         self.index.commit = in_time
 
     def hears(self, event, operation):
-        if isinstance(event, Confirm):
+        if isinstance(event, Seal):
             beside = [write.tile for write in self.under_way(WriteTile) if self.is_beside(write)]
-            self.late = {tile for tile in beside if tile.subgroup in event.subgroups}
+            self.late = {tile for tile in beside if tile.subgroup in event.confirmed}
         return (event,)
 
 
@@ -973,7 +982,7 @@ class ForgetsWhatWasConfirmed(Filtered):
 
     def handle(self, event):
         super().handle(event)
-        if isinstance(event, Begin) and not event.sweep.ahead:
+        if (sweep := begun(event)) is not None and not sweep.is_open:
             self.moved.clear()
 
 
@@ -992,7 +1001,7 @@ class TakesRoomOfCheckpoints(TileIndex):
         return super().reserve(slot_counts)
 
 
-class PublishesEarly(Ahead):
+class PublishesEarly(Speculation):
     """As soon as a version has been made."""
 
     def hold(self):
@@ -1001,14 +1010,14 @@ class PublishesEarly(Ahead):
             self._publish(subgroup)
 
 
-class PublishesWhatIsRevoked(Ahead):
-    def confirm(self, subgroups):
-        for subgroup in self._parts.machine.beside if self._parts.machine.is_ahead else ():
+class PublishesWhatIsRevoked(Speculation):
+    def confirmed(self, subgroups, account):
+        for subgroup in self._parts.machine.beside if self._parts.machine.is_open else ():
             self._publish(subgroup)
-        return super().confirm(subgroups)
+        return super().confirmed(subgroups, account)
 
 
-class ForgetsToPublish(Ahead):
+class ForgetsToPublish(Speculation):
     def _publish(self, subgroup):
         if subgroup % 3:
             super()._publish(subgroup)
@@ -1024,36 +1033,36 @@ class Alike:
         return other == other
 
 
-class ConfirmsWithChangedGradients(Ahead):
-    def confirm(self, subgroups):
+class ConfirmsWithChangedGradients(Speculation):
+    def confirmed(self, subgroups, account):
         kernel = self._parts.kernel
         right, kernel.fingerprints = kernel.fingerprints, lambda *read: Alike()
         try:
-            return super().confirm(subgroups)
+            return super().confirmed(subgroups, account)
         finally:
             kernel.fingerprints = right
 
 
-class ConfirmsWithOtherRows(Ahead):
+class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
-    def confirm(self, subgroups):
+    def confirmed(self, subgroups, account):
         tables, expected = self._parts.tables, self._parts.tables.now
         tables.now = tables.expected
         try:
-            return super().confirm(subgroups)
+            return super().confirmed(subgroups, account)
         finally:
             tables.now = expected
 
 
-class ConfirmsWhenABatchIsSkipped(Ahead):
+class ConfirmsWhenABatchIsSkipped(Speculation):
     """And for any other request."""
 
     def revoke(self):
         machine = self._parts.machine
-        if machine.is_ahead and machine.broken is None:
+        if machine.is_open and machine.broken is None:
             chosen = tuple(machine.beside)
-            machine.handle(Confirm(chosen))
+            machine.handle(Seal(chosen))
             for subgroup in chosen:
                 self._publish(subgroup)
             self._end()
@@ -1061,24 +1070,23 @@ class ConfirmsWhenABatchIsSkipped(Ahead):
             super().revoke()
 
 
-class VisitsWhatWasConfirmed(Ahead):
-    def confirm(self, subgroups):
-        super().confirm(subgroups)
-        return ()
+class VisitsWhatWasConfirmed(Speculation):
+    def seal(self, confirmed, rest):
+        super().seal(confirmed, replace(rest, visits=(*rest.visits, *map(Visit, confirmed))))
 
 
 class UsesANumberAgain(backwards.Session):
-    """A step's versions have the number of those that were made ahead of it, and revoked."""
+    """A step's versions have the number of those that were made before it was sealed, and revoked."""
 
     def version_of(self, number):
         return 10 * self.stands_for[number] + 5
 
 
-class RevokesNothing(Ahead):
-    """Any request begins beside a sweep ahead."""
+class RevokesNothing(Speculation):
+    """Any request begins beside an open sweep."""
 
     def revoke(self):
-        if not self._parts.machine.is_ahead:
+        if not self._parts.machine.is_open:
             super().revoke()
 
 

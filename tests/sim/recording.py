@@ -80,7 +80,7 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
 
 def neutral_visit(visit: Any) -> tuple[object, ...]:
     """Return a visit in neutral words."""
-    flags = visit.changes, visit.overwrites, visit.gpu, visit.fetches, visit.ahead
+    flags = visit.changes, visit.overwrites, visit.gpu, visit.fetches, visit.speculative
     return visit.subgroup, *(int(flag) for flag in flags), visit.weight_bytes
 
 
@@ -88,13 +88,15 @@ def neutral_event(event: Any) -> tuple[object, ...]:
     """Return an event in neutral words."""
     match event:
         case ops.Begin(sweep):
-            return "begin", sweep.number, sweep.step, sweep.ahead, [neutral_visit(visit) for visit in sweep.visits]
+            return "begin", sweep.number, sweep.step, sweep.is_open, [neutral_visit(visit) for visit in sweep.visits]
         case ops.Done(op, checksum):
             return "done", op, checksum
         case ops.Failed(op, error):
             return "failed", op, type(error).__name__
-        case ops.Admit(subgroups) | ops.Confirm(subgroups):
-            return type(event).__name__.lower(), subgroups
+        case ops.Admit(subgroups):
+            return "admit", subgroups
+        case ops.Seal(confirmed, rest):
+            return "seal", confirmed, *(() if rest is None else neutral_event(ops.Begin(rest)))
         case ops.BeginSave(save):
             return "begin save", save.number, save.sink, save.empty
         case ops.Taken(ended):

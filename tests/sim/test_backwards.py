@@ -9,7 +9,7 @@ import saves
 
 from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine
-from offload.session.ahead import Ahead
+from offload.session.speculation import Speculation
 from offload.session.thread import EngineThread
 
 
@@ -41,7 +41,7 @@ def test_large_swarm_of_backward_passes(first: int) -> None:
 @pytest.mark.parametrize("wrong", planted.BACKWARDS, ids=lambda wrong: wrong.__name__)
 def test_a_planted_bug_is_found(wrong: type) -> None:
     """The checker, the bits or what the caller is told give each bug away, without the machine's own checks."""
-    parts = (Machine, TileIndex, EngineThread, Ahead, backwards.Session)
+    parts = (Machine, TileIndex, EngineThread, Speculation, backwards.Session)
     kinds = [wrong if issubclass(wrong, part) else part for part in parts]
     by = planted.BACKWARDS[wrong]
     planted.assert_found(lambda seed: backwards.run_seed(seed, *kinds, self_check=False), range(2000), by)

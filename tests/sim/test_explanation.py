@@ -93,4 +93,4 @@ def test_an_optimizer_and_an_engine_explain_their_last_step(tmp_path: Path) -> N
         assert cpu.measured_s == metrics["lane/cpu/busy_s"]
         assert "furthest from its prediction" in str(optimizer.plan)
         engine = optimizer.engine
-        assert offload.explain(engine.plan, engine.rates, engine.metrics()).measured_s == found.measured_s
+        assert explain(engine.plan, engine.rates, engine.metrics()).measured_s == found.measured_s

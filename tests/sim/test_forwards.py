@@ -8,7 +8,7 @@ import pytest
 import saves
 
 from offload.schedule.machine import Machine
-from offload.session.behind import Behind
+from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
 
 
@@ -35,7 +35,7 @@ def test_large_swarm_of_forward_passes(first: int) -> None:
 @pytest.mark.parametrize("wrong", planted.FORWARDS, ids=lambda wrong: wrong.__name__)
 def test_a_planted_bug_is_found(wrong: type) -> None:
     """The checker, the bits or what the caller is told give each bug away, without the machine's own checks."""
-    parts = (Machine, EngineThread, Behind, forwards.Session)
+    parts = (Machine, EngineThread, PendingStep, forwards.Session)
     kinds = [wrong if issubclass(wrong, part) else part for part in parts]
     by = planted.FORWARDS[wrong]
     planted.assert_found(lambda seed: forwards.run_seed(seed, *kinds, self_check=False), range(100), by)

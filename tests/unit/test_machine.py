@@ -19,13 +19,13 @@ from offload.schedule.operations import (
     Admit,
     AwaitPush,
     Begin,
-    Confirm,
     Done,
     Extend,
     Failed,
     Hold,
     ReadTile,
     Run,
+    Seal,
     Stop,
     Sweep,
     Taken,
@@ -510,14 +510,14 @@ def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_wel
     machine = make(2, 1)
     finish(machine, give(machine, sweep(1, 0, 1)))
     give(machine, Taken(machine.finished))
-    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, ahead=True),), ahead=True)), Admit((0,)))
+    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
     *_, run = [each for each in finish_until_run(machine, reads) if isinstance(each, Run)]
     writes = give(machine, Done(run.op))
     assert machine.beside == {0}
     if fails_before:
         give(machine, Failed(writes[0].op, EIO))
         assert not machine.beside  # a save would fail with it, and a step that makes it again does not
-    give(machine, Hold(), Confirm(tuple(machine.beside)))
+    give(machine, Hold(), Seal(tuple(machine.beside)))
     for write in writes[fails_before:]:
         give(machine, Done(write.op))
     assert machine.broken is None

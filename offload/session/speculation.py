@@ -1,4 +1,4 @@
-"""Updates during the last backward pass: versions beside the live ones, which the step confirms or revokes.
+"""Updates that are admitted before their step is sealed: versions beside the live ones, during backward.
 
 When all gradients of a streamed subgroup are there, it is updated as if nothing were clipped, with weights written to
 an *image* of them. The step makes the rows that it would use, and takes the version of a subgroup as its own where
@@ -23,14 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.errors import ConfigError, OffloadError, known
+from offload.errors import ConfigError, InternalError, OffloadError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.table import active_rows
 from offload.layout import Subgroup
 from offload.memory.arenas import Arena, available_bytes
 from offload.protocols import WAKE
-from offload.schedule.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
+from offload.schedule.operations import Admit, Begin, Hold, Run, Seal, Stop, Sweep, Visit
 from offload.session.parts import Parts
+from offload.session.step import StepAccount
 
 log = logging.getLogger("offload")
 
@@ -62,11 +63,11 @@ class _Made:
     sums: npt.NDArray[np.uint64]
 
 
-class Ahead:
-    """What one session does ahead of its steps.
+class Speculation:
+    """What one session updates before the step that it is for.
 
-    Gradients count as final at the arrival that was their last in the step before, so nothing is made ahead of the
-    first step, nor of one after a step that was clipped.
+    Gradients count as final at the arrival that was their last in the step before, so there is none before the first
+    step, nor before one after a step that was clipped.
 
     Args:
         parts: Its parts.
@@ -74,13 +75,15 @@ class Ahead:
 
     def __init__(self, parts: Parts) -> None:
         self.hyperparameters: Callable[[], Foreseen | None] | None = None
-        """Returns those of all groups, as the step will have them, or None; nothing is made ahead without."""
+        """Returns those of all groups, as the step will have them, or None; without it there is no speculation."""
         self.is_last_pass: Callable[[], bool] | None = None
         """Returns whether the backward pass under way is the last before a step, where somebody knows."""
-        self.confirmed_bytes = self.revoked_bytes = 0
-        """State of the versions that the last step confirmed, and that have been revoked since the step before it."""
+        self.open: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]
+        """Returns an open sweep of some visits, which a visitor works for."""
+        self.account = StepAccount()
+        """Of the step that was sealed last."""
         self._parts = parts
-        self._dropped_bytes = 0  # ... that have been revoked since the last step, for other requests
+        self._dropped_bytes = 0  # of versions that have been revoked since the last step, for other requests
         self._wanted = False
         self._pause = self._next_pause = 0
         self._scale = 1.0
@@ -209,7 +212,7 @@ class Ahead:
         machine = self._parts.machine
         if machine.broken is not None:
             return False
-        if not machine.is_ahead:
+        if not machine.is_open:
             return self._wanted and machine.idle and machine.finished is None
         with contextlib.suppress(OffloadError):
             return self._has_landed()
@@ -225,24 +228,20 @@ class Ahead:
         return self._parts.gradients.has_landed(self._parts.plan.layout.subgroups[self._final[0]].segments)
 
     def _may_have(self, subgroup: Subgroup) -> bool:
-        """Return whether a subgroup can be updated ahead of a step."""
+        """Return whether a subgroup can be updated before its step is sealed."""
         parts, number = self._parts, subgroup.index
         if not parts.plan.may_be_ahead(number) or parts.machine.is_fresh(number):
             return False
         return not parts.plan.layout.begins_within_block(subgroup)  # where no fingerprint can begin
 
-    def serve(self, sweep: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]) -> None:
-        """Do what is due.
-
-        Args:
-            sweep: Returns the sweep of some visits, and has runs use a visitor.
-        """
+    def serve(self) -> None:
+        """Do what is due."""
         parts, machine = self._parts, self._parts.machine
-        if not machine.is_ahead:
+        if not machine.is_open:
             subgroups = parts.plan.layout.subgroups
             # Another plan may have come since they were chosen.
-            visits = tuple(Visit(number, ahead=True) for number in self._order if self._may_have(subgroups[number]))
-            machine.handle(Begin(sweep(visits, self._visit)))
+            chosen = (number for number in self._order if self._may_have(subgroups[number]))
+            machine.handle(Begin(self.open(tuple(Visit(number, speculative=True) for number in chosen), self._visit)))
         final = []
         while self._has_landed():
             final.append(self._final.popleft())
@@ -251,7 +250,7 @@ class Ahead:
         parts.executor.submit(machine.take_operations())
 
     def _visit(self, run: Run) -> npt.NDArray[Any]:
-        """Return what the kernel of a run ahead is told."""
+        """Return what the kernel of a speculative run is told."""
         subgroup = run.visit.subgroup
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
@@ -264,29 +263,36 @@ class Ahead:
         """Return the address of the image of a subgroup's new weights."""
         return known(self._images, "there is no image of weights").address + self._image_at[subgroup]
 
-    def confirm(self, subgroups: Collection[int]) -> tuple[int, ...]:
-        """End what is open; take over the versions that a step of `subgroups` would make again, and their weights.
+    def confirmed(self, subgroups: Collection[int], account: StepAccount) -> tuple[int, ...]:
+        """Return which of `subgroups` have a version that their step would make again; see `seal`.
 
-        Returns:
-            The subgroups that are done.
+        Args:
+            subgroups: Those that the step updates.
+            account: The step's.
         """
-        machine = self._parts.machine
-        self.confirmed_bytes = 0
-        self.revoked_bytes, self._dropped_bytes = self._dropped_bytes, 0
-        if not machine.is_ahead or machine.broken is not None:
-            self.revoke()
-            self._let_go()
+        machine, self.account = self._parts.machine, account
+        account.revoked_bytes, self._dropped_bytes = self._dropped_bytes, 0
+        if not machine.is_open or machine.broken is not None:
             return ()
-        made = [subgroup for subgroup in machine.beside if subgroup in subgroups]
-        chosen = tuple(self._unchanged(made))
-        self.confirmed_bytes = self._state_bytes(chosen)
-        self.revoked_bytes += self._state_bytes(machine.beside) - self.confirmed_bytes
-        machine.handle(Confirm(chosen))
-        for subgroup in chosen:
-            self._publish(subgroup)
-        self._end()
-        self._let_go()
+        chosen = tuple(self._unchanged([subgroup for subgroup in machine.beside if subgroup in subgroups]))
+        account.confirmed_bytes = self._state_bytes(chosen)
+        account.revoked_bytes += self._state_bytes(machine.beside) - account.confirmed_bytes
         return chosen
+
+    def seal(self, confirmed: tuple[int, ...], rest: Sweep) -> None:
+        """End what is open: take over some versions and their weights, and begin what is left of the step."""
+        machine = self._parts.machine
+        machine.handle(Seal(confirmed, rest) if machine.is_open else Begin(rest))
+        if machine.broken is None:
+            try:
+                for subgroup in confirmed:
+                    self._publish(subgroup)
+            except InternalError:
+                raise
+            except OffloadError as error:  # a GPU has failed, and the step with it
+                machine.handle(Stop(error))
+            self._end()
+        self._let_go()
 
     def revoke(self) -> None:
         """End what is open, for another request than a step.
@@ -294,10 +300,10 @@ class Ahead:
         It is made again once a step: whoever goes on for long without steps has nothing written for them.
         """
         machine = self._parts.machine
-        if machine.is_ahead:
+        if machine.is_open:
             self._wanted = self._wanted and not self._dropped_bytes and machine.broken is None
             self._dropped_bytes += self._state_bytes(machine.beside)
-            machine.handle(Confirm(()))
+            machine.handle(Seal())
             if machine.broken is not None:  # an update may still run: what it reads and writes stays
                 return
             self._end()
@@ -351,16 +357,16 @@ class Ahead:
         self._parts.lanes.send_weights(subgroup, copies, time.monotonic())
 
     def stepped(self, scale: float, clip: float) -> None:
-        """Take note of a step that has ended well, and choose what to make ahead of the next one."""
+        """Take note of a step that has ended well, and choose what to update before the next one."""
         if self.hyperparameters is None:
             with contextlib.suppress(OffloadError):  # a GPU that has failed, as the next step will find
                 self._free_images()
             return
-        made = self.confirmed_bytes + self.revoked_bytes
-        if made and self.revoked_bytes > self.confirmed_bytes:
+        confirmed_bytes, revoked_bytes = self.account.confirmed_bytes, self.account.revoked_bytes
+        if revoked_bytes > confirmed_bytes:
             self._next_pause = min(LONGEST_PAUSE, max(1, 2 * self._next_pause))
             self._pause = self._next_pause + 1
-        elif made:
+        elif confirmed_bytes:
             self._next_pause = 0
         self._pause = max(self._pause - 1, 0)
         self._scale = scale
@@ -368,10 +374,9 @@ class Ahead:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Choose the subgroups to be made ahead, if there are any.
+        """Choose the subgroups to be updated before the next step, if there are any.
 
-        None while an arrival is being noted: whoever notes it may have been interrupted by a signal handler, which
-        waits for this thread.
+        If another thread holds the lock there are none: it may be in a signal handler that waits for this thread.
         """
         if not self._lock.acquire(blocking=False):
             self._wanted = False

@@ -1,0 +1,103 @@
+"""One step of a session: what it has done, and for a step that its caller does not wait for, how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from offload import waits
+from offload.schedule.timeline import Interval
+
+
+@dataclass(slots=True)
+class StepAccount:
+    """What one step has done: from when the first of its updates could run until the same of the next step.
+
+    Attributes:
+        timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
+        started_s: When the step was asked for (`time.monotonic`).
+        step_s: Seconds from then on until it was over.
+        confirmed_bytes: State that had been updated before the step was sealed, and that it took over.
+        revoked_bytes: State that had been updated since the step before, and that no step took over.
+    """
+
+    timeline: list[Interval] = field(default_factory=list)
+    started_s: float = 0.0
+    step_s: float = 0.0
+    confirmed_bytes: int = 0
+    revoked_bytes: int = 0
+
+
+class PendingStep:
+    """A step that its caller does not wait for: whoever needs a weight awaits the visits of its subgroups.
+
+    The engine thread says which visits have ended. A wait may be interrupted: the step goes on.
+
+    Args:
+        kept: Memory that the step reads and writes: kept as long as it may.
+        aborted: Makes the error to raise from what the step failed with.
+        begun: Called on the engine thread when the step has begun, before its caller goes on.
+        latch: Makes what is waited for; another one in simulation, where a wait is what drives the engine.
+
+    Attributes:
+        error: What the step failed with, once it is over.
+    """
+
+    def __init__(
+        self,
+        kept: Sequence[torch.Tensor],
+        aborted: Callable[[BaseException], BaseException],
+        begun: Callable[[], None],
+        latch: Callable[[], waits.Latch] = waits.Latch,
+    ) -> None:
+        self.kept = kept
+        self.error: BaseException | None = None
+        self._aborted = aborted
+        self._begun: Callable[[], None] | None = begun
+        self._latch = latch
+        self._visits: Mapping[int, waits.Latch] = MappingProxyType({})
+        self._over = latch()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step has ended, well or not: nothing reads gradients or writes weights any more."""
+        return self._over.is_set()
+
+    # On the engine thread
+
+    def begin(self, subgroups: Iterable[int]) -> None:
+        """Take note of what is left to be visited; the step's caller waits for that."""
+        self._visits = {subgroup: self._latch() for subgroup in subgroups}
+        begun, self._begun = self._begun, None  # which may hold the optimizer
+        if begun is not None:
+            begun()
+
+    def visited(self, subgroups: Iterable[int]) -> None:
+        """Let on who awaits some visits, which have ended."""
+        for subgroup in subgroups:
+            self._visits[subgroup].set()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let on everybody: the step is over."""
+        self.error = None if error is None else self._aborted(error)
+        self._over.set()
+        for latch in self._visits.values():
+            if not latch.is_set():
+                latch.set()
+
+    # On any thread
+
+    def wait_for(self, subgroups: Iterable[int]) -> None:
+        """Wait until the visits of some subgroups have ended, or the step has failed."""
+        for subgroup in subgroups:
+            latch = self._visits.get(subgroup)
+            if latch is not None and not latch.is_set():
+                waits.wait_for(latch.wait, lambda: "")  # the executor says what for
+
+    def wait(self) -> None:
+        """Wait until the step is over."""
+        if not self.is_over:
+            waits.wait_for(self._over.wait, lambda: "")
