@@ -15,7 +15,7 @@ class RecordedEngine:
     """Stands for an `Engine`, its `gradients`, and the `LateEngine` around it."""
 
     broken = None
-    is_behind = False
+    is_pending = False
     speculates = False
 
     def __init__(self, config: OffloadConfig | None = None, device: Any = None) -> None:

@@ -15,10 +15,13 @@ from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.optim import ranks, routes
+from offload.optim.late import LateEngine
 from offload.optim.overlap import Overlap
 from offload.optim.routes import AtStep, Departing, Reduced, Route, Slots, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.weights import Bound
+from offload.session.engine import Engine
+from offload.session.gradients import Gradients
 
 BF16, FP32 = DtypeCode.BFLOAT16, DtypeCode.FLOAT32
 NUMEL = 100
@@ -41,6 +44,11 @@ class Routed:
 
     def backward(self, value: float = 1.0) -> None:
         (self.parameter * value).sum().backward()
+
+
+def test_the_engine_that_is_recorded_has_what_an_engine_has() -> None:
+    names = {name for name in vars(RecordedEngine) if not name.startswith("_")}
+    assert names - {"said"} <= {*dir(Engine), *dir(Gradients), *dir(LateEngine)}
 
 
 def test_the_first_gradient_is_read_where_it_lies_and_the_next_is_added_in_its_slot() -> None:
