@@ -34,6 +34,7 @@ EXACT_NAMES = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
 """What embeddings and output layers are called: few rows have a gradient in a step, and each row is a token's own."""
 
 MAX_THREADS = 1024
+OVERLAPS = ("off", "forward", "backward", "both", "auto")
 MAX_HOLDERS = 1 << 16
 
 
@@ -208,14 +209,16 @@ class OffloadConfig:
         shard: Whether each rank of `torch.distributed` keeps and updates state of its rows of every weight alone,
             where gradients are reduced on all, as under DDP; ranks exchange new weights in `step()`. Weights and
             gradients stay whole on every rank. For the optimizers of this package with plain tensors.
-        overlap: "off", or "backward": streamed subgroups are updated during the backward pass, as soon as their
-            gradients are there, each into a version beside the live one. A step that would do the same takes it
-            over; else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a
-            second version of that state as far as there is some, and memory for new weights. For weights in host
-            memory, of one process, of FSDP2, of DDP with `shard`, or of DeepSpeed; and in one process for 16-bit
-            weights on a GPU that the CPU updates, with `keep_grads=False`; elsewhere refused. "auto": in one process
-            (not DeepSpeed's), and where an iteration should be shorter for it by the times of forward and backward
-            and the rates seen so far; else "off".
+        overlap: Where a step is hidden: "off", "forward", "backward", or "both". In the next forward pass of the
+            model that `overlap_forward` is given, which has each module wait for its own weights; integrations give
+            theirs, and giving one is enough in place of "forward". In backward, where streamed subgroups are updated
+            as soon as their gradients are there, each into a version beside the live one. A step that would do the
+            same takes it over; else, as when it clips, the time was lost and nothing has changed. That takes room on
+            the paths for a second version of that state as far as there is some, and memory for new weights. It is
+            for weights in host memory, of one process, of FSDP2, of DDP with `shard`, or of DeepSpeed; and in one
+            process for 16-bit weights on a GPU that the CPU updates, with `keep_grads=False`; elsewhere refused.
+            "auto": in forward if a model is given; in backward in one process (not DeepSpeed's), where an iteration
+            should be shorter for it by the times of forward and backward and the rates seen so far.
     """
 
     host_memory: int | str | None = None
@@ -260,7 +263,7 @@ class OffloadConfig:
         for field in ("checksum", "keep_grads", "shard"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "use true or false")
-        _check_choice("overlap", self.overlap, ("auto", "off", "backward"))
+        _check_choice("overlap", self.overlap, OVERLAPS)
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
@@ -291,6 +294,16 @@ class OffloadConfig:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether steps are to be hidden in the next forward pass, whoever has the model."""
+        return self.overlap in ("forward", "both")
+
+    @property
+    def overlaps_backward(self) -> bool:
+        """Whether steps are to be hidden in backward, whatever is predicted of it."""
+        return self.overlap in ("backward", "both")
 
     @property
     def checkpoints(self) -> int:

@@ -93,7 +93,7 @@ class OffloadedOptimizer:
         self._offload_config = offload_config
         self._names = names
         super().__init__(*arguments, **keywords)
-        if offload_config.overlap == "backward":
+        if offload_config.overlaps_backward:
             self._speculate()
 
     # What users touch

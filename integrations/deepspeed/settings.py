@@ -87,7 +87,10 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
     overlaps = _section(config, "zero_optimization").get("overlap_comm")
-    if settings.overlap == "backward" and stage == 1 and not overlaps:
+    if settings.overlaps_forward:
+        allowed = 'use "off" or "backward": DeepSpeed gathers new weights in its step'
+        raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
+    if settings.overlaps_backward and stage == 1 and not overlaps:
         allowed = 'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended'
         raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
     device = _section(config, OFFLOAD).get("device") or "none"

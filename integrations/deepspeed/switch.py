@@ -175,7 +175,7 @@ def _offload_to_cpu(engine: Any) -> None:
 
 
 def _check_overlap(config: OffloadConfig, accelerator: str) -> None:
-    if config.overlap == "backward" and accelerator != "cpu":
+    if config.overlaps_backward and accelerator != "cpu":
         allowed = f'use "off" on {accelerator}: it is for weights and gradients in host memory'
         raise ConfigError(f"{KEY}.overlap", config.overlap, allowed)
 

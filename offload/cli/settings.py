@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from offload.cli.values import MAX_COUNT, add_output, add_value, parse_count, parse_number, parse_path
-from offload.config import MAX_THREADS, parse_bytes
+from offload.config import MAX_THREADS, OVERLAPS, parse_bytes
 from offload.errors import ConfigError
 from offload.formats import STATE_FORMATS
 
 DTYPES = ("bf16", "fp32")
-OVERLAPS = ("off", "forward", "backward", "both", "auto")
 
 _EPILOG = """\
 examples:
@@ -94,8 +93,8 @@ def _add_offloading(offloading: Any, checkpoints: Any) -> None:
         "--overlap",
         choices=OVERLAPS,
         default="off",
-        help="hide the optimizer's step in the next forward pass, in backward, in both, or in backward where that "
-        "should pay (default: off); the numbers are the same",
+        help="hide the optimizer's step in the next forward pass, in backward, in both, or wherever that should pay "
+        "(default: off); the numbers are the same",
     )
     rates = "what `offload probe` wrote (default: this machine's file if it fits, else a short probe)"
     add("--rates", parse_path, rates, default="auto")

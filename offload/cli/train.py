@@ -135,7 +135,7 @@ class _Run:
                 (self._folder / metrics_name).open("w", encoding="utf-8") as lines,
             ):
                 _say(settings, str(optimizer.plan))
-                if settings.overlap in ("forward", "both"):
+                if settings.overlap in ("forward", "both", "auto"):
                     optimizer.overlap_forward(model)
                 first = self._resume(optimizer, draws)
 
@@ -338,7 +338,7 @@ def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> 
         threads=settings.threads,
         rates=settings.rates,
         state_format=settings.state_format,
-        overlap={"both": "backward", "forward": "off"}.get(settings.overlap, settings.overlap),
+        overlap=settings.overlap,
     )
 
 

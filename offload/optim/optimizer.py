@@ -107,7 +107,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         described = self._weights.describe(self.param_groups, wanted)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._late.start(described, config, self._route.has_slots)
-            if config.overlap == "backward":
+            if config.overlaps_backward:
                 self._speculate()
             # Frozen ones, too: torch takes no other dtype for a gradient that is there.
             self._widen_gradients(self._parameters())
@@ -360,6 +360,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._is_asked_for_state():
             self._show_state()
             return
+        if self.config.overlaps_forward and not self._overlap.has_followed:
+            allowed = (
+                "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
+            )
+            raise ConfigError("overlap", self.config.overlap, allowed)
         self._late.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]

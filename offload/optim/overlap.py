@@ -35,11 +35,13 @@ class Overlap:
 
     Attributes:
         following: The models whose forward passes wait for weights.
+        has_followed: Whether there has been one.
         pace: How long forward and backward take, and the caller waits.
     """
 
     def __init__(self, late: LateEngine, weights: Weights) -> None:
         self.following: list[Following] = []
+        self.has_followed = False
         self.pace = Pace()
         self._late = late
         self._weights = weights
@@ -75,6 +77,7 @@ class Overlap:
             other.remove()
         following = Following(self, model, check)
         self.following.append(following)
+        self.has_followed = True
         return following
 
     def used(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -48,7 +48,7 @@ def choose_route(
     else:
         kind, come = (AtStep, False) if late.config.keep_grads else (Departing, is_alone)
         late.waits = late.config.gpu_memory == "auto"  # for backward, which shows what is free there
-    if late.config.overlap == "backward" and not come:
+    if late.config.overlaps_backward and not come:
         allowed = (
             'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
             "of FSDP2 or of DDP with shard=True"
