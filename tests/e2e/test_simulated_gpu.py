@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from limited import limited
 from mirror import Mirror, same, states
 from simulated import OnDevice, OnDeviceAdam, add_early, hung_commit
-from test_exact import GROUPS, make_groups
+from test_placement_bits import GROUPS, make_groups
 
 import offload
 from offload._native import CompletionQueue
@@ -517,20 +517,6 @@ def test_memory_of_another_stream_is_not_used_again_before_its_gradient_has_been
         optimizer.step()
         device.mark(DeviceLane.CALLER).wait()  # for new weights
         assert same(states(optimizer, parameters), on_cpu(range(1), clip=False))
-
-
-def test_more_gradient_after_clipping_is_refused(tmp_path: Path) -> None:
-    parameters = weights()
-    settings = config(tmp_path, keep_grads=False)
-    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings) as optimizer:
-        backward(parameters, 0)
-        optimizer.clip_grad_norm_(1.0)
-        backward(parameters, 1)
-        with pytest.raises(offload.ConfigError, match="after the last backward"):
-            optimizer.step()
-        optimizer.zero_grad()
-        train(optimizer, parameters, range(1))
-        assert same(states(optimizer, parameters), on_cpu(range(1)))
 
 
 @pytest.mark.parametrize("fail_at", [3, 30, 60, 90])
