@@ -184,8 +184,8 @@ def _restored_value(name: str, saved: Any, current: Any) -> Any:
         if current.numel() == 1:
             return torch.full_like(current, value, requires_grad=False)
         tensor = torch.tensor(value, dtype=current.dtype, device=current.device)
-        if tensor.shape != current.shape:
-            raise ConfigError(name, saved, allowed)
-        return tensor
-    except (RuntimeError, OverflowError, TypeError) as cause:
+    except (RuntimeError, OverflowError, TypeError, ValueError) as cause:
         raise ConfigError(name, saved, str(cause)) from cause
+    if tensor.shape != current.shape:
+        raise ConfigError(name, saved, allowed)
+    return tensor

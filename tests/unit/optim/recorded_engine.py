@@ -12,7 +12,7 @@ from offload.optim.weights import Weights
 
 
 class RecordedEngine:
-    """Stands for an `Engine`, its `gradients`, and the `LateEngine` around it."""
+    """Stands for an `Engine`, its `gradients`, and the `EngineHolder` around them."""
 
     broken = None
     is_pending = False
@@ -21,10 +21,10 @@ class RecordedEngine:
     def __init__(self, config: OffloadConfig | None = None, device: Any = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.steps = 0
-        self.engine = self.opened = self.gradients = self
+        self.engine = self.engine_if_open = self.gradients = self
         self.config = config or OffloadConfig()
         self.device = device or NoDevice()
-        self.waits = False
+        self.is_deferred = False
         self.closed = False
 
     def slot(self, position: int) -> torch.Tensor:

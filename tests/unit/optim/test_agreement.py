@@ -13,9 +13,9 @@ from offload.errors import CheckpointError
 from offload.optim import ranks
 from offload.optim.ranks import Agreement, agree_on_save
 from offload.optim.shards import Cut
-from offload.optim.weights import Bound
+from offload.optim.weights import BoundParameter
 
-Weights = list[Bound]
+Weights = list[BoundParameter]
 
 
 def make(value: float = 1.0, numel: int = 6, **names: str) -> Weights:
@@ -49,7 +49,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[Agre
     return found
 
 
-def cut(bound: Bound, start: int) -> Bound:
+def cut(bound: BoundParameter, start: int) -> BoundParameter:
     """Return a weight of which this rank has three elements."""
     bound.cut = Cut(None, (), ((start, 3),), start, True)
     return bound
@@ -60,7 +60,7 @@ def test_one_process_agrees_with_itself() -> None:
     assert (agreed.ranks, agreed.rank, agreed.replica, agreed.prefix) == (1, 0, False, "")
     assert agreed.names == {"_orig_mod.a": "a", "_orig_mod.b": "b"}
     assert agreed.id != agree_on_save([]).id
-    assert not agreed.ended()
+    assert not agreed.find_ended()
 
 
 def test_ranks_with_the_same_weights_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_ranks_with_the_same_weights_are_replicas(monkeypatch: pytest.MonkeyPatc
     assert [each.prefix for each in found] == [""] * 3
     assert {each.id for each in found} == {found[0].id}  # rank 0's
     assert all(each.names == {"module.a": "a"} for each in found)
-    assert all(not each.ended() for each in found)
+    assert all(not each.find_ended() for each in found)
 
 
 def test_ranks_with_weights_of_their_own_names_save_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from offload.optim.groups import (
     checked_groups,
     from_json,
     names,
-    set_restored,
+    set_hyperparameters,
     to_json,
 )
 
@@ -98,7 +98,7 @@ def test_a_hyperparameter_comes_back_in_the_kind_that_the_group_has(
         json.loads(json.dumps({"optimizer": "SGD", "groups": [saved]})), "ck", "SGD", [group], nothing
     )
     assert not isinstance(now, torch.Tensor) or torch.equal(now, held)  # nothing is set yet
-    set_restored([group], [restored])
+    set_hyperparameters([group], [restored])
     assert group["lr"] == 0.5
     assert type(group["own"]) is type(back)
     assert group["own"] == back if isinstance(back, list) else np.array_equal(group["own"], back)
@@ -128,6 +128,8 @@ def test_what_json_cannot_say_is_not_kept(value: Any) -> None:
         ({"of_tensor": [1.0]}, r"a tensor of shape \(\) here"),
         ({"of_tensor": 10**400}, "of_tensor"),
         ({"of_tensors": [1.0]}, r"a tensor of shape \(2,\) here"),
+        ({"of_tensors": ["x", "y"]}, "of_tensors"),
+        ({"of_tensors": [[1.0, 2.0], [3.0]]}, "of_tensors"),
         ({"of_count": math.nan}, "of_count"),
     ],
     ids=str,

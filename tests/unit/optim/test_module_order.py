@@ -11,7 +11,7 @@ import torch
 from recorded_engine import RecordedEngine, bound_to
 
 from offload.errors import ConfigError
-from offload.optim.overlap import Overlap, Turn
+from offload.optim.overlap import OptimizerLock, Overlap
 
 
 class Model(torch.nn.Module):
@@ -89,12 +89,12 @@ def test_a_model_that_is_let_be_is_waited_for_no_more() -> None:
     followed.following.remove()
     followed.model(X)
     assert followed.order()[1] == []
-    assert followed.overlap.following == []
+    assert followed.overlap.models == []
     again = followed.overlap.follow(followed.model, False, [*followed.called])
     assert followed.overlap.follow(followed.model, False, [*followed.called]) is not again
-    assert len(followed.overlap.following) == 1  # hooked anew, not twice
+    assert len(followed.overlap.models) == 1  # hooked anew, not twice
     followed.overlap.unhook()
-    assert followed.overlap.following == []
+    assert followed.overlap.models == []
 
 
 def test_a_copy_of_a_model_waits_for_nothing() -> None:
@@ -111,7 +111,7 @@ def test_what_is_compiled_as_one_is_called_as_one(how: str) -> None:
         inner.compile(backend="eager")
     model = torch.nn.Sequential(inner if how == "compiled in place" else torch.compile(inner, backend="eager"))
     followed = Followed(model)
-    followed.following.entered(model[0])
+    followed.following.before_forward(model[0])
     at_once, waited_for = followed.order()
     assert (at_once, len(waited_for)) == ([], len(followed.called))
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_followed(model: Any, check: Any, words: str) -> None:
     followed.weights.rows_over = object()
     with pytest.raises(ConfigError, match="whole weights on each rank"):
         followed.overlap.follow(followed.model, False, [*followed.called])
-    assert len(followed.overlap.following) == 1
+    assert len(followed.overlap.models) == 1
 
 
 def test_weights_that_are_hidden_hold_nan_until_they_are_waited_for() -> None:
@@ -155,20 +155,20 @@ def test_weights_that_are_hidden_hold_nan_until_they_are_waited_for() -> None:
     assert torch.equal(second.parameter, before[1])
 
 
-def test_a_turn_is_taken_when_what_went_before_is_over_and_given_back_if_that_fails() -> None:
-    turn, seen = Turn(), []
-    turn.first = lambda: seen.append("first")
-    with turn, turn:
+def test_a_lock_is_taken_when_what_went_before_is_over_and_given_back_if_that_fails() -> None:
+    lock, seen = OptimizerLock(), []
+    lock.wait_for_step = lambda: seen.append("first")
+    with lock, lock:
         assert seen == ["first", "first"]
 
     def fails() -> None:
         raise KeyboardInterrupt
 
-    turn.first = fails
-    with pytest.raises(KeyboardInterrupt), turn:
+    lock.wait_for_step = fails
+    with pytest.raises(KeyboardInterrupt), lock:
         pass
-    turn.first = lambda: None
-    other = threading.Thread(target=lambda: (turn.__enter__(), seen.append("other"), turn.__exit__()), daemon=True)
+    lock.wait_for_step = lambda: None
+    other = threading.Thread(target=lambda: (lock.__enter__(), seen.append("other"), lock.__exit__()), daemon=True)
     other.start()
     other.join(20)
     assert seen[-1] == "other"

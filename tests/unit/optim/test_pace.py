@@ -21,7 +21,7 @@ class Caller:
 
     def waits(self, begin_s: float, end_s: float, for_all: bool = False) -> None:
         self.now_s = begin_s
-        with self.pace.waits(for_all=for_all):
+        with self.pace.timed_wait(for_all=for_all):
             self.now_s = end_s
 
     def at(self, now_s: float, event: str, *arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> Caller:
 
 
 @pytest.mark.parametrize(
-    ("waits", "typical", "waited_s"),
+    ("waits", "typical_s", "waited_s"),
     [
         ([], (3.0, 5.0), 1.0),
         ([(11.0, 12.0)], (2.0, 5.0), 2.0),  # in forward: less of it
@@ -46,64 +46,64 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> Caller:
         ([(10.0, 12.0), (11.0, 13.0)], (0.0, 5.0), 5.0),  # of two threads: never less than none
     ],
 )
-def test_an_iteration(caller: Caller, waits: list[Any], typical: tuple[float, float], waited_s: float) -> None:
-    assert caller.pace.typical is None
-    caller.at(10.0, "returns", 9.0)
+def test_an_iteration(caller: Caller, waits: list[Any], typical_s: tuple[float, float], waited_s: float) -> None:
+    assert caller.pace.typical_s is None
+    caller.at(10.0, "end_call", 9.0)
     for wait in (wait for wait in waits if wait[0] < 13.0):
         caller.waits(*wait)
     caller.at(13.0, "arrived")
     caller.at(14.0, "arrived")  # the second says nothing
     for wait in (wait for wait in waits if wait[0] > 13.0):
         caller.waits(*wait)
-    assert caller.at(18.0, "begins") == 18.0
-    assert caller.pace.typical == typical
+    assert caller.at(18.0, "begin_step") == 18.0
+    assert caller.pace.typical_s == typical_s
     assert caller.pace.waited_s == waited_s
 
 
 def test_intervals_are_forward_backward_and_waits_that_are_long_enough(caller: Caller) -> None:
-    caller.at(10.0, "returns", 9.0)
+    caller.at(10.0, "end_call", 9.0)
     assert caller.pace.intervals == []
     caller.waits(10.0, 10.0 + LEAST_WAIT_S / 2)
     caller.waits(11.0, 12.0)
     caller.at(13.0, "arrived")
     seen = [(each.label, each.started_s, each.finished_s) for each in caller.pace.intervals]
     assert seen == [("forward", 10.0, 13.0), ("waits for weights", 11.0, 12.0)]
-    caller.at(18.0, "begins")
-    seen = [(each.label, each.started_s, each.finished_s) for each in caller.pace.before]
+    caller.at(18.0, "begin_step")
+    seen = [(each.label, each.started_s, each.finished_s) for each in caller.pace.last_intervals]
     assert seen == [("forward", 10.0, 13.0), ("backward", 13.0, 18.0), ("waits for weights", 11.0, 12.0)]
-    caller.at(20.0, "returns", 18.0)
+    caller.at(20.0, "end_call", 18.0)
     assert caller.pace.intervals == []
-    assert len(caller.pace.before) == 3
+    assert len(caller.pace.last_intervals) == 3
 
 
 def test_what_is_typical_is_the_median_of_the_last_iterations(caller: Caller) -> None:
     for forward_s in (90.0, 1.0, 2.0, 3.0, 50.0, 60.0):
-        caller.at(0.0, "returns", 0.0)
+        caller.at(0.0, "end_call", 0.0)
         caller.at(forward_s, "arrived")
-        caller.at(2 * forward_s, "begins")
+        caller.at(2 * forward_s, "begin_step")
     assert HISTORY == 5
-    assert caller.pace.typical == (3.0, 3.0)
+    assert caller.pace.typical_s == (3.0, 3.0)
 
 
 def test_a_step_that_none_went_before_says_nothing(caller: Caller) -> None:
     caller.at(1.0, "arrived")
-    assert caller.at(2.0, "begins") == 2.0
-    assert caller.pace.typical is None
-    caller.at(3.0, "returns", 2.0)
-    caller.at(5.0, "begins")  # and no gradient has arrived
-    assert caller.pace.typical is None
+    assert caller.at(2.0, "begin_step") == 2.0
+    assert caller.pace.typical_s is None
+    caller.at(3.0, "end_call", 2.0)
+    caller.at(5.0, "begin_step")  # and no gradient has arrived
+    assert caller.pace.typical_s is None
     assert caller.pace.waited_s == 1.0
 
 
 def test_a_wait_that_raises_counts(caller: Caller) -> None:
     def fails() -> None:
-        with caller.pace.waits():
+        with caller.pace.timed_wait():
             caller.now_s = 2.0
             raise KeyboardInterrupt
 
-    caller.at(0.0, "returns", 0.0)
+    caller.at(0.0, "end_call", 0.0)
     with pytest.raises(KeyboardInterrupt):
         fails()
     caller.at(3.0, "arrived")
-    caller.at(4.0, "begins")
-    assert caller.pace.typical == (1.0, 1.0)
+    caller.at(4.0, "begin_step")
+    assert caller.pace.typical_s == (1.0, 1.0)

@@ -15,11 +15,11 @@ from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.optim import ranks, routes
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
-from offload.optim.routes import AtStep, Departing, Reduced, Route, Slots, choose_route
+from offload.optim.routes import DepartureRoute, ReducedRoute, Route, SlotRoute, StepRoute, choose_route
 from offload.optim.scaling import Scaling
-from offload.optim.weights import Bound
+from offload.optim.weights import BoundParameter
 from offload.session.engine import Engine
 from offload.session.gradients import Gradients
 
@@ -30,16 +30,16 @@ NUMEL = 100
 class Routed:
     """A route of one kind for one parameter of 100 elements, and the engine behind it."""
 
-    def __init__(self, kind: type[Route] = Slots, shape: tuple[int, ...] = (NUMEL,), **slot: Any) -> None:
+    def __init__(self, kind: type[Route] = SlotRoute, shape: tuple[int, ...] = (NUMEL,), **slot: Any) -> None:
         self.engine = RecordedEngine()
         self.memory = memory = torch.zeros(NUMEL, **slot)
         self.engine.slot = lambda position: memory  # type: ignore[method-assign]
         self.parameter = torch.nn.Parameter(torch.zeros(shape))
         weights = bound_to(self.engine, [self.parameter])
-        self.bound: Bound = weights.of(self.parameter)
+        self.bound: BoundParameter = weights.of(self.parameter)
         self.scaling = Scaling()
-        late: Any = self.engine
-        self.route = kind(late, weights, self.scaling, Overlap(late, weights))
+        holder: Any = self.engine
+        self.route = kind(holder, weights, self.scaling, Overlap(holder, weights))
         self.route.attach(self.bound)
 
     def backward(self, value: float = 1.0) -> None:
@@ -48,7 +48,7 @@ class Routed:
 
 def test_the_engine_that_is_recorded_has_what_an_engine_has() -> None:
     names = {name for name in vars(RecordedEngine) if not name.startswith("_")}
-    assert names - {"said"} <= {*dir(Engine), *dir(Gradients), *dir(LateEngine)}
+    assert names - {"said"} <= {*dir(Engine), *dir(Gradients), *dir(EngineHolder)}
 
 
 def test_the_first_gradient_is_read_where_it_lies_and_the_next_is_added_in_its_slot() -> None:
@@ -64,7 +64,7 @@ def test_the_first_gradient_is_read_where_it_lies_and_the_next_is_added_in_its_s
     assert routed.bound.arrivals == 2
     assert routed.route.bind() == [routed.bound]
     assert routed.engine.said() == [("bind", 0, routed.memory.data_ptr(), FP32, True)]
-    assert routed.route.read() == []  # the engine owns it
+    assert routed.route.tensors_read() == []  # the engine owns it
 
 
 def test_a_gradient_that_changed_since_it_arrived_is_gathered_again() -> None:
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_held_keeps_the_slot_and_the_next_lies_elsewhere() ->
     assert routed.parameter.grad.data_ptr() != routed.memory.data_ptr()
     routed.route.bind()
     assert routed.engine.said() == [("bind", 0, routed.parameter.grad.data_ptr(), FP32, False)]
-    assert [t.data_ptr() for t in routed.route.read()] == [routed.parameter.grad.data_ptr()]
+    assert [t.data_ptr() for t in routed.route.tensors_read()] == [routed.parameter.grad.data_ptr()]
     del held
     gc.collect()
     routed.parameter.grad = None
@@ -143,7 +143,7 @@ def test_a_gradient_of_another_dtype(slot: Any, weight: Any, gradient: Any, said
     assert routed.parameter.grad.dtype == (slot if said else gradient)
 
 
-@pytest.mark.parametrize("kind", [Slots, Reduced, AtStep])
+@pytest.mark.parametrize("kind", [SlotRoute, ReducedRoute, StepRoute])
 @pytest.mark.parametrize(
     ("gradient", "words"),
     [
@@ -171,34 +171,34 @@ class Held:
         return getattr(self._parameter, name)
 
 
-@pytest.mark.parametrize("kind", [Reduced, AtStep])
+@pytest.mark.parametrize("kind", [ReducedRoute, StepRoute])
 def test_a_gradient_is_bound_where_it_lies_when_the_step_begins(kind: type[Route]) -> None:
     routed = Routed(kind)
     assert routed.route.bind() == []
-    assert [note for _, note in routed.route.notes()] == [None]
+    assert [id for _, id in routed.route.gradient_ids()] == [None]
     routed.backward()
     assert routed.engine.said() == []
     gradient = routed.parameter.grad
-    (note,) = (note for _, note in routed.route.notes())
-    assert (note.of(), note[1:]) == (gradient, (gradient._version, gradient.data_ptr()))
+    (id,) = (id for _, id in routed.route.gradient_ids())
+    assert (id.tensor(), id[1:]) == (gradient, (gradient._version, gradient.data_ptr()))
     assert routed.route.bind() == [routed.bound]
     assert routed.engine.said() == [("bind", 0, gradient.data_ptr(), FP32, False)]
-    assert [tensor.data_ptr() for tensor in routed.route.read()] == [gradient.data_ptr()]
+    assert [tensor.data_ptr() for tensor in routed.route.tensors_read()] == [gradient.data_ptr()]
     routed.route.release()
-    assert routed.route.read() == []
+    assert routed.route.tensors_read() == []
 
 
 def test_a_negated_gradient_is_bound_as_a_copy() -> None:
-    routed = Routed(AtStep)
+    routed = Routed(StepRoute)
     routed.parameter.grad = torch._neg_view(torch.ones(NUMEL))
     routed.route.bind()
-    copied = routed.route.read()[-1]
+    copied = routed.route.tensors_read()[-1]
     assert (copied == -1).all()
     assert not copied.is_neg()
     assert routed.engine.said() == [("bind", 0, copied.data_ptr(), FP32, False)]
 
 
-@pytest.mark.parametrize("kind", [Slots, Reduced])
+@pytest.mark.parametrize("kind", [SlotRoute, ReducedRoute])
 @pytest.mark.parametrize("holds", ["nothing", "the tensor", "a view", "its data"])
 def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Route], holds: str) -> None:
     routed = Routed(kind)
@@ -207,15 +207,15 @@ def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Ro
     held = {"the tensor": gradient, "a view": gradient[1:], "its data": gradient.data}.get(holds)
     del gradient
     routed.route.bind()
-    kept = routed.route.read()
-    reachable = routed.route.take([routed.bound])
+    kept = routed.route.tensors_read()
+    reachable = routed.route.clear_grads([routed.bound])
     assert routed.parameter.grad is None
-    assert len(kept) == (kind is Reduced)  # a slot is the engine's
+    assert len(kept) == (kind is ReducedRoute)  # a slot is the engine's
     assert reachable == ([] if held is None else [routed.bound])
 
 
 def test_gradients_of_ranks_are_final_when_backward_ends() -> None:
-    routed = Routed(Reduced)
+    routed = Routed(ReducedRoute)
     routed.engine.speculates = True
     seen: list[Any] = []
 
@@ -266,18 +266,18 @@ BACKWARD = 'use "off"'
 @pytest.mark.parametrize(
     ("device", "world", "config", "kind", "is_early"),
     [
-        (None, 1, {}, Slots, True),
-        (None, 2, {}, Reduced, False),
-        (None, 2, {"shard": True}, Reduced, False),
-        (Gpu(), 1, {}, AtStep, False),
-        (Gpu(), 2, {}, AtStep, False),
-        (Gpu(), 1, {"keep_grads": False}, Departing, True),
+        (None, 1, {}, SlotRoute, True),
+        (None, 2, {}, ReducedRoute, False),
+        (None, 2, {"shard": True}, ReducedRoute, False),
+        (Gpu(), 1, {}, StepRoute, False),
+        (Gpu(), 2, {}, StepRoute, False),
+        (Gpu(), 1, {"keep_grads": False}, DepartureRoute, True),
         (None, 2, {"keep_grads": False}, "keep_grads: False .*2 processes", False),
-        (None, 1, {"overlap": "backward"}, Slots, True),
+        (None, 1, {"overlap": "backward"}, SlotRoute, True),
         (None, 2, {"overlap": "backward"}, BACKWARD, False),
-        (None, 2, {"overlap": "backward", "shard": True}, Reduced, False),
+        (None, 2, {"overlap": "backward", "shard": True}, ReducedRoute, False),
         (Gpu(), 1, {"overlap": "backward"}, "set keep_grads=False", False),
-        (Gpu(), 1, {"overlap": "backward", "keep_grads": False}, Departing, True),
+        (Gpu(), 1, {"overlap": "backward", "keep_grads": False}, DepartureRoute, True),
         (Gpu(), 2, {"overlap": "backward"}, "set keep_grads=False", False),
     ],
 )
@@ -286,16 +286,16 @@ def test_the_route_of_a_device_and_of_ranks(
 ) -> None:
     for module in (ranks, routes):
         monkeypatch.setattr(module, "world", lambda: (world, 0))
-    late: Any = RecordedEngine(dataclasses.replace(GIVEN, **config), device)
+    holder: Any = RecordedEngine(dataclasses.replace(GIVEN, **config), device)
     parameters = [torch.nn.Parameter(torch.zeros(3))]
-    weights = bound_to(late, parameters)
+    weights = bound_to(holder, parameters)
     if isinstance(kind, str):
         with pytest.raises(ConfigError, match=kind):
-            choose_route(late, weights, Scaling(), Overlap(late, weights), parameters)
-        assert late.closed
+            choose_route(holder, weights, Scaling(), Overlap(holder, weights), parameters)
+        assert holder.closed
         return
-    route = choose_route(late, weights, Scaling(), Overlap(late, weights), parameters)
+    route = choose_route(holder, weights, Scaling(), Overlap(holder, weights), parameters)
     assert type(route) is kind
     assert route.is_early is is_early
-    assert late.waits == (device is not None)  # for what backward leaves free
-    assert not late.closed
+    assert holder.is_deferred == (device is not None)  # for what backward leaves free
+    assert not holder.closed

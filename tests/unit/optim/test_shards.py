@@ -58,10 +58,10 @@ def test_what_is_not_cut() -> None:
     assert shards.cut_of(torch.tensor(3.0), "p", Mesh(2, 1)) is None  # each rank has all of a scalar
     assert shards.own(whole, None) is whole
     assert shards.local(whole) is whole
-    assert shards.counted(whole) == (whole,)
+    assert shards.counting_tensors(whole) == (whole,)
     assert shards.placed_as(whole, torch.ones(1))
     assert shards.own_part("state", whole, None) is whole
-    assert shards.reduced(torch.ones(3), whole, "p").shape == (3,)
+    assert shards.reduced_gradient(torch.ones(3), whole, "p").shape == (3,)
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(3, 4).t(), torch.empty(4, 6)[:, ::2], torch.empty(3, 1).expand(3, 4)])
@@ -70,19 +70,19 @@ def test_what_is_cut_has_to_be_contiguous(tensor: torch.Tensor) -> None:
         shards.cut_of(tensor, "p", Mesh(2, 0))
 
 
-def test_versions_count_changes_and_memory_is_let_go() -> None:
+def test_versions_count_changes_and_memory_is_freed() -> None:
     tensor = torch.zeros(5)
     before = shards.version(tensor)
     tensor.add_(1)
     assert shards.version(tensor) == before + 1
-    shards.let_go(tensor)
+    shards.free_memory(tensor)
     assert tensor.numel() == 0
     assert shards.version(tensor) == before + 1
 
 
 def test_values_take_the_parameter_s_form_without_a_copy() -> None:
     flat = torch.arange(6.0)
-    found = shards.shaped(flat, torch.empty(3, 2).t(), None)
+    found = shards.in_form(flat, torch.empty(3, 2).t(), None)
     assert found.data_ptr() == flat.data_ptr()
     assert found.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
 

@@ -13,7 +13,7 @@ from recorded_engine import RecordedEngine, bound_to
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.optim import weights as module
-from offload.optim.weights import Weights, check_parameter, digest, followers
+from offload.optim.weights import Weights, check_parameter, digest, expected_digests
 
 
 def make(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
@@ -74,7 +74,7 @@ def test_what_the_engine_is_told_of_weights() -> None:
     ]
     bound = weights.bind(first, "a")
     assert engine.said() == [("bind_weight", 0, first.data_ptr())]
-    assert bound.left == (first.data_ptr(), first._version)
+    assert bound.stamp == (first.data_ptr(), first._version)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_what_was_written_has_a_new_version_and_is_left_so() -> None:
     engine, parameters = RecordedEngine(), make((5,), (5,))
     weights = bound_to(engine, parameters)
     bound, before = weights.of(parameters[0]), parameters[0]._version
-    bound.expected = b""
-    weights.written([bound])
-    assert (parameters[0]._version, bound.expected) == (before + 1, None)
+    bound.expected_digest = b""
+    weights.note_written([bound])
+    assert (parameters[0]._version, bound.expected_digest) == (before + 1, None)
     weights.check()
     assert engine.said() == []
     for other in (torch.nn.Parameter(torch.zeros(1)), None, "p0"):
@@ -199,7 +199,7 @@ def test_weights_that_follow_from_masters_which_were_set(caplog: pytest.LogCaptu
     masters = {bound: bound.parameter.detach().float() + 2.0**-20 for bound in bounds}
     for bound in bounds[1:]:
         masters[bound] = masters[bound] + 1
-    found = followers(masters)
+    found = expected_digests(masters)
     assert [found[bound][1] for bound in bounds] == [False, True, True]
     weights.expect(found)
     with torch.no_grad():
@@ -208,8 +208,8 @@ def test_weights_that_follow_from_masters_which_were_set(caplog: pytest.LogCaptu
     weights.check()
     assert [call[:2] for call in engine.said()] == [("bind_weight", 0), ("bind_weight", 1)]
     with caplog.at_level(logging.WARNING, "offload"):
-        weights.tell_others()
-        weights.tell_others()
+        weights.warn_of_differences()
+        weights.warn_of_differences()
     assert caplog.text.count("1 weights (p2, ...) were not those that the loaded masters belong to") == 1
     write(parameters[0])
     weights.check()
@@ -219,4 +219,4 @@ def test_weights_that_follow_from_masters_which_were_set(caplog: pytest.LogCaptu
 def test_an_fp32_weight_follows_from_nothing() -> None:
     (parameter,) = make((5,), dtype=torch.float32)
     bound = bound_to(RecordedEngine(), [parameter]).of(parameter)
-    assert followers({bound: parameter.detach() + 1}) == {}
+    assert expected_digests({bound: parameter.detach() + 1}) == {}
