@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from written import STORE, layout_of, manifest_of
+from written import layout_of, manifest_of
 
 from offload.checkpoint.manifest import (
     MAX_DEPTH,
@@ -16,7 +16,6 @@ from offload.checkpoint.manifest import (
     OWN_FILE,
     CommitRecord,
     Manifest,
-    StoreRef,
     check_metadata,
     check_text,
     decode,
@@ -200,8 +199,3 @@ def test_names_of_files_and_of_what_is_ours() -> None:
     assert all(OWN_FILE.fullmatch(name) for name in (manifest_name(id, 12), extra_name(id, 0)))
     assert not any(OWN_FILE.fullmatch(name) for name in ("COMMIT", f"manifest-{id}.json", f"extra-{id[1:]}-0.bin"))
     assert check_text("ä") == "ä"
-
-
-def test_a_store_in_the_checkpoint_s_own_folder_has_no_path() -> None:
-    (found,) = decode(encode(manifest_of(layout_of(), None)), "m").stores
-    assert found == StoreRef(STORE, None)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.contents import CommitRecord
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
+    CommitRecord,
     Manifest,
     StoreRef,
     TileRef,

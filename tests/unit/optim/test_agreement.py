@@ -63,27 +63,28 @@ def test_one_process_agrees_with_itself() -> None:
     assert not agreed.find_ended()
 
 
-def test_ranks_with_the_same_weights_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = agree(monkeypatch, [make(a="module.a"), make(a="module.a"), make(a="module.a")])
-    assert [each.replica for each in found] == [False, True, True]
-    assert [each.prefix for each in found] == [""] * 3
-    assert {each.id for each in found} == {found[0].id}  # rank 0's
-    assert all(each.names == {"module.a": "a"} for each in found)
-    assert all(not each.find_ended() for each in found)
-
-
-def test_ranks_with_weights_of_their_own_names_save_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = agree(monkeypatch, [make(a="module.a"), make(b="module.b")])
-    assert [each.replica for each in found] == [False, False]
-    assert all(each.names == {"module.a": "a", "module.b": "b"} for each in found)  # all ranks' alike
-
-
-def test_pieces_of_one_weight_are_no_clash(monkeypatch: pytest.MonkeyPatch) -> None:
-    everyone = [make(float(rank), a="a") for rank in range(2)]
-    for rank, (bound,) in enumerate(everyone):
-        cut(bound, 3 * rank)
+@pytest.mark.parametrize(
+    ("everyone", "replicas", "names"),
+    [
+        ([make(a="module.a") for _ in range(3)], [False, True, True], {"module.a": "a"}),
+        ([make(a="module.a"), make(b="module.b")], [False, False], {"module.a": "a", "module.b": "b"}),
+        (
+            [[cut(bound, 3 * rank) for bound in make(float(rank), a="a")] for rank in range(2)],
+            [False, False],
+            {"a": "a"},
+        ),
+    ],
+    ids=["the same", "own names", "pieces"],
+)
+def test_ranks_whose_weights_do_not_clash(
+    monkeypatch: pytest.MonkeyPatch, everyone: list[Weights], replicas: list[bool], names: dict[str, str]
+) -> None:
     found = agree(monkeypatch, everyone)
-    assert [(each.replica, each.prefix) for each in found] == [(False, ""), (False, "")]
+    assert [each.replica for each in found] == replicas
+    assert {each.prefix for each in found} == {""}
+    assert {each.id for each in found} == {found[0].id}  # rank 0's
+    assert all(each.names == names for each in found)  # all ranks' alike
+    assert not any(each.find_ended() for each in found)
 
 
 @pytest.mark.parametrize(

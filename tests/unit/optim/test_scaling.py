@@ -95,22 +95,19 @@ def drop(scaling: Scaling, bound: BoundParameter) -> None:
     bound.parameter.grad = None
 
 
-def arrive_onto(scaling: Scaling, bound: BoundParameter) -> None:
+def arrive_onto(scaling: Scaling, bound: BoundParameter, builds_graph: bool = False) -> None:
     bound.parameter.grad.add_(1)
     bound.arrivals += 1
-    scaling.arrived(bound, bound.parameter.grad, False)
+    scaling.arrived(bound, bound.parameter.grad, builds_graph)
 
 
-def arrive_beside(scaling: Scaling, bound: BoundParameter) -> None:
+def arrive_beside(scaling: Scaling, bound: BoundParameter, builds_graph: bool = False) -> None:
     bound.parameter.grad = torch.ones(3)
-    bound.arrivals += 1
-    scaling.arrived(bound, bound.parameter.grad, False)
+    arrive_onto(scaling, bound, builds_graph)
 
 
 def arrive_with_a_graph(scaling: Scaling, bound: BoundParameter) -> None:
-    bound.parameter.grad = torch.ones(3)
-    bound.arrivals += 1
-    scaling.arrived(bound, bound.parameter.grad, True)
+    arrive_beside(scaling, bound, True)
 
 
 def add_where_it_has_left(scaling: Scaling, bound: BoundParameter) -> None:
