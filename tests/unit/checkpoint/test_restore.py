@@ -142,25 +142,22 @@ def test_a_parameter_in_several_subgroups() -> None:
     assert tables.told == [0, 1, 2]
 
 
+MANY = [Parameter(name, 4, BF16, 0) for name in "abcde"]
+OF_LION = Source({"a": 4})
+OF_LION.rule = LION
+
+
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "parameters", "words"),
     [
-        (Source({"a": 4}), "of another model: it has no b; it has a, ...$"),
-        (Source({"x": 4, "y": 1, "z": 1, "u": 1}), "it has no a, b; it has x, y, z, ..."),
-        (Source({"a": 4, "b": 7}), "of another model: b has 7 elements there and 6 here"),
-        (Source({"param_groups[0].params[0]": 4}), r"from parameters\(\), the other from named_parameters"),
+        (Source({"a": 4}), [A, B], "is of another model: it has no b; it has a, ...$"),
+        (Source({"x": 4, "y": 1, "z": 1, "u": 1}), [A, B], "it has no a, b; it has x, y, z, ..."),
+        (Source({"x": 4}), MANY, "it has no a, b, c and 2 more; it has x"),
+        (Source({"a": 4, "b": 7}), [A, B], "is of another model: b has 7 elements there and 6 here"),
+        (Source({"param_groups[0].params[0]": 4}), [A, B], r"from parameters\(\), the other from named_parameters"),
+        (OF_LION, [A], "state of the rule 'lion', and this optimizer's is 'adam'"),
     ],
 )
-def test_another_model_is_refused(source: Source, words: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^ck is .*{words}"):
-        make(source, [A, B])
-
-
-def test_many_missing_names_are_counted_and_another_rule_is_refused() -> None:
-    many = [Parameter(name, 4, BF16, 0) for name in "abcde"]
-    with pytest.raises(CheckpointError, match="it has no a, b, c and 2 more; it has x"):
-        make(Source({"x": 4}), many)
-    source = Source({"a": 4})
-    source.rule = LION
-    with pytest.raises(CheckpointError, match="state of the rule 'lion', and this optimizer's is 'adam'"):
-        make(source, [A])
+def test_another_model_or_rule_is_refused(source: Source, parameters: list[Parameter], words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^ck .*{words}"):
+        make(source, parameters)
