@@ -140,8 +140,7 @@ class Visits:
             if self.placing.is_near:
                 self.learn()
                 self.placing.review()
-            staged = {number: slot for number, slot in machine.slots.items() if number not in machine.beside}
-            order = visit_order([number for number in subgroups if number not in confirmed], staged)
+            order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(parts.plan, order, lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n))
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
