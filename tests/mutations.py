@@ -109,6 +109,9 @@ SESSION = (
         "only_what_has_changed_is_gathered_anew",
         "gradients_nobody_keeps_lie_in_their_slots",
     ),
+    *within("e2e/test_state_dicts.py", "runs_are_copied_from_any_strides"),
+    *within("e2e/test_one_state.py", "what_is_changed_after_a_load_counts"),
+    *within("e2e/test_signal_handlers.py", "a_close_in_a_handler_that_asks_comes_after_what_it_has_interrupted"),
 )
 STAGES = {"offload/schedule/*": (*MACHINE, *SESSION), "*": SESSION}
 """The tests of a file, those of the first pattern that it matches; what is cheap runs first."""
