@@ -49,7 +49,7 @@ def without(file: str, *tests: str) -> tuple[str, ...]:
 
 MACHINE = (
     "tests/unit/test_machine.py",
-    "tests/unit/test_index.py",
+    "tests/unit/test_slot_index.py",
     "tests/sim/test_replay.py",
     *within("sim/test_swarm.py", "swarm[0]"),
     *within("sim/test_saves.py", "a_crash_at_every_event_leaves_a_whole_checkpoint[1.0]"),
@@ -66,7 +66,7 @@ SESSION = (
         "a_bit_that_flips_on_a_path_is_found_before_it_is_used",
         "damage_done_by_a_write_is_never_used",
     ),
-    *within("e2e/test_exact.py", "engine_equals_reference_bit_for_bit"),
+    *within("e2e/test_placement_bits.py", "engine_equals_reference_bit_for_bit"),
     *within(
         "e2e/test_overlap_backward.py",
         "what_is_hidden_can_be_seen",
@@ -93,11 +93,11 @@ SESSION = (
         "updates_make_checksums_of_what_stays_in_memory_where_a_save_is_expected",
         "a_resume_elsewhere_reads_the_checkpoint_where_it_lies_until_it_saves",
     ),
-    *without("e2e/test_placing.py", "bits_do_not_depend_on_when_and_how_often_placement_changes"),
-    "tests/e2e/test_seeing.py",
+    *without("e2e/test_placement_auto.py", "bits_do_not_depend_on_when_and_how_often_placement_changes"),
+    "tests/e2e/test_metrics_and_traces.py",
     *without("e2e/test_lifetime.py", "a_signal_handler_that_closes_in_a_request_ends_the_session_after_it"),
     *without(
-        "e2e/test_state.py",
+        "e2e/test_optimizer_state.py",
         "usual_ways_to_reset_moments",
         "a_change_in_place_is_refused_once",
         "after_a_reset_training_is_a_fresh_optimizer_s",
