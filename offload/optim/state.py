@@ -19,7 +19,7 @@ from offload.optim.holder import EngineHolder
 from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import BoundParameter, Weights, expected_digests
 from offload.rules import MASTER, RULES, UpdateRule, checked_step
-from offload.session.handout import refuse_uncopied
+from offload.session.state_copy import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""

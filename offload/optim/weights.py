@@ -23,7 +23,7 @@ from offload.optim.holder import EngineHolder
 from offload.optim.ranks import world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
-from offload.session.handout import PIECE_NUMEL, copy_run
+from offload.session.state_copy import PIECE_NUMEL, copy_run
 
 log = logging.getLogger("offload")
 

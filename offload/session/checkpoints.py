@@ -21,7 +21,7 @@ from offload.layout import Layout
 from offload.schedule.loop import pump
 from offload.schedule.operations import BeginSave, Release, Sweep, TakeUp
 from offload.schedule.staging import Phase
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
@@ -38,7 +38,7 @@ class Checkpoints:
         visits: Makes state ready for it.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
         self._thread = thread
         self._visits = visits

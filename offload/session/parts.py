@@ -58,7 +58,7 @@ TILES_PER_PATH = 4
 NOTHING = Layout((), ())
 
 
-class Parts:
+class SessionParts:
     """The parts of one session.
 
     Made in two steps, so that whoever makes them can end them whatever comes in between: new ones hold nothing, and

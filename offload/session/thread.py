@@ -30,7 +30,7 @@ from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Release, Stop, Sweep
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
 
@@ -65,7 +65,7 @@ class EngineThread:
         parts: What it works with.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self.pid = os.getpid()
         self.error: BaseException | None = None

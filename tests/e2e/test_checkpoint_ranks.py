@@ -379,8 +379,8 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
         with pytest.raises(KeyboardInterrupt), engine:
             raise KeyboardInterrupt
     engine.close()
-    assert engine._ending.work is not None
-    assert engine._ending.work.wait(60)
+    assert engine._shutdown.work is not None
+    assert engine._shutdown.work.wait(60)
     assert not is_checkpoint(tmp_path / "ck")
     ranks[1].engine.close()
 

@@ -636,11 +636,11 @@ def test_every_thread_works_for_its_own_device(tmp_path: Path, keep_grads: bool)
     optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
     optimizer.wait_checkpoint()
     assert same(states(optimizer, parameters), on_cpu(range(3)))
-    closing = threading.Thread(target=optimizer.engine._ending.forgotten)
+    closing = threading.Thread(target=optimizer.engine._shutdown.forgotten)
     closing.start()  # as the collector would, on any thread
     closing.join()
     optimizer.close()
-    assert optimizer.engine._ending.freed
+    assert optimizer.engine._shutdown.freed
     assert not device.pinned
 
 

@@ -29,7 +29,7 @@ from mirror import same_bits
 
 import offload
 from offload.memory import arenas as memory
-from offload.session import handout
+from offload.session import state_copy
 from offload.tiers.filesystem import file_system
 
 PROGRAM = Path(__file__).with_name("state_dict_memory.py")
@@ -208,7 +208,7 @@ def test_what_has_no_room_is_refused_before_anything_is_taken(
         optimizer.state_dict()  # it fits into memory, so far
         # A path with a limit, and a place for temporary files that has none left.
         limit(optimizer.engine, large_copy_bytes=4096)
-        monkeypatch.setattr(handout, "room_bytes", lambda status: needed - 1)
+        monkeypatch.setattr(state_copy, "room_bytes", lambda status: needed - 1)
         limit_memory(monkeypatch, tmp_path, needed)
         for use in (optimizer.state_dict, optimizer.state.items):
             with pytest.raises(offload.InfeasiblePlanError, match="host memory") as refused:
@@ -296,11 +296,11 @@ def test_runs_are_copied_from_any_strides() -> None:
                 flat = source.reshape(-1).float()
                 for start, end in itertools.combinations(range(numel + 1), 2):
                     out = torch.full((end - start,), float("nan"))
-                    handout.copy_run(source, start, out)
+                    state_copy.copy_run(source, start, out)
                     assert torch.equal(out, flat[start:end])
     apart = torch.arange(60.0).view(6, 10)[::2, 1:8:3].expand(2, 3, 3)
     out = torch.empty(11)
-    handout.copy_run(apart, 4, out)
+    state_copy.copy_run(apart, 4, out)
     assert torch.equal(out, apart.reshape(-1)[4:15])
 
 

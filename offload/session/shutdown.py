@@ -9,14 +9,14 @@ import threading
 from functools import partial
 
 from offload import waits
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.tiers import innermost
 
 log = logging.getLogger("offload")
 
 
-class Ending:
+class Shutdown:
     """The end of one session.
 
     What may hang runs on a thread of its own, which holds all that lanes still use: lanes end before the memory that
@@ -28,7 +28,7 @@ class Ending:
         thread: Ends before them.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
         self.freed = False
