@@ -177,9 +177,12 @@ class EngineThread:
             pending.wait()
 
     def finish(self) -> None:
-        """Wait until the pending step is over, if there is one; raise what failed it, once."""
+        """Wait until the pending step is over, if there is one; raise what failed it, once.
+
+        Of a session that has been closed, a step that hangs is left.
+        """
         pending = self.pending
-        if pending is None or os.getpid() != self.pid:
+        if pending is None or os.getpid() != self.pid or (self.closed and not pending.is_over):
             return
         pending.wait()
         lanes = self._parts.lanes

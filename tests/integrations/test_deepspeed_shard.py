@@ -27,7 +27,7 @@ from offload.limits import Limits
 from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
 from offload.rules import GroupScalars
-from offload.session import parts, placing, visits
+from offload.session import parts, placement_review, visits
 from offload.sim import SimulatedDevice
 
 PIECES = (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 3, 0))
@@ -283,7 +283,7 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
 
     monkeypatch.setattr(parts, "quick_probe", lambda *arguments: next(shown))
     monkeypatch.setattr(visits.Visits, "learn", learn)
-    monkeypatch.setattr(placing, "WORTH_A_CHANGE", 0.0)
+    monkeypatch.setattr(placement_review, "WORTH_A_CHANGE", 0.0)
     chosen = random.Random(seed)
     dtype, sums = chosen.choice([torch.bfloat16, torch.float32]), chosen.choice([None, torch.float32])
     near, far = on_device(0, dtype, sums), on_device("auto", dtype, sums, **chosen.choice(list(DEVICES.values())))
