@@ -361,9 +361,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._show_state()
             return
         if self.config.overlaps_forward and not self._overlap.has_followed:
-            allowed = (
-                "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
-            )
+            allowed = "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
             raise ConfigError("overlap", self.config.overlap, allowed)
         self._late.open_after_backward()
         self._state.check()

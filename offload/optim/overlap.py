@@ -204,13 +204,14 @@ class Following:
         self._overlap = overlap
         self._own: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._below: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+        self._compiled: set[torch.nn.Module] = set()
         self._called: set[torch.nn.Module] = set()
         self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._handles: list[Any] = []
         self._walk(model)
         self.parameters = {parameter for own in self._own.values() for parameter in own}
         for module in self._own:
-            hook = _Hook(self, module, Following.entered)
+            hook = _Hook(self, module, Following.entered, module in self._compiled)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         untyped: Any
         for untyped in model.modules():
@@ -233,20 +234,22 @@ class Following:
         if self in self._overlap.following:
             self._overlap.following.remove(self)
 
-    def _walk(self, module: torch.nn.Module) -> None:
-        """Find all modules, each with what is below it; what is compiled as one is called as one."""
+    def _walk(self, module: torch.nn.Module, is_within: bool = False) -> None:
+        """Find all modules, each with what is below it; what is compiled as one is called as one, or by its parts."""
         if module in self._own:
             return
+        if is_within:
+            self._compiled.add(module)
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         own = module.parameters() if is_compiled else module._parameters.values()
         self._own[module] = tuple(parameter for parameter in own if parameter is not None)
         self._below[module] = () if is_compiled else tuple(module.children())
-        for child in self._below[module]:
-            self._walk(child)
+        for child in module.children():
+            self._walk(child, is_compiled or is_within)
 
     def entered(self, module: torch.nn.Module) -> None:
-        """Have a module wait that is called."""
-        if module not in self._called:
+        """Have a module wait that is called; one that only evaluation calls, by itself, is no less used by others."""
+        if module not in self._called and torch.is_grad_enabled():
             self._called.add(module)
             self._needs.clear()
         needs = self._needs.get(module)  # another thread may empty it at any time
@@ -274,14 +277,20 @@ class _Hook:
         following: Following,
         module: torch.nn.Module,
         then: Callable[[Following, torch.nn.Module], None],
+        is_within: bool = False,
     ) -> None:
+        self._is_within = is_within  # a compiled module, which has waited when it runs this one
         self._following = weakref.ref(following)
         self._module = weakref.ref(module)
         self._then = then
         self._pid = os.getpid()
 
-    @_disable_dynamo
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        if not (self._is_within and torch.compiler.is_compiling()):
+            self._call(module)
+
+    @_disable_dynamo
+    def _call(self, module: torch.nn.Module) -> None:
         following, mine = self._following(), self._module()
         if following is not None and mine is module and os.getpid() == self._pid:
             self._then(following, module)
