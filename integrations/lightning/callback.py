@@ -67,8 +67,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
             overlap_forward(optimizer, pl_module.children())
         elif optimizer.config.overlaps_forward:
-            allowed = f'use "off" or "backward" beside {" and ".join(AVERAGING)}: they use weights past their modules'
-            raise ConfigError("overlap", optimizer.config.overlap, allowed)
+            instead = f'use "off" or "backward" beside {" and ".join(AVERAGING)}: they use weights past their modules'
+            raise ConfigError("overlap", optimizer.config.overlap, instead)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning; whoever comes next may look at weights."""
