@@ -63,11 +63,12 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             raise ConfigError("optimizers", ", ".join(found) or "none", allowed)
         optimizer = ours(trainer.optimizers[0])
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-        if kinds.isdisjoint(AVERAGING):
+        is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
+        if kinds.isdisjoint(AVERAGING) and not is_compiled:
             # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
             overlap_forward(optimizer, pl_module.children())
         elif optimizer.config.overlaps_forward:
-            instead = f'use "off" or "backward" beside {" and ".join(AVERAGING)}: they use weights past their modules'
+            instead = f'use "off" or "backward" beside {" and ".join(AVERAGING)}, and where all of it is compiled'
             raise ConfigError("overlap", optimizer.config.overlap, instead)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -46,7 +46,7 @@ class Overlap:
         self._late = late
         self._weights = weights
         self._bound = weights.bound
-        self._used: dict[torch.Tensor, None] = {}
+        self._used: dict[torch.Tensor, bool] = {}
         self._hidden: dict[Bound, torch.Tensor] = {}
 
     @property
@@ -82,8 +82,9 @@ class Overlap:
 
     def used(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take note that a forward pass needs some weights now, and wait for them."""
+        trains = torch.is_grad_enabled()
         for parameter in parameters:
-            self._used.setdefault(parameter)
+            self._used[parameter] = trains or self._used.get(parameter, False)
         if self.is_pending or self._hidden:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
@@ -97,11 +98,12 @@ class Overlap:
         """Return the parameters to update: first those that no hook waits for, then the others in order.
 
         The order is that in which forward passes since the last step used them. What has a gradient without having
-        been used there was used around the hooks (by a compiled model that was compiled before it was hooked, a
-        `forward` that was called by that name), and may be again.
+        been used there, with gradients enabled, was used around the hooks (by a compiled model that was compiled
+        before it was hooked, a `forward` that was called by that name), and may be again.
         """
         owned = {parameter for following in self.following for parameter in following.parameters}
-        place = {parameter: number for number, parameter in enumerate(self._used) if parameter in owned}
+        trained = [parameter for parameter, trains in self._used.items() if trains and parameter in owned]
+        place = {parameter: number for number, parameter in enumerate(trained)}
         self._used = {}
         waited_for = [bound for bound in active if bound.parameter in place]
         at_once = [bound for bound in active if bound.parameter not in place]

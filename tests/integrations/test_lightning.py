@@ -316,8 +316,9 @@ def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path, path: Path, is
     found = []
     for overlap in ("off", "both"):
         module = Direct(path, overlap=overlap)
-        called: Any = torch.compile(module, backend="eager") if is_compiled else module
-        trainer = fit(tmp_path / overlap, called, ModelCheckpoint(tmp_path / overlap / "run"), max_steps=6)
+        if is_compiled:
+            module.layers = torch.compile(module.layers, backend="eager")
+        trainer = fit(tmp_path / overlap, module, ModelCheckpoint(tmp_path / overlap / "run"), max_steps=6)
         hidden_in = "forward and backward" if overlap == "both" else ""
         assert trainer.optimizers[0].plan.hidden_in == hidden_in
         found.append(([parameter.detach().clone() for parameter in module.parameters()], module.losses))
@@ -328,10 +329,13 @@ def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path, path: Path, is
 
 
 @pytest.mark.not_overlapped("steps go on where the test says so")
-def test_steps_do_not_go_on_where_weights_are_averaged(tmp_path: Path, path: Path) -> None:
+def test_steps_do_not_go_on_where_weights_are_averaged_or_all_is_compiled(tmp_path: Path, path: Path) -> None:
     averaging = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
     with pytest.raises(offload.ConfigError, match="StochasticWeightAveraging"):
         fit(tmp_path, Small(path, overlap="forward"), averaging, max_steps=-1, max_epochs=2)
+    whole: Any = torch.compile(Small(path, overlap="both"), backend="eager")
+    with pytest.raises(offload.ConfigError, match="all of it is compiled"):
+        fit(tmp_path, whole)
     trainer = fit(tmp_path, Small(path, overlap="auto"), averaging, max_steps=-1, max_epochs=2)
     assert trainer.optimizers[0].plan.hidden_in in ("", "backward")
     trainer.optimizers[0].close()
