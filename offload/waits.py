@@ -2,7 +2,7 @@
 
 A wait here is for something that may never come: a device, another rank, another process, a thread that is stuck in
 one of them. After `QUIET_S` without progress a warning names what is waited for; it comes back ever more rarely. What
-may hang for good while a session ends is done `Aside`, and goes on when nobody waits for it any more.
+may hang for good while a session ends is done as `BackgroundWork`, and goes on when nobody waits for it any more.
 
 Not done here: deciding how long a wait is worth while.
 """
@@ -146,8 +146,8 @@ class Latch:
         return self._is_set
 
 
-class Aside:
-    """Work that is done once, aside: on a thread of its own, that outlives whoever waits for it.
+class BackgroundWork:
+    """Work that is done once on a thread of its own, which outlives whoever waits for it.
 
     For work that may hang, and for work between whose parts no Ctrl-C may come: Python raises that on the main
     thread. This one is a daemon, so an interpreter that exits does not wait for it either, and holds all that the

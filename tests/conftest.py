@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
 
-# Parts of benchmarks that tests use, too; last, as one benchmark is called as the package is that it measures.
+# SessionParts of benchmarks that tests use, too; last, as one benchmark is called as the package is that it measures.
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 if not torch.cuda.is_available():  # read when Triton is first imported, which DeepSpeed's tests may do
@@ -117,7 +117,7 @@ class Everything:
     def check(self) -> bool:
         """Whether weights hold NaN meanwhile: not where the host writes to them in no order with lanes."""
         optimizer = self._optimizer()
-        return optimizer is not None and getattr(optimizer._late.device, "caller_is_host", True)
+        return optimizer is not None and getattr(optimizer._holder.device, "caller_is_host", True)
 
     @property
     def parameters(self) -> set[torch.Tensor]:
@@ -142,10 +142,10 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         plain_init(self, *arguments, **options)
-        self._overlap.following.append(Everything(self))
+        self._overlap.models.append(Everything(self))
 
     def step(self: Any, closure: Any = None) -> Any:
-        self._overlap.used(parameters_of(self))
+        self._overlap.note_use(parameters_of(self))
         try:
             loss = plain_step(self, closure)
             self.finish()

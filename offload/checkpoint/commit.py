@@ -1,22 +1,22 @@
 """Committing and releasing checkpoints: the order in which small files are written and deleted.
 
     1. every store that the checkpoint refers to gets a pin              (a store with a pin is not deleted)
-    2. the file with what else the caller gave, then the manifest        (each whole or not there)
+    2. the file with the caller's `extra`, then the manifest             (each whole or not there)
     3. rank 0 waits for all manifests and writes `COMMIT`                (from now on there is a checkpoint)
-    4. what the folder held before goes; then older checkpoints are released, each in its own folder: `RELEASED` names
-       it, `COMMIT` goes, then its manifest and its pins
+    4. the checkpoint that the folder held before goes; then older checkpoints are released, each in its own folder:
+       `RELEASED` names it, `COMMIT` goes, then its manifest and its pins
 
-`COMMIT` names what the folder held before, so that these are known to be replaced if the session is killed in 4.
+`COMMIT` names the checkpoints that the folder held before: they are replaced, even if the session is killed in 4.
 
 Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
 
 Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. It gives up when its
 session breaks, when whoever closes it has waited long enough, when it sees that a rank's process has ended before its
-part was done, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by writing `COMMIT`, and whatever that may name has to
+part was done, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by writing `COMMIT`, and whatever this may name has to
 stay:
 
     rank 0 gives up before it begins to write `COMMIT`: nobody else writes it, so there will be no checkpoint;
-        what this rank has written is undone. Manifests of others stay; nobody looks at them.
+        the files of this rank are deleted. Manifests of others stay; nobody looks at them.
     rank 0 fails while it writes `COMMIT`: it may be there all the same (its name may not last; an answer was lost).
         Where the folder can be read and has another one or none, this rank's part is undone; else it is in doubt.
     another rank fails before it begins to write its manifest: rank 0 never finds that, so this rank's part is undone.
@@ -77,33 +77,38 @@ from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
 
 RANKS_TIMEOUT_S = 600.0
-"""How long a rank waits for the others to write their manifests."""
+"""Seconds that a rank waits for the others to write their manifests."""
 
 _log = logging.getLogger("offload")
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint that this session has committed (or has resumed from) and that holds slots.
 
     Attributes:
-        folder: Where it is.
-        id: The save's.
+        folder: Its folder.
+        id: The save's id.
         rank: This rank.
         stores: Path and uuid of the stores that it refers to.
-        number: The machine's number of the save; None where the machine holds nothing for it.
-        taken: Those of its stores that another session has left and this one has locked without writing to them,
-            each with the lock; they are deleted with their last checkpoint.
-        reported: Whether the log has said that it is missing.
+        save_number: The machine's number of the save; None where the machine holds no slots for it.
+        locks: Stores of it that an ended session has left and this one has locked without writing to them, each with
+            the lock; a store is deleted with its last checkpoint.
+        is_reported: Whether the log has said that the checkpoint is missing.
     """
 
     folder: str
     id: str
     rank: int
     stores: tuple[tuple[str, uuid.UUID], ...]
-    number: int | None
-    taken: tuple[tuple[str, uuid.UUID, int], ...] = ()
-    reported: bool = False
+    save_number: int | None
+    locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
+    is_reported: bool = False
+
+    @property
+    def pin(self) -> Pin:
+        """The pin that its stores have for it."""
+        return Pin(self.id, self.folder)
 
 
 @dataclass(slots=True)
@@ -111,37 +116,37 @@ class CommitJob:
     """One checkpoint to commit.
 
     Attributes:
-        folder: Where it goes.
+        folder: The folder of the checkpoint.
         manifest: This rank's part.
-        extra: What else the caller gave.
+        extra: The caller's own bytes.
         older: Checkpoints kept so far, oldest first.
-        keep: How many to keep, this one included.
-        paths: Paths whose leftovers go on the way: stores without a pin whose session is known to have ended.
+        keep: How many checkpoints to keep, this one included.
+        paths: Paths whose leftovers are deleted: stores without a pin whose session is known to have ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
-        ranks_until_s: Says when other ranks are given up, on the monotonic clock.
-        ended: Returns ranks that are known to have ended.
+        ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
+        find_ended: Returns ranks that are known to have ended.
         doubtful: Checkpoints of this session that were in doubt so far.
-        abandoned: Ids of saves that this rank, the first, has given up and that nobody will commit.
+        abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
         released: Those of `older` and `doubtful` that were released.
         confirmed: Those of `doubtful` that were committed after all.
-        committed: Whether the checkpoint is one.
-        undone: Whether nothing of it is left.
-        awaited: What other ranks have still to do, while this one waits for that.
+        committed: Whether the checkpoint has been committed.
+        undone: Whether all files of the checkpoint have been deleted again.
+        awaited: What this rank waits for other ranks to do; "" if it does not wait.
     """
 
     folder: Folder
     manifest: Manifest
     extra: bytes | None
-    older: Sequence[Kept]
+    older: Sequence[KeptCheckpoint]
     keep: int
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
-    ended: Callable[[], Collection[int]] = tuple
-    doubtful: Sequence[Kept] = ()
-    abandoned: Sequence[str] = ()
-    released: list[Kept] = field(default_factory=list)
-    confirmed: list[Kept] = field(default_factory=list)
+    find_ended: Callable[[], Collection[int]] = tuple
+    doubtful: Sequence[KeptCheckpoint] = ()
+    abandoned_ids: Sequence[str] = ()
+    released: list[KeptCheckpoint] = field(default_factory=list)
+    confirmed: list[KeptCheckpoint] = field(default_factory=list)
     committed: bool = False
     undone: bool = False
     awaited: str = ""
@@ -149,26 +154,26 @@ class CommitJob:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it has failed here, and is or may become a checkpoint all the same."""
+        """Whether the commit has failed here, and another rank may have made it a checkpoint all the same."""
         return self._is_named and not self.committed and not self.undone
 
     @property
-    def kept(self) -> Kept:
-        """This checkpoint, as it is kept."""
+    def checkpoint(self) -> KeptCheckpoint:
+        """This checkpoint, as the session keeps it once it is committed."""
         manifest = self.manifest
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
-        return Kept(self.folder.path, manifest.id, manifest.rank, stores, None)
+        return KeptCheckpoint(self.folder.path, manifest.id, manifest.rank, stores, None)
 
     def run(self) -> None:
-        """Commit, then release what need not be kept.
+        """Commit the checkpoint, then release older ones that need not be kept.
 
         Raises:
-            CheckpointError: It was not committed; nothing but files that nobody looks at is left of it.
+            CheckpointError: It was not committed, or is in doubt; see `undone`.
         """
         lock = FolderLock(self.folder)
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
-                self.undone = True  # should it not be had
+                self.undone = True  # if the lock cannot be had, nothing has been written
                 self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "that one says")
                 self.undone = False
             self._run()
@@ -178,7 +183,7 @@ class CommitJob:
     def _run(self) -> None:
         folder, manifest = self.folder, self.manifest
         try:
-            before = released_before(folder) if manifest.rank == 0 else ()
+            earlier_ids = released_before(folder) if manifest.rank == 0 else ()
             for ref in manifest.stores:
                 pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
             if self.extra is not None:
@@ -186,16 +191,16 @@ class CommitJob:
             self._is_named = manifest.rank > 0
             folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
             if manifest.rank == 0:
-                self._wait(self._missing, ended=self._ended_too_early)
+                self._wait(self._missing, find_ended=self._ended_too_early)
                 if self.cancelled.is_set():
                     raise CheckpointError(f"{folder.path} was not committed: the session broke")
                 self._is_named = True
-                replaced = (*before[:1], *self.abandoned, *before[1:])
+                replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
                 folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced)))
             else:
                 self._wait(
                     lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
-                    ended=self._ended_too_early,
+                    find_ended=self._ended_too_early,
                 )
         except CheckpointError:
             if not self._is_named or (manifest.rank == 0 and self._is_not_there()):
@@ -206,14 +211,14 @@ class CommitJob:
         try:
             self._settle()
             self._tidy()
-        except Exception as error:  # it is a checkpoint all the same
+        except Exception as error:  # the checkpoint has been committed all the same
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
     def _store(self, ref: StoreRef) -> Folder:
         return store_folder(self.folder.path if ref.path is None else ref.path, ref.store)
 
     def _missing(self) -> str:
-        """Return whose manifests are not there."""
+        """Return, in words, whose manifests are not there yet; "" if all are."""
         missing = self._without_manifest()
         return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
@@ -223,7 +228,7 @@ class CommitJob:
 
     def _ended_too_early(self) -> list[int]:
         """Return the ranks without which there will be no checkpoint, and that have ended."""
-        ended = self.ended()  # before the folder is looked at: what is missing then will not come
+        ended = self.find_ended()  # before the folder is read: manifests that it lacks then will not come
         missing = self._without_manifest() if ended else []
         return [rank for rank in ended if rank == 0 or rank in missing]
 
@@ -231,48 +236,49 @@ class CommitJob:
         self,
         missing: Callable[[], str],
         ask: str = "the other ranks say",
-        ended: Callable[[], Sequence[int]] = tuple,
+        find_ended: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        silence, before = waits.Silence(), ""
+        """Wait until `missing` returns ""; raise `CheckpointError` if a rank has ended or the wait is given up."""
+        silence, last_what = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + RANKS_TIMEOUT_S, 0.01
         try:
             while True:
-                gone = ended()
+                ended = find_ended()
                 if not (what := missing()):
                     break
                 self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
-                if what != before:
+                if what != last_what:
                     silence.end()
-                if gone:
-                    story = f"{self.folder.path} was not committed: rank {', '.join(map(str, gone))} has ended"
+                if ended:
+                    story = f"{self.folder.path} was not committed: rank {', '.join(map(str, ended))} has ended"
                     raise CheckpointError(f"{story}; see what it has said last")
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {ask}")
                 silence.tell(lambda: self.awaited)
-                before, pause_s = what, min(2 * pause_s, 1.0)
+                last_what, pause_s = what, min(2 * pause_s, 1.0)
         finally:
             self.awaited = ""
 
     def _is_not_there(self) -> bool:
-        """Return whether a `COMMIT` that failed to be written is surely not there, and will not be."""
+        """Return whether a `COMMIT` whose writing has failed is surely not there, and will not come."""
         return not self.folder.fails_late and _is_there(self.folder, self.manifest.id) is False
 
     def _settle(self) -> None:
-        """Find out what has become of checkpoints in doubt, from what rank 0 says in the `COMMIT` of this one."""
+        """Decide what has become of checkpoints in doubt, by the ids that rank 0 names in this `COMMIT`."""
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
-        for kept in self.doubtful:
-            folder = open_folder(kept.folder)
-            is_there = _is_there(folder, kept.id)  # first: rank 0 may release it now, and says so before that
-            known = standing(Pin(kept.id, kept.folder), "")
-            if kept.id in abandoned or known is Standing.RELEASED:  # given up, or committed and released since
-                self._undo(folder, kept.id, [store_folder(path, store) for path, store in kept.stores])
-                self.released.append(kept)
+        for checkpoint in self.doubtful:
+            folder = open_folder(checkpoint.folder)
+            is_there = _is_there(folder, checkpoint.id)  # first: rank 0 may release it now, and says so before that
+            verdict = standing(checkpoint.pin, "")
+            if checkpoint.id in abandoned or verdict is Standing.RELEASED:  # or committed and released since
+                self._undo(folder, checkpoint.id, [store_folder(path, store) for path, store in checkpoint.stores])
+                self.released.append(checkpoint)
             elif is_there:
-                self.confirmed.append(kept)
+                self.confirmed.append(checkpoint)
 
     def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
-        """Take back what an uncommitted checkpoint has left, as far as that can be done."""
+        """Delete the files and pins of an uncommitted checkpoint; a failure is logged."""
         rank = self.manifest.rank
         steps: list[Callable[[], object]] = [
             partial(folder.delete, manifest_name(id, rank)),
@@ -286,14 +292,14 @@ class CommitJob:
                 _log.warning("after a checkpoint that failed: %s", error)
 
     def _tidy(self) -> None:
-        """Delete what the folder held before, and release older checkpoints; a failure costs room and no data.
+        """Delete the folder's earlier checkpoints, and release older ones elsewhere; a failure costs room, not data.
 
-        One of several stores may be gone already if a session was killed here, so releasing can be repeated.
+        If a session was killed here, one of several stores may be gone already: releasing can be repeated.
         """
         own, path = self.manifest, self.folder.path
-        for kept in self.older:
-            if kept.folder == path:
-                self._release(kept)
+        for checkpoint in self.older:
+            if checkpoint.folder == path:
+                self._release(checkpoint)
         try:
             if own.rank == 0:
                 replaced = read_commit(self.folder).replaced
@@ -305,18 +311,18 @@ class CommitJob:
                         self.folder.delete(name)
         except CheckpointError as error:
             _log.warning("%s", error)
-        others = [kept for kept in self.older if kept.folder != path]
-        for kept in others[: max(0, len(others) + 1 - self.keep)]:
-            self._release(kept)
-        # In the folder there may be a copy that it held before. Nothing goes by itself where no lock guards it.
+        others = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
+        for checkpoint in others[: max(0, len(others) + 1 - self.keep)]:
+            self._release(checkpoint)
+        # The folder may have a copy's store from before. Where stores have no locks, only a person may delete them.
         for place in dict.fromkeys([*([path] if own.rank == 0 else ()), *self.paths]):
             for leftover in find_stores(place) if parse_place(place).has_locks else ():
                 if leftover.is_free and remove(leftover):
                     _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
-    def _release(self, kept: Kept) -> None:
-        if release(kept, f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"):
-            self.released.append(kept)
+    def _release(self, checkpoint: KeptCheckpoint) -> None:
+        if release(checkpoint, f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"):
+            self.released.append(checkpoint)
 
 
 def _is_there(folder: Folder, id: str) -> bool | None:
@@ -328,88 +334,87 @@ def _is_there(folder: Folder, id: str) -> bool | None:
         return None
 
 
-def release(kept: Kept, note: str, *, missing: bool = False) -> bool:
-    """Make a checkpoint none, and take its pins off its stores.
+def release(checkpoint: KeptCheckpoint, note: str, *, missing: bool = False) -> bool:
+    """Release a checkpoint: withdraw it from its folder, and take its pins off its stores.
 
-    `RELEASED` says so, then its `COMMIT` goes. Where its folder holds neither it nor word of its release, its folder
-    may have been moved, and it stays.
+    `RELEASED` names it, then its `COMMIT` goes. It stays if neither is in its folder, which may have been moved.
 
     Args:
-        kept: Which one.
-        note: Why, for whoever looks for it.
+        checkpoint: The checkpoint.
+        note: The reason, for whoever looks for it.
         missing: Free its slots even if it is not in its folder: the caller knows that it is gone.
 
     Returns:
         Whether its slots are free now. If not, the log says why.
     """
     try:
-        if any(is_read(store_folder(path, store)) for path, store in kept.stores):
-            _log.info("%s stays for now: somebody is reading it", kept.folder)
+        if any(is_read(store_folder(path, store)) for path, store in checkpoint.stores):
+            _log.info("%s stays for now: somebody is reading it", checkpoint.folder)
             return False
-        found = standing(Pin(kept.id, kept.folder), "") if kept.rank == 0 else _standing_at_first_rank(kept)
-        if found is Standing.HELD and kept.rank > 0:
-            _log.info("%s stays for now: rank 0 has not released it", kept.folder)
+        verdict = standing(checkpoint.pin, "") if checkpoint.rank == 0 else _standing_at_first_rank(checkpoint)
+        if verdict is Standing.HELD and checkpoint.rank > 0:
+            _log.info("%s stays for now: rank 0 has not released it", checkpoint.folder)
             return False
-        if found is Standing.MISSING and not missing:
-            if not kept.reported:
-                kept.reported = True
+        if verdict is Standing.MISSING and not missing:
+            if not checkpoint.is_reported:
+                checkpoint.is_reported = True
                 _log.warning(
                     "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If "
                     "it was deleted, release_checkpoint gives the room back now, or `offload gc --really` later",
-                    kept.id,
-                    kept.folder,
-                    ", ".join(path for path, _ in kept.stores),
+                    checkpoint.id,
+                    checkpoint.folder,
+                    ", ".join(path for path, _ in checkpoint.stores),
                 )
             return False
-        if found is not Standing.MISSING:
-            _withdraw(kept, note, committed=found is Standing.HELD)  # then this is rank 0
-        if any(is_read(store_folder(path, store)) for path, store in kept.stores):
+        if verdict is not Standing.MISSING:
+            _withdraw(checkpoint, note, committed=verdict is Standing.HELD)  # then this is rank 0
+        if any(is_read(store_folder(path, store)) for path, store in checkpoint.stores):
             return False  # somebody opened it meanwhile
-        _forget(kept)
+        _forget(checkpoint)
     except CheckpointError as error:
-        _log.warning("%s could not be released: %s", kept.folder, error)
+        _log.warning("%s could not be released: %s", checkpoint.folder, error)
         return False
     return True
 
 
-def _standing_at_first_rank(kept: Kept) -> Standing:
-    """Return what is known of a checkpoint that rank 0 is about to release: its `COMMIT` goes first."""
+def _standing_at_first_rank(checkpoint: KeptCheckpoint) -> Standing:
+    """Return the standing of a checkpoint once rank 0 has released it, or after `SETTLE_S`."""
     until_s = time.monotonic() + waits.SETTLE_S
-    while (found := standing(Pin(kept.id, kept.folder), "")) is Standing.HELD and time.monotonic() < until_s:
+    while (verdict := standing(checkpoint.pin, "")) is Standing.HELD and time.monotonic() < until_s:
         time.sleep(0.01)
-    return found
+    return verdict
 
 
-def _withdraw(kept: Kept, note: str, *, committed: bool) -> None:
+def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None:
     """Take a checkpoint out of its folder."""
-    folder = open_folder(kept.folder)
+    folder = open_folder(checkpoint.folder)
     if committed:
         lock = FolderLock(folder)
         try:
             if not lock.take():
                 raise CheckpointError("another session is writing a checkpoint there")
-            _withdraw_commit(kept, folder, note)
+            _withdraw_commit(checkpoint, folder, note)
         finally:
             lock.drop()
-    folder.delete(manifest_name(kept.id, kept.rank))
-    folder.delete(extra_name(kept.id, kept.rank))
+    folder.delete(manifest_name(checkpoint.id, checkpoint.rank))
+    folder.delete(extra_name(checkpoint.id, checkpoint.rank))
 
 
-def _withdraw_commit(kept: Kept, folder: Folder, note: str) -> None:
+def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> None:
     commit = read_commit(folder)
-    if commit.id != kept.id:  # it was replaced just now
+    if commit.id != checkpoint.id:  # the checkpoint was replaced just now
         return
     if folder.read(RELEASED_NAME) is not None and not read_released(folder)[0]:
         raise CheckpointError(f"its {RELEASED_NAME} is not ours to replace: move it away")
-    folder.write(RELEASED_NAME, seal_released([kept.id, *commit.replaced], note))
+    folder.write(RELEASED_NAME, seal_released([checkpoint.id, *commit.replaced], note))
     folder.delete(COMMIT_NAME)
 
 
-def _forget(kept: Kept) -> None:
-    """Take the pins of a released checkpoint off its stores, and delete those stores that nothing needs any more."""
-    locks = {(path, store): lock for path, store, lock in kept.taken}
-    for path, store in kept.stores:
-        unpin(store_folder(path, store), kept.id)
+def _forget(checkpoint: KeptCheckpoint) -> None:
+    """Take the pins of a released checkpoint off its stores; delete those that no checkpoint needs any more."""
+    locks = {(path, store): lock for path, store, lock in checkpoint.locks}
+    for path, store in checkpoint.stores:
+        unpin(store_folder(path, store), checkpoint.id)
         if (path, store) in locks:
             delete_unused(store_folder(path, store))
     for lock in locks.values():

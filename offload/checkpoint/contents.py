@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says: whether it holds one, what it held before, and the manifests."""
+"""Reads a checkpoint's folder: its `COMMIT`, its `RELEASED`, the manifests and `extra`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload.tiers.remote import crc32c_of
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Return the first few of some names, for messages."""
+    """Return the first five names and the number of the others, for messages."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more if names else "none"
 
@@ -77,8 +77,8 @@ def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
             raise CheckpointError(f"{where} is missing: the checkpoint was written by {ranks} ranks")
         manifest = decode(content, where)
         if (manifest.id, manifest.rank, manifest.ranks) != (id, rank, ranks):
-            found = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
-            raise CheckpointError(f"{where} belongs to another checkpoint: it is of {found}")
+            part = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
+            raise CheckpointError(f"{where} belongs to another checkpoint: it is of {part}")
         manifests.append(manifest)
     if len({manifest.step for manifest in manifests}) > 1:
         raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {[m.step for m in manifests]}")
@@ -86,7 +86,7 @@ def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
 
 
 def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
-    """Return what else a rank's caller gave, if anything.
+    """Return the `extra` that a rank's caller gave; None if it gave none.
 
     Raises:
         CheckpointError: It is not there or damaged.

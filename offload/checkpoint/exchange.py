@@ -1,10 +1,10 @@
-"""Checkpoints to and from other formats: safetensors, and `torch.distributed.checkpoint`.
+"""Exports and imports checkpoints: safetensors, and `torch.distributed.checkpoint`.
 
 Both ways are streamed: memory stays bounded by a few pieces, whatever the size of the state. Each parameter becomes
 `state.<name>.exp_avg`, `.exp_avg_sq` and `.master` (fp32, in the parameter's shape) and `state.<name>.step`, the
 names that `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives plain optimizers' state; `master`
-is ours, and where it is missing on import it is taken from the weight. Other rules have their own names for the
-moments; a count that is missing is 1 where the rule says so (`UpdateRule.missing_step`).
+is ours, and is taken from the weight if it is missing on import. Other rules have their own names for the moments; a
+missing step count is 1 where the rule says so (`UpdateRule.missing_step`).
 
 Source of the format: safetensors, https://github.com/huggingface/safetensors (8 bytes of header length, in
 little-endian order, a JSON header, then the tensors' bytes in row-major order).
@@ -38,16 +38,16 @@ from offload.rules import RULES
 from offload.tiers.filesystem import replacing
 
 PIECE_NUMEL = 4 << 20
-"""Elements that are written at once."""
+"""Most elements that are written at once."""
 
 READ_NUMEL = 1 << 16
-"""Elements that are read from a file at once."""
+"""Most elements that are read from a file at once."""
 
 MAX_HEADER_BYTES = 100 << 20
 _ITEM = np.dtype("<f4")
 
 Progress = Callable[[int, int], None]
-"""Told the bytes done and the bytes in all."""
+"""Called with the bytes written so far, and all bytes."""
 
 
 def export_safetensors(
@@ -63,7 +63,7 @@ def export_safetensors(
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return how a file of fp32 tensors begins, and the bytes of the tensors that follow in this order."""
+    """Return the header of a file of fp32 tensors, and the bytes of the tensors, which follow in this order."""
     header, end = dict(about), 0
     for key, shape in shapes.items():
         start, end = end, end + math.prod(shape) * _ITEM.itemsize
@@ -96,8 +96,7 @@ def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, tens
 
 
 def _describe(opened: Checkpoint) -> dict[str, Any]:
-    manifest = opened.manifests[0]
-    return {"step": manifest.step, "metadata": manifest.metadata}
+    return {"step": opened.step, "metadata": opened.metadata}
 
 
 def _shape(opened: Checkpoint, name: str) -> tuple[int, ...]:
@@ -111,9 +110,9 @@ def _is_in_rows(opened: Checkpoint, name: str) -> bool:
 
 
 def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order; only one with another order in memory is held whole.
+    """Yield a tensor's bytes in row-major order; a tensor with another order in memory is read whole.
 
-    What is yielded is good until the next is asked for.
+    Each piece is overwritten when the next is asked for.
     """
     numel = opened.full_numel(name)
     if not _is_in_rows(opened, name):
@@ -123,7 +122,7 @@ def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]
         shaped = whole.as_strided(*form) if form is not None else whole
         yield _bytes_of(shaped.contiguous())
         return
-    with contextlib.closing(Arena(PIECE_NUMEL * _ITEM.itemsize)) as arena:  # not malloc, which keeps what is freed
+    with contextlib.closing(Arena(PIECE_NUMEL * _ITEM.itemsize)) as arena:  # malloc would keep the memory
         for start in range(0, numel, PIECE_NUMEL):
             piece = arena.tensor(0, min(PIECE_NUMEL, numel - start), torch.float32)
             opened.read([Range(name, tensor, start, piece)])
@@ -131,10 +130,10 @@ def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]
 
 
 class SafetensorsSource:
-    """A safetensors file as something to resume from; see `offload.checkpoint.reader.StateSource`.
+    """A safetensors file to load state from; see `offload.checkpoint.reader.StateSource`.
 
     Raises:
-        CheckpointError: It is not one, is damaged, or holds no optimizer state.
+        CheckpointError: The file is no safetensors file, is damaged, or holds no optimizer state.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -171,13 +170,13 @@ class SafetensorsSource:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
         tensors = {key.rpartition(".")[2] for key in self._entries if key.startswith("state.")}
-        found = [rule for rule in RULES.values() if tensors.issuperset(rule.names[1:])]
-        if not found:
-            wanted = " or ".join(rule.names[1] for rule in RULES.values())
+        rules = [rule for rule in RULES.values() if tensors.issuperset(rule.names[1:])]
+        if not rules:
+            names = " or ".join(rule.names[1] for rule in RULES.values())
             raise CheckpointError(
-                f"{self.path} holds no optimizer state: there is no state.<parameter>.{wanted} in it"
+                f"{self.path} holds no optimizer state: there is no state.<parameter>.{names} in it"
             )
-        self.rule = max(found, key=lambda rule: len(rule.names))
+        self.rule = max(rules, key=lambda rule: len(rule.names))
         self._first = f".{self.rule.names[1]}"
         self.names = [
             key.removeprefix("state.").removesuffix(self._first)
@@ -191,7 +190,7 @@ class SafetensorsSource:
         self.metadata: dict[str, Any] = about.get("metadata", {})
 
     def full_numel(self, name: str) -> int:
-        """Return the elements of a parameter."""
+        """Return the number of elements of a parameter."""
         return int(np.prod(self._entries[f"state.{name}{self._first}"][0], dtype=np.int64))
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -222,14 +221,14 @@ class SafetensorsSource:
         return f"state.{name}.{tensor}" in self._entries
 
     def mapped(self, key: str) -> npt.NDArray[np.float32]:
-        """Return a tensor over the file, flat; its pages are read when they are used."""
+        """Return a flat array over the mapped file; its pages are read when they are used."""
         shape, start = self._entries[key]
         nbytes = int(np.prod(shape, dtype=np.int64)) * _ITEM.itemsize
         return self._memory[start : start + nbytes].view(_ITEM)
 
     @cached_property
     def _memory(self) -> npt.NDArray[np.uint8]:
-        """All of the file, mapped once: a process may have 65,530 mappings."""
+        """The whole file, mapped once: a process may have 65,530 mappings."""
         return np.memmap(self.path, np.uint8, mode="c")  # torch wants to be allowed to write
 
     @property
@@ -238,7 +237,7 @@ class SafetensorsSource:
         return {key: shape for key, (shape, _) in self._entries.items()}
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges; see `Checkpoint.read`. Not through a mapping, whose pages would count as this process's."""
+        """Read ranges; see `Checkpoint.read`. Not through the mapping: its pages would count as this process's."""
         buffer = torch.empty(READ_NUMEL, dtype=torch.float32, device="cpu")
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -266,12 +265,12 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def _fill(file: io.FileIO, values: torch.Tensor) -> None:
-    """Read all of some values from where a file stands."""
-    left = _bytes_of(values)
-    while left:
-        if not (count := file.readinto(left)):
+    """Fill values from a file's current position on."""
+    rest = _bytes_of(values)
+    while rest:
+        if not (count := file.readinto(rest)):
             raise EOFError("it ends too early")
-        left = left[count:]
+        rest = rest[count:]
 
 
 def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -301,14 +300,14 @@ def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.Path
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Silence torch's warning that there is but one process: that is what is meant."""
+    """Silence torch's warning that there is only one process: that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[str]) -> SafetensorsSource:
-    """Read the optimizer state of a `torch.distributed.checkpoint` folder into a file; return that as a source.
+    """Copy the optimizer state of a `torch.distributed.checkpoint` folder into a file; return the file as a source.
 
     Args:
         path: The folder; state lies under `state.<parameter>.exp_avg` and so on, under any prefix.
@@ -321,15 +320,15 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as cause:
         raise CheckpointError(f"{os.fspath(path)} cannot be read as a distributed checkpoint: {cause}") from cause
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for key, entry in known.items():
-        _, found, rest = f".{key}".partition(".state.")
-        if found and isinstance(entry, TensorStorageMetadata):
-            wanted[f"state.{rest}"] = key, tuple(entry.size)
-    header, nbytes = _header({name: shape for name, (_, shape) in wanted.items()}, {})
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for key, entry in entries.items():
+        _, separator, rest = f".{key}".partition(".state.")
+        if separator and isinstance(entry, TensorStorageMetadata):
+            tensors[f"state.{rest}"] = key, tuple(entry.size)
+    header, nbytes = _header({name: shape for name, (_, shape) in tensors.items()}, {})
     with open(scratch, "wb") as file:
         file.write(header)
         file.truncate(len(header) + nbytes)
@@ -337,7 +336,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}
         end = len(header)
-        for key, shape in wanted.values():
+        for key, shape in tensors.values():
             start, end = end, end + math.prod(shape) * _ITEM.itemsize
             state[key] = torch.from_numpy(memory[start:end].view(_ITEM)).reshape(shape)
         with _alone():

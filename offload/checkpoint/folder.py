@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: found by its name, and locked by who commits there."""
+"""The folder of a checkpoint: opened by its name, and locked by whoever commits there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FolderLock:
                 _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                self.drop()  # of a directory that was replaced meanwhile, and its holder's lock with it
+                self.drop()  # the directory was replaced meanwhile, so this lock guards nothing
                 return self.take()
         except BlockingIOError:
             return False

@@ -1,7 +1,7 @@
-"""What a checkpoint's files say: one manifest for each rank, and the `COMMIT` that makes them a checkpoint.
+"""The files of a checkpoint: one manifest for each rank, and the `COMMIT` that makes them a checkpoint.
 
 A file is one line of JSON that says what it is and how to verify the rest (`{"format", "kind", "crc32c", "nbytes"}`)
-and a body of JSON. A body is believed only if its checksum is right, and then every field of it is still checked: a
+and a body of JSON. If a body's checksum is right, every field of it is still checked: a
 manifest may have been made by hand, or by a version with a bug.
 
 Names: `manifest-<id>-<rank>.json`, `extra-<id>-<rank>.bin`, `COMMIT`. The id is new for every save, so that a folder
@@ -36,13 +36,13 @@ COMMIT_NAME = "COMMIT"
 RELEASED_NAME = "RELEASED"
 MAX_RANKS = 1 << 16
 MAX_RELEASED = 64
-"""Checkpoints that a folder remembers to have held; the pins of older ones are long gone, or for `offload gc`."""
+"""Most earlier checkpoints that a folder names; the pins of older ones are long gone, or for `offload gc`."""
 MAX_DIMENSIONS = 64
 MAX_DEPTH = 32
-"""How deeply a caller's metadata may be nested: everybody who goes through it does so recursively."""
+"""How deeply a caller's metadata may be nested: all functions that read it are recursive."""
 
 OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|extra-[0-9a-f]{32}-\d+\.bin")
-"""Files in a checkpoint's folder that are ours to delete."""
+"""Names of the files in a checkpoint's folder that this package may delete."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
 Size = Annotated[int, Meta(ge=1, le=(1 << 62) - 1)]
@@ -53,7 +53,7 @@ Dimensions = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A row of a manifest's table; a column with a default may be missing, as in files from before it."""
+    """A row of a manifest's table; columns with a default may be missing, as in older files."""
 
 
 class StoreRef(Row, frozen=True):
@@ -69,7 +69,7 @@ class StoreRef(Row, frozen=True):
 
 
 class TileRef(Row, frozen=True):
-    """Where one tile lies: `offset` in the store of that number, and what its header must say."""
+    """Where one tile lies: number of the store and offset in it; and the step and checksum in the tile's header."""
 
     store: Count
     offset: Annotated[Count, Meta(multiple_of=SECTOR_BYTES)]
@@ -82,19 +82,19 @@ class Manifest:
     """One rank's part of a checkpoint.
 
     Attributes:
-        id: The save's.
-        rank: Whose part it is.
-        ranks: How many there are.
-        step: Number of the step after which it was taken.
+        id: The save's id.
+        rank: The rank whose part it is.
+        ranks: The number of ranks.
+        step: Number of the step after which the checkpoint was taken.
         layout: Parameters and subgroups.
         steps: Updates that each parameter has had.
-        stores: What `tiles` refer to.
+        stores: The stores that `tiles` refer to.
         tiles: Every tile of the layout, those of `weight_tiles` included.
         checksums: Whether the tiles carry checksums.
-        metadata: What the caller gave: hyperparameters and such, as JSON.
-        extra: Name, size and checksum of the file with what else the caller gave.
-        seed: Of stochastic rounding; None where nothing was rounded so.
-        numbers: What stochastic rounding knows each parameter by.
+        metadata: The caller's hyperparameters and such, as JSON.
+        extra: Name, size and checksum of the file with the caller's own bytes.
+        seed: Seed of stochastic rounding; None where nothing was rounded so.
+        numbers: Number of each parameter in stochastic rounding.
     """
 
     id: str
@@ -132,7 +132,7 @@ def manifest_name(id: str, rank: int) -> str:
 
 
 def extra_name(id: str, rank: int) -> str:
-    """Return the name of the file for what else a rank's caller gave."""
+    """Return the name of the file with the `extra` of a rank's caller."""
     return f"extra-{id}-{rank}.bin"
 
 
@@ -175,12 +175,12 @@ def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
     if head.crc32c != crc32c_of(body):
         raise CheckpointError(f"{where} is damaged: its checksum is not the one it was written with")
     try:
-        found = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError) as cause:
         raise CheckpointError(f"{where} is damaged: {cause}") from cause
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where} is damaged: it holds {_short(found)}")
-    return found
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where} is damaged: it holds {_short(fields)}")
+    return fields
 
 
 _REPR = reprlib.Repr()
@@ -193,11 +193,11 @@ def _short(value: object) -> str:
 
 
 class CommitRecord(msgspec.Struct, frozen=True):
-    """What `COMMIT` says.
+    """The content of `COMMIT`.
 
     Attributes:
-        id: Of the checkpoint that the folder holds.
-        ranks: How many ranks wrote it.
+        id: Id of the checkpoint that the folder holds.
+        ranks: The number of ranks that wrote it.
         replaced: Ids of checkpoints that the folder held before, and that this one has replaced, newest first.
     """
 
@@ -248,7 +248,7 @@ def seal_commit(commit: CommitRecord) -> bytes:
 
 
 def unseal_commit(content: bytes, where: str) -> CommitRecord:
-    """Return what a `COMMIT` says.
+    """Return a `COMMIT` from its file's content.
 
     Raises:
         CheckpointError: It is damaged.
@@ -257,7 +257,7 @@ def unseal_commit(content: bytes, where: str) -> CommitRecord:
 
 
 def seal_released(ids: Sequence[str], note: str) -> bytes:
-    """Return the content of `RELEASED`: which checkpoints the folder held, and why it does not any more."""
+    """Return the content of `RELEASED`: ids of the checkpoints that the folder held, and why they were released."""
     return seal("released", {"ids": list(ids[:MAX_RELEASED]), "note": note})
 
 
@@ -275,7 +275,7 @@ def encode(manifest: Manifest) -> bytes:
     """Return the content of a manifest's file.
 
     Raises:
-        CheckpointError: Nobody could read it back.
+        CheckpointError: The manifest could not be read back.
     """
     layout = manifest.layout
     try:
@@ -361,7 +361,7 @@ class _Body(msgspec.Struct):
     tiles: tuple[TileRef, ...]
     metadata: dict[str, Any]
     extra: tuple[str, Count, Checksum] | None
-    rule: str = ADAMW.name  # what older manifests do not say
+    rule: str = ADAMW.name  # older manifests have none
     formats: dict[str, str] | None = None
     seed: Count | None = None
     numbers: tuple[Count, ...] = ()
@@ -373,7 +373,7 @@ Parsed = TypeVar("Parsed")
 
 
 def _parse(kind: str, form: type[Parsed], content: bytes, where: str) -> Parsed:
-    """Return what a file that `seal` made says, checked field by field."""
+    """Return the body of a file that `seal` made, checked field by field."""
     body = unseal(kind, content, where)
     try:
         return msgspec.convert(body, form)
@@ -382,7 +382,7 @@ def _parse(kind: str, form: type[Parsed], content: bytes, where: str) -> Parsed:
 
 
 def _explain(error: str, value: Any) -> str:
-    """Return what is wrong with a body, by the names of its tables and columns."""
+    """Return msgspec's error about a body with the names of tables and columns in place of their numbers."""
     wrong, _, path = error.partition(" - at `$.")
     name = ""
     for depth, key in enumerate(re.findall(r"\w+", path)):
@@ -431,23 +431,23 @@ def _check_fields(body: _Body) -> None:
     for index, s in enumerate(body.subgroups):
         _must(s.tile_numel <= s.numel, f"tile_numel of subgroup {index}", s.tile_numel, f"at most {s.numel}")
         for parameter, *_ in s.segments:
-            known = parameter < len(body.parameters)
-            _must(known, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
+            is_there = parameter < len(body.parameters)
+            _must(is_there, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
 
 
 def _tiles(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
     tiles = {}
     names = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
     for tile, ref in zip(names, body.tiles, strict=True):
-        known = ref.store < len(body.stores)
-        what = f"the store of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
-        _must(known, what, ref.store, f"below {len(body.stores)}")
+        is_there = ref.store < len(body.stores)
+        name = f"the store of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
+        _must(is_there, name, ref.store, f"below {len(body.stores)}")
         tiles[tile] = ref
     return tiles
 
 
 def _decode(body: _Body) -> Manifest:
-    """Check what the fields say of each other, and make a manifest of them."""
+    """Check the fields against each other, and make a manifest of them."""
     _check_fields(body)
     readable = [StateSpec(RULES[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
@@ -482,8 +482,8 @@ def _decode(body: _Body) -> Manifest:
     )
     check_layout(layout)
     for store in body.stores:
-        known = store.path is None or check_text(store.path) != ""
-        _must(known, "the path of a store", store.path, "a directory or s3://bucket/prefix")
+        is_path = store.path is None or check_text(store.path) != ""
+        _must(is_path, "the path of a store", store.path, "a directory or s3://bucket/prefix")
     check_metadata(body.metadata)
     if body.extra is not None:
         name = check_text(body.extra[0])

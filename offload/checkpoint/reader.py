@@ -2,8 +2,8 @@
 
 A checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against the others, and the stores
 that they name are opened, all before anything of the state is read. State is then read tile by tile through a bounded
-number of buffers, in memory that the caller lends or that is taken for them; every tile's header and checksum are
-verified, and what is wrong is told by parameter and file.
+number of buffers, in memory that the caller lends or in memory of its own; every tile's header and checksum are
+verified, and errors name parameter and file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -41,16 +41,16 @@ from offload.units import format_seconds
 log = logging.getLogger("offload")
 
 BUFFERS = 12
-"""Most tiles in memory at once: being read, or kept because the next range may need them again."""
+"""Most tiles in memory at once: those being read, and those that the next range may need again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a piece of a parameter lies: in rank `rank`'s manifest, from `start` on in the whole parameter.
+    """A piece of a parameter that one rank has saved.
 
     Attributes:
-        rank: Whose manifest.
-        parameter: Position of the parameter there.
+        rank: The rank.
+        parameter: Position of the parameter in the rank's manifest.
         start: First element in the whole parameter.
     """
 
@@ -61,13 +61,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements of one state tensor of one parameter, and where they are to go.
+    """Elements of one state tensor of one parameter, and the tensor to read them into.
 
     Attributes:
-        name: The parameter.
-        tensor: One of its rule's `names`.
+        name: The parameter's name.
+        tensor: The state tensor's name, one of its rule's `names`.
         start: First element in the whole parameter, in the order of its memory.
-        out: Flat tensor in host memory that they are put into, rounded to its type; its size says how many.
+        out: Flat tensor in host memory to read into, rounded to its dtype; its size is the number of elements.
     """
 
     name: str
@@ -78,18 +78,18 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Elements of one parameter that lie in one subgroup, and where they are to go."""
+    """Elements of one parameter that lie in one subgroup, and the tensor to read them into."""
 
     subgroup: Subgroup
     offset: int
-    """Of the first one, in the subgroup."""
+    """Of the first element, in the subgroup."""
     first_index: int
-    """Of the same in the whole parameter."""
+    """Of the first element, in the whole parameter."""
     out: torch.Tensor
 
 
 def _places(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
-    """Yield where a run's items of a stored tensor lie: tile, bytes in it, and which of the run's items they are."""
+    """Yield the tiles that hold a run of a stored tensor: tile, bytes in it, and which items these are."""
     item, stop = run.offset // form.item_numel, -(-(run.offset + run.out.numel()) // form.item_numel)
     tile_items, done = -(-run.subgroup.tile_numel // form.item_numel), 0
     while item < stop:
@@ -100,24 +100,28 @@ def _places(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slic
         item, done = item + count, done + count
 
 
-_Wanted = OrderedDict[tuple[int, TileId], list[Callable[[torch.Tensor], None]]]
-"""What to do with each tile, a tensor of bytes, while it is in a buffer."""
+_Uses = OrderedDict[tuple[int, TileId], list[Callable[[torch.Tensor], None]]]
+"""Functions that copy from each tile, a tensor of bytes, while it is in a buffer; by rank and tile."""
 
 
-def _put(source: slice, into: torch.Tensor, tile: torch.Tensor) -> None:
-    into.copy_(tile[source])
+def _copy(source: slice, out: torch.Tensor, tile: torch.Tensor) -> None:
+    out.copy_(tile[source])
 
 
-def _put_rounded(source: slice, form: Format, out: torch.Tensor, tile: torch.Tensor) -> None:
+def _copy_rounded(source: slice, form: Format, out: torch.Tensor, tile: torch.Tensor) -> None:
     Stored(form, tile[source].view(stored_dtype(form))).read(out)
 
 
-_Flight = tuple[tuple[int, TileId], int, TileRequest, Tier]
-"""A tile that is being read: its key, its buffer, how and from where."""
+class _Flight(NamedTuple):
+    """A tile that is being read into a buffer."""
 
+    key: tuple[int, TileId]
+    buffer: int
+    request: TileRequest
+    tier: Tier
 
-def _say(flight: _Flight) -> str:
-    return f"{flight[3].name} path {flight[3].path} to read at byte {flight[2].offset}"
+    def __str__(self) -> str:
+        return f"{self.tier.name} path {self.tier.path} to read at byte {self.request.offset}"
 
 
 class StateSource(Protocol):
@@ -125,7 +129,7 @@ class StateSource(Protocol):
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """Its folder or file."""
 
     @property
     def rule(self) -> UpdateRule:
@@ -141,7 +145,7 @@ class StateSource(Protocol):
 
     @property
     def step(self) -> int:
-        """Number of the step after which it was taken."""
+        """Number of the step after which the state was saved."""
 
     @property
     def last_version(self) -> int:
@@ -149,7 +153,7 @@ class StateSource(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the caller gave to `Checkpoints.save`."""
+        """The `metadata` that the caller gave to `Checkpoints.save`."""
 
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a whole parameter."""
@@ -167,7 +171,7 @@ class StateSource(Protocol):
         """Read ranges of state tensors."""
 
     def lend(self, address: int, nbytes: int) -> None:
-        """Read through this memory from now on; through memory of its own again if there are 0 bytes."""
+        """Read through this memory from now on; through memory of its own if `nbytes` is 0."""
 
 
 class Checkpoint:
@@ -176,11 +180,11 @@ class Checkpoint:
     Args:
         path: Its folder, or "s3://" prefix.
         verify: Verify payload checksums.
-        paths: Where to look for a store that is not where the checkpoint says: it may have been moved with its path,
-            or its path is called something else now.
+        paths: Where to look for a store that is not on the path that the checkpoint names: that may have been moved,
+            or have another name now.
 
     Attributes:
-        path: Where it is.
+        path: Its folder, or "s3://" prefix.
         id: The save's id.
         manifests: One for each rank that wrote it, in order.
 
@@ -201,23 +205,23 @@ class Checkpoint:
         self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
         self.id, self.manifests = read_manifests(self._folder)
         self._parts = self._find_parts()
-        # What is still out between two readings is stuck, and may write into its buffer at any time.
-        self._flights = Flights[_Flight](self._queue, _say, STALL_S)
-        # Aside, so that no interrupt comes between what is opened and taking note of it.
-        self._opening = waits.Aside(lambda: self._open_stores(paths), "offload-open")
-        self._end = waits.Aside(self._close, "offload-close")
+        # A request that is still out between two reads is stuck, and may write into its buffer at any time.
+        self._flights = Flights[_Flight](self._queue, str, STALL_S)
+        # On a thread of its own, so that no interrupt comes between what is opened and taking note of it.
+        self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
+        self._end = waits.BackgroundWork(self._close, "offload-close")
         try:
             self._opening.start()
             waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")
             if self._opening.error is not None:
                 raise self._opening.error
-            if read_commit(self._folder).id != self.id:  # before its stores said that somebody reads them
+            if read_commit(self._folder).id != self.id:  # before its stores were marked as being read
                 raise CheckpointError(f"{self.path} was replaced while it was opened: open it anew")
         except BaseException:
             self.close()
             raise
 
-    # What is in it
+    # Contents
 
     @property
     def rule(self) -> UpdateRule:
@@ -230,7 +234,7 @@ class Checkpoint:
         return list(self._parts)
 
     def parts(self, name: str) -> list[Part]:
-        """Return where a parameter lies, by start; pieces that several ranks have are there several times."""
+        """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
         return self._parts[name]
 
     def _piece(self, part: Part) -> Parameter:
@@ -247,12 +251,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of the step after which it was taken."""
+        """Number of the step after which the state was saved."""
         return self.manifests[0].step
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the first rank's caller gave."""
+        """The `metadata` of the first rank."""
         return self.manifests[0].metadata
 
     def has(self, name: str, tensor: str) -> bool:
@@ -266,7 +270,7 @@ class Checkpoint:
 
     @property
     def rounding(self) -> tuple[int, Mapping[str, int]] | None:
-        """See `StateSource.rounding`; says so where ranks had different seeds, of which the first rank's counts."""
+        """See `StateSource.rounding`; warns if ranks had different seeds, and returns the first rank's."""
         numbers: dict[str, int] = {}
         for manifest in self.manifests:
             if manifest.seed is None:
@@ -289,7 +293,7 @@ class Checkpoint:
         return max((ref.step for manifest in self.manifests for ref in manifest.tiles.values()), default=0)
 
     def extra(self, rank: int) -> bytes | None:
-        """Return what else a rank's caller gave, if anything.
+        """Return the `extra` that a rank's caller gave; None if it gave none.
 
         Raises:
             CheckpointError: It is not there or damaged.
@@ -299,34 +303,34 @@ class Checkpoint:
     # Reading
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges, all tiles that they need at once, in at most `BUFFERS` buffers.
+        """Read ranges: all of their tiles, through at most `BUFFERS` buffers.
 
-        Memory that was lent and is too small for one tile is not used: memory of one tile is taken instead.
+        If the lent memory is too small for one tile, the tiles go through one buffer of its own.
 
         Raises:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
         """
-        wanted: _Wanted = OrderedDict()
-        ends = [self._ask(wanted, rank, item.tensor, run) for item in ranges for rank, run in self._runs(item)]
-        for key, buffer in self._tiles(wanted):
+        uses: _Uses = OrderedDict()
+        finishers = [self._plan(uses, rank, item.tensor, run) for item in ranges for rank, run in self._runs(item)]
+        for key, buffer in self._tiles(uses):
             rank, id = key
             tile = tensor_at(self._address(buffer), self.manifests[rank].tile_bytes[id], torch.uint8)
-            for put in wanted[key]:
-                put(tile)
-        for end in ends:
-            end()
+            for use in uses[key]:
+                use(tile)
+        for finish in finishers:
+            finish()
 
-    def _ask(self, wanted: _Wanted, rank: int, name: str, run: _Run) -> Callable[[], None]:
-        """Note which tiles hold a run of a tensor and what to do with each; return what to do at the end."""
+    def _plan(self, uses: _Uses, rank: int, name: str, run: _Run) -> Callable[[], None]:
+        """Add the tiles that hold a run of a tensor to `uses`; return a function to call when all have been read."""
         subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
         stored = {plane: numbers[plane] for plane in subgroup.state.format.stored_as(name) if plane in numbers}
-        if len(stored) == 1:  # what it is stored in needs nothing else to be read
+        if len(stored) == 1:  # the stored tensor can be decoded without others
             (number,) = stored.values()
             form = subgroup.kept[number].format
             for tile, source, part in _places(run, form, number):
-                put = partial(_put_rounded, source, form, run.out[part])
-                wanted.setdefault((rank, tile), []).append(put)
+                copy = partial(_copy_rounded, source, form, run.out[part])
+                uses.setdefault((rank, tile), []).append(copy)
             return lambda: None
         raw = {}
         for plane, number in stored.items():
@@ -334,8 +338,8 @@ class Checkpoint:
             places = list(_places(run, form, number))
             raw[plane] = torch.empty(places[-1][2].stop * form.item_bytes, dtype=torch.uint8, device="cpu")
             for tile, source, part in places:
-                into = raw[plane][part.start * form.item_bytes : part.stop * form.item_bytes]
-                wanted.setdefault((rank, tile), []).append(partial(_put, source, into))
+                out = raw[plane][part.start * form.item_bytes : part.stop * form.item_bytes]
+                uses.setdefault((rank, tile), []).append(partial(_copy, source, out))
         typed = {
             plane: raw[plane].view(stored_dtype(subgroup.kept[number].format)) for plane, number in stored.items()
         }
@@ -347,7 +351,7 @@ class Checkpoint:
         self._drop_buffers()
 
     def verify(self) -> Iterator[tuple[int, TileId, CheckpointError | None]]:
-        """Read everything once; yield rank, tile and what is wrong with it."""
+        """Read all tiles once; yield rank, tile, and the error if the tile is damaged."""
         for rank, manifest in enumerate(self.manifests):
             for subgroup in manifest.layout.subgroups:
                 for tile, _, _ in all_tiles(subgroup):
@@ -360,7 +364,7 @@ class Checkpoint:
                     yield rank, tile, problem
 
     def close(self) -> None:
-        """Close the stores; idempotent. Those of a device that hangs are closed when it answers, or never."""
+        """Close the stores; idempotent. If a device hangs, its stores are closed when it answers, or never."""
         self._end.start()
         waits.wait_for(
             self._end.wait,
@@ -381,7 +385,7 @@ class Checkpoint:
         self._tiers = {}
 
     def __del__(self) -> None:
-        if (end := getattr(self, "_end", None)) is not None:  # an interrupt came before whoever opened it had it
+        if (end := getattr(self, "_end", None)) is not None:  # an interrupt came before the caller had it
             end.start()
 
     def __enter__(self) -> Checkpoint:
@@ -409,26 +413,26 @@ class Checkpoint:
         return self._tiers[key]
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
-        """Have a manifest say where its stores are now, as they and their paths may have been moved."""
+        """Change a manifest to name the paths where its stores are now: stores and paths may have been moved."""
         places = [parse_place(path) for path in paths]
-        named = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
-        known = [*(place.name for place in places), *named]
+        saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
+        candidates = [*(place.name for place in places), *saved_paths]
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None:
                 continue
             is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
-            homes = parse_place(ref.path).search(ref.store, known)
+            homes = parse_place(ref.path).search(ref.store, candidates)
             others = [home for home in homes if not is_same(home, ref.path)]
             if others:  # paths may have changed places, as disks do that are mounted in another order
                 self._find_store(rank, number, [ref.path, *others] if is_there else others)
-            found = self.store_path(rank, number)
-            for place in places:  # by the name that it has today
-                if is_same(place.path, found):
+            path = self.store_path(rank, number)
+            for place in places:  # so that the path has the name that it has today
+                if is_same(place.path, path):
                     self._place_store(rank, number, place.name)
 
     def _find_store(self, rank: int, number: int, places: Sequence[str]) -> None:
-        """Find out which place has a store; all stores of a session have one name, so its tiles have to tell."""
-        recorded = self.manifests[rank].stores[number].path
+        """Find the place that has a store, by reading a tile: all stores of a session have one name."""
+        saved_path = self.manifests[rank].stores[number].path
         tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
         try:
             for place in places:
@@ -437,7 +441,7 @@ class Checkpoint:
                     for _ in self._tiles([(rank, tile)] if tile is not None else []):
                         pass
                     return
-            self._place_store(rank, number, recorded)
+            self._place_store(rank, number, saved_path)
         finally:
             self._drop_buffers()
 
@@ -456,11 +460,11 @@ class Checkpoint:
     # Ranges to tiles
 
     def _find_parts(self) -> dict[str, list[Part]]:
-        found: dict[str, list[Part]] = {}
+        all_parts: dict[str, list[Part]] = {}
         for rank, manifest in enumerate(self.manifests):
             for position, piece in enumerate(manifest.layout.parameters):
-                found.setdefault(piece.name, []).append(Part(rank, position, piece.start))
-        for name, parts in found.items():
+                all_parts.setdefault(piece.name, []).append(Part(rank, position, piece.start))
+        for name, parts in all_parts.items():
             facts = {
                 (piece.unsharded_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
                 for part in parts
@@ -471,7 +475,7 @@ class Checkpoint:
                     f"{self.path} is damaged: its ranks disagree about {name}: {sorted(map(str, facts))}"
                 )
             parts.sort(key=lambda part: (part.start, part.rank))
-        return found
+        return all_parts
 
     def _runs(self, item: Range) -> Iterator[tuple[int, _Run]]:
         """Yield (rank, run) for all of a range."""
@@ -481,11 +485,11 @@ class Checkpoint:
         number = missed = 0
         while at < end and missed < len(parts):
             part = parts[number]
-            found = self._piece(part).locate(at)
-            if found is None:  # the pieces of neighbouring runs follow each other
+            place = self._piece(part).locate(at)
+            if place is None:  # try the next piece: those of neighbouring runs follow each other
                 number, missed = (number + 1) % len(parts), missed + 1
                 continue
-            start, count = found[0], min(found[1], end - at)
+            start, count = place[0], min(place[1], end - at)
             for run in self._runs_of(part, start, item.out[at - item.start : at - item.start + count]):
                 yield part.rank, run
             at, missed = at + count, 0
@@ -543,19 +547,19 @@ class Checkpoint:
         todo.reverse()
         free = [buffer for buffer in range(self._buffers[1]) if buffer not in self._cache.values()]
 
-        def take() -> _Flight | None:
+        def next_flight() -> _Flight | None:
             if not todo or not (free or self._cache):
                 return None
             key = todo.pop()
             tier = self._tier(key[0], self.manifests[key[0]].tiles[key[1]].store)
             buffer = free.pop() if free else self._cache.popitem(last=False)[1]
-            return key, buffer, self._request(key, buffer), tier
+            return _Flight(key, buffer, self._request(key, buffer), tier)
 
         def start(op: int, flight: _Flight) -> None:
-            flight[3].read(replace(flight[2], op=op))
+            flight.tier.read(replace(flight.request, op=op))
 
-        with contextlib.closing(self._flights.run(take, start)) as landed:
-            for completion, (key, buffer, request, tier) in landed:
+        with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
+            for completion, (key, buffer, request, tier) in arrivals:
                 if completion.error:
                     raise self._damage(key, tier_error("read", completion, request, tier)) from None
                 self._cache[key] = buffer

@@ -1,4 +1,4 @@
-"""From a checkpoint into a session: state, and the weights that follow from it."""
+"""Copies state from a checkpoint into a session, and derives the weights from it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from offload.schedule.operations import Run
 
 
 class Restorer:
-    """Takes the state of a session's parameters from a checkpoint; on the engine thread, except for its constructor.
+    """Copies the state of a session's parameters from a checkpoint; on the engine thread, except for its constructor.
 
     Args:
         source: The checkpoint.
-        parameters: The session's, by position.
-        names: What they are called there, where that differs.
+        parameters: The session's parameters, by position.
+        names: Their names in the checkpoint, where these are others.
         views: The session's state.
         tables: Addresses of its weights.
-        lanes: Those of the device that the weights are on.
+        lanes: Lanes of the device that the weights are on.
 
     Attributes:
-        names: What each parameter is called there, by position.
+        names: Each parameter's name in the checkpoint, by position.
 
     Raises:
-        CheckpointError: It has not all parameters, or they have other sizes.
+        CheckpointError: The checkpoint has not all parameters, or they have other sizes.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Restorer:
             raise CheckpointError(
                 f"{source.path} has state of the rule {source.rule.name!r}, and this optimizer's is {rule.name!r}"
             )
-        known = set(source.names)
-        missing = [name for name in self.names if name not in known]
+        saved_names = set(source.names)
+        missing = [name for name in self.names if name not in saved_names]
         if missing:
-            # Names that positions have in place of those of a model.
+            # Parameters that were given without names are called by their positions.
             here, there = (any(name.startswith("param_groups[") for name in n) for n in (self.names, source.names))
             hint = "; one was made from parameters(), the other from named_parameters()" if here != there else ""
             raise CheckpointError(
@@ -72,8 +72,8 @@ class Restorer:
                     f"and {parameter.unsharded_numel} here"
                 )
 
-    def take_steps(self) -> None:
-        """Take the step counts, and what stochastic rounding depends on."""
+    def restore_step_counts(self) -> None:
+        """Copy the step counts, and seed and numbers of stochastic rounding."""
         self._tables.steps[:] = [self._source.step_of(name) for name in self.names]
         rounding = self._source.rounding
         if rounding is not None:
@@ -81,11 +81,11 @@ class Restorer:
             self._tables.numbers[:] = [numbers[name] for name in self.names]
 
     def restore(self, run: Run) -> None:
-        """Take a subgroup's state, and the weights that follow from it."""
+        """Copy a subgroup's state, and derive its weights from it."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as pieces:
-            lent = (self._views.piece(run, view, segment, sets_master=True) for segment in subgroup.segments)
-            parts = [(s, pieces.enter_context(views)) for s, views in zip(subgroup.segments, lent, strict=True)]
+            contexts = (self._views.piece(run, view, segment, sets_master=True) for segment in subgroup.segments)
+            parts = [(s, pieces.enter_context(each)) for s, each in zip(subgroup.segments, contexts, strict=True)]
             self._restore(subgroup.index, parts, view)
 
     def _restore(
@@ -93,11 +93,11 @@ class Restorer:
     ) -> None:
         self._source.read(
             [
-                found
+                piece
                 for segment, views in parts
                 for name in views
                 if self._source.has(self.names[segment.parameter], name)
-                for found in self._ranges(segment, name, views[name])
+                for piece in self._ranges(segment, name, views[name])
             ]
         )
         for segment, views in parts:
@@ -106,7 +106,7 @@ class Restorer:
         self._tables.changed(subgroup)
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
-        """Yield what to read of a tensor for a segment."""
+        """Yield the ranges of a saved tensor that make up a segment's part of it."""
         at = 0
         for start, numel in self._parameters[segment.parameter].runs(segment.start, segment.numel):
             yield Range(self.names[segment.parameter], name, start, out[at : at + numel])
@@ -118,9 +118,9 @@ class Restorer:
         view = View(0, self._lanes.image(0))  # with nothing in flight, all weight slots are free
         self._source.read(
             [
-                found
+                piece
                 for segment in subgroup.segments
-                for found in self._ranges(segment, "master", self._views.weight(number, segment, view))
+                for piece in self._ranges(segment, "master", self._views.weight(number, segment, view))
             ]
         )
         if view.weights_address is not None:

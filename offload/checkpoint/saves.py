@@ -1,8 +1,8 @@
 """The checkpoints of one session: from the hand-over to the commit.
 
-The machine decides which tile is written when (`offload.schedule.saving`). This knows the memory that tiles are
-written from, runs the thread that commits, and notes which checkpoints are kept. Methods say which thread they belong
-to.
+The machine decides which tile is written when (`offload.schedule.saving`). `Saves` knows the memory that tiles are
+written from, runs the thread that commits, and notes which checkpoints are kept. Headings say which thread calls the
+methods below them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
-from offload.checkpoint.commit import CommitJob, Kept, release
+from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, store_folder
+from offload.checkpoint.stores import Standing, is_elsewhere, note_move, standing, store_folder
+from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
@@ -40,54 +40,54 @@ log = logging.getLogger("offload")
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class StoreReuse:
     """Lets a resumed session continue in a store that an earlier session left, instead of in its own empty one.
 
     Attributes:
         layout: How the session's state is cut.
-        can: Returns whether nothing has been written to the new store of a path yet.
+        is_possible: Returns whether nothing has been written to the new store of a path yet.
         open: Opens a store for writing, given the number of its path, its id, and how many bytes are cut into slots
             already; raises an `OffloadError` if it cannot.
         install: Puts the opened store in the place of the new one, which is deleted.
     """
 
     layout: Layout
-    can: Callable[[int], bool]
+    is_possible: Callable[[int], bool]
     open: Callable[[int, uuid.UUID, int], Tier]
     install: Callable[[int, Tier], None]
 
 
 @dataclass(slots=True)
-class _Owned:
+class _StoreLocks:
     """Stores of ended sessions that this one has locked; `tiers` are those opened for writing, by path number."""
 
-    tiers: dict[int, tuple[uuid.UUID, Tier, list[Pinned]]] = field(default_factory=dict)
-    taken: tuple[tuple[str, uuid.UUID, int], ...] = ()
+    tiers: dict[int, tuple[uuid.UUID, Tier, list[PinnedTiles]]] = field(default_factory=dict)
+    locks: tuple[tuple[str, uuid.UUID, int], ...] = ()
 
     def give_up(self) -> None:
         for _, tier, _ in self.tiers.values():
             tier.close()
-        for _, _, lock in self.taken:
+        for _, _, lock in self.locks:
             release_lock(lock)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a checkpoint says besides its tiles, as it was at the hand-over.
+    """The content of a checkpoint besides its tiles, as it was at the hand-over.
 
     Attributes:
         layout: Parameters and subgroups.
         step: Number of the session's last step.
         steps: Updates that each parameter has had.
-        metadata: What the caller gave, as JSON.
+        metadata: The caller's hyperparameters and such, as JSON.
         extra: The caller's own bytes.
-        id: The save's; the same on all ranks.
+        id: The save's id; the same on all ranks.
         rank: This rank.
-        ranks: How many there are.
+        ranks: The number of ranks.
         copy: Whether everything is copied to the folder.
-        seed: Of stochastic rounding; None where nothing is rounded so.
-        numbers: What it knows each parameter by.
-        ended: Returns ranks that are known to have ended.
+        seed: Seed of stochastic rounding; None where nothing is rounded so.
+        numbers: Number of each parameter in stochastic rounding.
+        find_ended: Returns ranks that are known to have ended.
     """
 
     layout: Layout
@@ -101,25 +101,25 @@ class Snapshot:
     copy: bool
     seed: int | None
     numbers: tuple[int, ...]
-    ended: Callable[[], Collection[int]] = tuple
+    find_ended: Callable[[], Collection[int]] = tuple
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingSave:
     """A checkpoint that is being written.
 
     Attributes:
         save: The request to the machine.
-        folder: Where it goes.
-        snapshot: What it says besides its tiles.
-        sink: The store in the folder, if it is a copy.
-        on_done: Called, in a thread of its own, with the error or None when it has ended.
-        done: Set when it has ended.
+        folder: The folder of the checkpoint.
+        snapshot: The content besides the tiles.
+        sink: The store in the folder, if the checkpoint is a copy.
+        on_done: Called, in a thread of its own, with the error or None when the save has ended.
+        done: Set when the save has ended.
         error: Why it failed; an error of a tier is its `__cause__`.
-        started_s: When it was handed over, on the monotonic clock.
-        cancelled: Set when the session breaks while it is committed.
-        ranks_until_s: When it is given up, on the monotonic clock, if other ranks have not done their part by then.
-        records: The tiles that its commit names.
+        started_s: Time of the hand-over, on the monotonic clock.
+        cancelled: Set when the session breaks during the commit.
+        ranks_until_s: Time, on the monotonic clock, at which other ranks are given up.
+        records: The tiles that the commit names.
     """
 
     save: Save
@@ -137,7 +137,7 @@ class Pending:
     records: Mapping[TileId, Record] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Give it up if other ranks have not done their part in so many seconds; the earliest limit counts."""
+        """Give other ranks up after so many seconds; the earliest limit counts."""
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -145,7 +145,7 @@ class Pending:
         return waits.wait_for(self.done.wait, self._awaited, timeout_s)
 
     def _awaited(self) -> str:
-        """Return what it waits for, for the log; "" where the committing thread says it."""
+        """Return what the save waits for, for the log; "" where the committing thread logs it."""
         job = self.job
         if job is not None and job.awaited:
             return ""
@@ -154,10 +154,10 @@ class Pending:
 
 
 class Saves:
-    """All checkpoints of one session; a `offload.engine.executor.SaveSource`.
+    """All checkpoints of one session; an `offload.engine.executor.SaveSource`.
 
     Args:
-        queue: The session's.
+        queue: The session's completion queue.
         stores: Path and store of each path number.
         others: Tiers beyond the session's own, by path number: the sink and foreign stores.
         resident_address: Returns the address of a resident subgroup's state.
@@ -181,15 +181,15 @@ class Saves:
         checksum: bool,
         settle_s: float,
     ) -> None:
-        self.pending: Pending | None = None
-        self.last: Pending | None = None
-        """The last one that has ended."""
+        self.pending: PendingSave | None = None
+        self.last: PendingSave | None = None
+        """The last save that has ended."""
         self.last_folder: str | None = None
-        """Where the last checkpoint is that was committed or loaded."""
-        self.kept: list[Kept] = []
-        """What is kept, oldest first."""
-        self._newer: list[Kept] = []
-        """What was saved after the checkpoint that was loaded; it goes when another one is saved to its folder."""
+        """The folder of the checkpoint that was committed or loaded last."""
+        self.kept: list[KeptCheckpoint] = []
+        """The checkpoints that are kept, oldest first."""
+        self._newer: list[KeptCheckpoint] = []
+        """Checkpoints newer than the one loaded. Each is released when its folder is saved to again."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
         """Path and store of each path number; foreign ones, which are only read, come after the session's own."""
         self._paths = len(stores)
@@ -204,18 +204,18 @@ class Saves:
         self._buffers = (0, 0)
         self._numbers = 0
         self._steps: tuple[int, ...] = ()
-        self.named: Mapping[TileId, Record] = {}
-        """Tiles of a checkpoint whose commit went on when the session broke: their slots stay."""
+        self.named_records: Mapping[TileId, Record] = {}
+        """Tiles of a checkpoint whose commit was under way when the session broke: their slots stay."""
         self._commit_error: BaseException | None = None
-        self._doubtful: list[Kept] = []
+        self._doubtful: list[KeptCheckpoint] = []
         """Checkpoints that this rank has given up and others may have committed: see `commit`."""
-        self._undecided: list[str] = []
+        self._undecided_ids: list[str] = []
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
     def begin(self, id: str, ranks: int) -> None:
-        """Note that a save is asked for; on the caller's thread, with nothing pending."""
+        """Note that the caller asks for a save; on the caller's thread, with nothing pending."""
         if ranks > 1:  # one rank alone is never in doubt
-            self._undecided = [*self._undecided[1 - MAX_RELEASED // 2 :], id]
+            self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], id]
 
     def wait_for_pending(self) -> None:
         """Wait for the checkpoint that is being written, if one is; on the caller's thread."""
@@ -234,17 +234,17 @@ class Saves:
         needs_buffers: bool,
         io_backend: str,
         on_done: Callable[[BaseException | None], None] | None,
-    ) -> Pending:
-        """Prepare a save, which is `pending` from then on.
+    ) -> PendingSave:
+        """Prepare a save, and make it `pending`.
 
         On the engine thread, where no Ctrl-C can come between making a thing and noting it.
 
         Args:
-            folder: Where it goes; prepared.
-            snapshot: What it says besides its tiles.
+            folder: The folder of the checkpoint, prepared.
+            snapshot: The content besides the tiles.
             needs_buffers: Whether some tiles have to be gathered first.
-            io_backend: Of the store in the folder, for a copy.
-            on_done: Called, in a thread of its own, with the error or None when it has ended.
+            io_backend: Backend of the store in the folder, for a copy.
+            on_done: See `Checkpoints.save`.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.
@@ -277,11 +277,11 @@ class Saves:
             )
             self._others[number] = sink[1]
         save = Save(self._numbers, number if copy else None, empty)
-        self.pending = Pending(save, folder, snapshot, sink, on_done, time.monotonic())
+        self.pending = PendingSave(save, folder, snapshot, sink, on_done, time.monotonic())
         return self.pending
 
     def is_expected(self, step: int) -> bool:
-        """Return whether a save after a step would come as long after the last one as that after the one before."""
+        """Return whether a save is due after a step, if saves come at intervals like the last one."""
         return len(self._steps) == 2 and step == 2 * self._steps[1] - self._steps[0]
 
     # On the engine thread: what the executor needs
@@ -305,10 +305,10 @@ class Saves:
         """See `SaveSource.commit`."""
         pending = known(self.pending, "a commit of no save")
         invariant(pending.save.number == operation.number, "a commit of another save")
-        self._close_foreign()  # what was still there has been flushed for this save
+        self._close_foreign()  # the last tiles there have been flushed for this save
         pending.records = operation.records
         thread = threading.Thread(target=self._run, args=(pending, operation), name="offload-commit", daemon=True)
-        thread.start()  # or the system has no more threads, and there is none to be waited for
+        thread.start()  # raises if the system has no more threads; `pending.thread` stays None then
         pending.thread = thread
 
     def commit_error(self) -> Exception:
@@ -316,12 +316,12 @@ class Saves:
         error = self._commit_error
         return error if isinstance(error, Exception) else CheckpointError(f"the commit was cut short: {error!r}")
 
-    def ended(self, error: BaseException | None, *, broke: bool = False) -> list[int]:
-        """Take in that the save under way has ended.
+    def end_pending(self, error: BaseException | None, *, broke: bool = False) -> list[int]:
+        """End the pending save: keep its checkpoint, or note its error.
 
         Args:
             error: Why it failed.
-            broke: Whether the session has broken: its lanes may hang, and nothing here waits for them.
+            broke: Whether the session has broken: its lanes may hang, and this does not wait for them.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -329,7 +329,7 @@ class Saves:
         pending = self.pending
         if pending is None:
             return []
-        released: list[int] = []
+        save_numbers: list[int] = []
         if error is not None and pending.thread is not None:
             # The session may have broken during the commit: then the outcome of the commit counts.
             pending.cancelled.set()
@@ -337,30 +337,29 @@ class Saves:
             if pending.job is not None and pending.job.committed:
                 error = None
             if pending.job is not None and not pending.job.undone:
-                self.named = pending.records
+                self.named_records = pending.records
         if pending.sink is not None:
-            # It stays in `others` when it is closed: a session that breaks still hears of writes to it.
-            if error is None or self.named:
+            # It stays in `_others` when it is closed: a session that breaks still gets completions of writes to it.
+            if error is None or self.named_records:
                 pending.sink[1].keep({record.location.offset for record in pending.records.values()})
-            if not broke:  # else it is closed with the session, as it may hang
+            if not broke:  # else closing may hang, and is done with the session
                 pending.sink[1].close()
         if error is None and pending.job is not None:
-            own = pending.job.kept
-            own.number = None if pending.snapshot.copy else pending.save.number
+            own = pending.job.checkpoint
+            own.save_number = None if pending.snapshot.copy else pending.save.number
             if not pending.job.committed:
                 error = self.commit_error()
                 self._doubtful.append(own)
-                self._undecided = [id for id in self._undecided if id != own.id]
+                self._undecided_ids = [id for id in self._undecided_ids if id != own.id]
             else:
-                self._undecided.clear()
+                self._undecided_ids.clear()
                 self.last_folder = pending.folder.path
-                gone = pending.job.released
-                released = [kept.number for kept in gone if kept.number is not None]
-                known = sorted([*pending.job.confirmed, *self.kept], key=lambda kept: kept.number or 0)
-                self.kept = [kept for kept in known if kept not in gone]
-                self._newer = [kept for kept in self._newer if kept not in gone]
-                settled = [*pending.job.confirmed, *gone]
-                self._doubtful = [kept for kept in self._doubtful if kept not in settled]
+                released = pending.job.released
+                save_numbers = [kept.save_number for kept in released if kept.save_number is not None]
+                committed = sorted([*pending.job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
+                self.kept = [kept for kept in committed if kept not in released]
+                self._newer = [kept for kept in self._newer if kept not in released]
+                self._doubtful = [d for d in self._doubtful if d not in (*pending.job.confirmed, *released)]
                 if not pending.snapshot.copy:
                     self.kept.append(own)
         if error is not None:
@@ -373,10 +372,10 @@ class Saves:
         pending.done.set()
         if pending.on_done is not None:
             threading.Thread(target=pending.on_done, args=(error,), name="offload-saved", daemon=True).start()
-        return released
+        return save_numbers
 
     def release(self, folder: str) -> list[int]:
-        """Release the kept checkpoint in a folder; if it is gone from there, all that were written there.
+        """Release the kept checkpoint in a folder; if none is there any more, all that were saved to it.
 
         On the engine thread, with nothing pending.
 
@@ -386,22 +385,22 @@ class Saves:
         Raises:
             CheckpointError: None is kept there, or it is being read or cannot be deleted.
         """
-        found = [kept for kept in self.kept if kept.folder == folder]
-        if not found:
+        candidates = [kept for kept in self.kept if kept.folder == folder]
+        if not candidates:
             places = ", ".join(kept.folder for kept in self.kept) or "none"
             raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {places}")
-        there = [kept for kept in found if standing(Pin(kept.id, folder), "") is not Standing.MISSING]
-        released = []
-        for kept in there or found:
-            if not release(kept, "released on request", missing=not there):
+        present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
+        save_numbers = []
+        for kept in present or candidates:
+            if not release(kept, "released on request", missing=not present):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
             self.kept.remove(kept)
-            released += [kept.number] if kept.number is not None else []
-        return released
+            save_numbers += [kept.save_number] if kept.save_number is not None else []
+        return save_numbers
 
     # On the committing thread
 
-    def _run(self, pending: Pending, commit: Commit) -> None:
+    def _run(self, pending: PendingSave, commit: Commit) -> None:
         job, error = None, 0
         try:
             job = pending.job = self._job(pending, commit.records)
@@ -412,16 +411,16 @@ class Saves:
             error = 0 if job is not None and job.is_doubtful else -1
         self._queue.post(commit.op, error)
 
-    def _job(self, pending: Pending, records: Mapping[TileId, Record]) -> CommitJob:
+    def _job(self, pending: PendingSave, records: Mapping[TileId, Record]) -> CommitJob:
         snapshot = pending.snapshot
-        used = sorted({record.location.path for record in records.values()})
+        path_numbers = sorted({record.location.path for record in records.values()})
         refs = [
             StoreRef(pending.sink[0], None)
             if pending.sink is not None
             else StoreRef(self.stores[path][1], self.stores[path][0])
-            for path in used
+            for path in path_numbers
         ]
-        numbers = {path: number for number, path in enumerate(used)}
+        numbers = {path: number for number, path in enumerate(path_numbers)}
         extra = snapshot.extra
         manifest = Manifest(
             id=snapshot.id,
@@ -454,18 +453,18 @@ class Saves:
             pending.cancelled,
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
-            ended=snapshot.ended,
+            find_ended=snapshot.find_ended,
             doubtful=tuple(self._doubtful),
-            abandoned=tuple(id for id in self._undecided if id != snapshot.id),
+            abandoned_ids=tuple(id for id in self._undecided_ids if id != snapshot.id),
         )
 
     # Resuming, with nothing pending
 
-    def resumed(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
-        """Keep the checkpoint that was loaded as one of our own, if its session has ended.
+    def keep_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+        """Keep the checkpoint that was loaded like this session's own ones, if its session has ended.
 
-        It is then released in its turn, and stores that it leaves without a pin are deleted. A checkpoint of a live
-        session, one that another session has resumed from, or one of another number of ranks is left alone.
+        It is then released in its turn, and stores that have no pin after that are deleted. A checkpoint of a live
+        session, one that another session has resumed from, or one of another number of ranks is not kept.
         """
         self.last_folder = checkpoint.path
         if len(checkpoint.manifests) != ranks or any(kept.id == checkpoint.id for kept in self.kept):
@@ -473,85 +472,84 @@ class Saves:
         stores = tuple((ref.path, ref.store) for ref in checkpoint.manifests[rank].stores if ref.path is not None)
         if not stores:
             return
-        owned = self._own(stores, checkpoint, None)
-        if owned is not None:
-            self.kept.append(Kept(checkpoint.path, checkpoint.id, rank, stores, None, owned.taken))
+        locked = self._lock(stores, checkpoint, None)
+        if locked is not None:
+            self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
 
-    def _own(self, stores: Iterable[Place], checkpoint: Checkpoint, exchange: Exchange | None) -> _Owned | None:
-        """Lock every store in `stores`; open for writing those that we can continue in. All or nothing."""
-        owned = _Owned()
-        stores = list(stores)
+    def _lock(self, stores: Sequence[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
+        """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""
+        locked = _StoreLocks()
         try:
-            copied = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
+            is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
         except CheckpointError as error:
             log.info("%s: its stores are only read: %s", checkpoint.path, error)
             return None
-        if copied:
+        if is_copy:
             log.info("%s is a copy of a checkpoint that is elsewhere, too: its stores are only read", checkpoint.path)
             return None
         for path, store in stores:
             number = next((n for n, (own, _) in enumerate(self.stores[: self._paths]) if own == path), None)
-            if exchange is not None and number is not None and number not in owned.tiers and exchange.can(number):
-                found = self._open(number, path, store, checkpoint, exchange)
-                if found is not None:
-                    owned.tiers[number] = found
+            if reuse is not None and number is not None and number not in locked.tiers and reuse.is_possible(number):
+                opened = self._open_store(number, path, store, checkpoint, reuse)
+                if opened is not None:
+                    locked.tiers[number] = opened
                     continue
             lock = store_folder(path, store).take_lock()
             if lock is None:
-                owned.give_up()
+                locked.give_up()
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
                 return None
-            owned.taken += ((path, store, lock),)
+            locked.locks += ((path, store, lock),)
         with contextlib.suppress(CheckpointError):
             for path, store in stores:
                 note_move(checkpoint.id, checkpoint.path, path, store)
-        return owned
+        return locked
 
-    def _open(
-        self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, exchange: Exchange
-    ) -> tuple[uuid.UUID, Tier, list[Pinned]] | None:
-        pinned = pinned_in(path, store, number, checkpoint, exchange.layout)
+    def _open_store(
+        self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, reuse: StoreReuse
+    ) -> tuple[uuid.UUID, Tier, list[PinnedTiles]] | None:
+        pinned = pinned_in(path, store, number, checkpoint, reuse.layout)
         if pinned is None:
             return None
         try:
-            tier = exchange.open(number, store, used_bytes(pinned))
+            tier = reuse.open(number, store, used_bytes(pinned))
         except OffloadError as error:
             log.info("offload-%s on %s is only read: %s", store, path, error)
             return None
-        if pinned_in(path, store, number, checkpoint, exchange.layout) != pinned:  # it changed before it was locked
+        if pinned_in(path, store, number, checkpoint, reuse.layout) != pinned:  # it changed before it was locked
             tier.close()
             return None
         return store, tier, pinned
 
-    def adopt(
-        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, exchange: Exchange, rank: int
-    ) -> Adopted:
+    def take_over(
+        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, reuse: StoreReuse, rank: int
+    ) -> Takeover:
         """Take over the stores of a checkpoint as far as possible; on the engine thread, with nothing in flight.
 
-        A manifest that another rank has written for all is that rank's to take over; here its stores are only read.
+        A manifest that another rank has written for all is taken over by that rank; here its stores are only read.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.
         """
         self.last_folder = checkpoint.path
-        adopted = Adopted()
+        takeover = Takeover()
         own = {place: number for number, place in enumerate(self.stores[: self._paths])}
-        named = {(ref.path, ref.store): None for ref in manifest.stores if ref.path is not None}
-        numbers = {place: own[place] for place in named if place in own}
-        others = [place for place in named if place not in own]
-        owned = self._own(others, checkpoint, exchange) if manifest.rank == rank else None
-        if owned is not None and owned.tiers:
+        places = dict.fromkeys((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
+        numbers = {place: own[place] for place in places if place in own}
+        others = [place for place in places if place not in own]
+        locked = self._lock(others, checkpoint, reuse) if manifest.rank == rank else None
+        if locked is not None and locked.tiers:
             trial = deepcopy(index)
-            for number, (_, tier, pinned) in owned.tiers.items():
+            for number, (_, tier, pinned) in locked.tiers.items():
                 end = used_bytes(pinned)
-                adopted.limits[number] = end + min(index.limit_bytes(number), tier.free_bytes())
+                takeover.limit_bytes[number] = end + min(index.limit_bytes(number), tier.free_bytes())
                 counts = Counter(record.location for one in pinned for record in one.records.values())
-                trial.take_up(number, adopted.limits[number], counts)
+                trial.take_up(number, takeover.limit_bytes[number], counts)
             if not trial.fits():
-                owned.give_up()
-                adopted.limits.clear()
-                owned = self._own(others, checkpoint, None)
-        tiers = owned.tiers if owned is not None else {}
+                locked.give_up()
+                takeover.limit_bytes.clear()
+                locked = self._lock(others, checkpoint, None)
+        tiers = locked.tiers if locked is not None else {}
         numbers.update({(self.stores[number][0], store): number for number, (store, _, _) in tiers.items()})
         foreign: dict[int, Tier] = {}
         try:
@@ -563,52 +561,52 @@ class Saves:
         except BaseException:
             for tier in foreign.values():
                 tier.close()
-            if owned is not None:
-                owned.give_up()
+            if locked is not None:
+                locked.give_up()
             raise
         self.stores += [place for place in others if numbers[place] in foreign]
         self._others.update(foreign)
         for number, (store, tier, _) in tiers.items():
-            exchange.install(number, tier)
+            reuse.install(number, tier)
             self.stores[number] = self.stores[number][0], store
-        adopted.records = records_in(manifest, numbers)
-        if owned is not None and others:
-            self._keep_on(checkpoint, manifest, owned, adopted)
-        return adopted
+        takeover.records = records_in(manifest, numbers)
+        if locked is not None and others:
+            self._keep_all(checkpoint, manifest, locked, takeover)
+        return takeover
 
-    def _keep_on(self, checkpoint: Checkpoint, manifest: Manifest, owned: _Owned, adopted: Adopted) -> None:
-        """Hold what checkpoints name in stores that were taken over; older ones are released in their turn."""
-        by_id: dict[str, list[Pinned]] = {}
-        for one in sorted((one for _, _, found in owned.tiers.values() for one in found), key=lambda one: one.step):
+    def _keep_all(self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover) -> None:
+        """Keep the checkpoints that have tiles in the stores; older ones are released in their turn."""
+        by_id: dict[str, list[PinnedTiles]] = {}
+        for one in sorted((one for _, _, tiles in locked.tiers.values() for one in tiles), key=lambda one: one.step):
             by_id.setdefault(one.id, []).append(one)
         ours = {(path, store) for path, store in self.stores[: self._paths]}
-        for id, found in by_id.items():
+        for id, pinned in by_id.items():
             self._numbers += 1
-            adopted.held[self._numbers] = {tile: record for one in found for tile, record in one.records.items()}
-            stores = tuple((ref.path, ref.store) for ref in found[0].manifest.stores if ref.path is not None)
+            takeover.pinned_records[self._numbers] = dict(item for one in pinned for item in one.records.items())
+            stores = tuple((ref.path, ref.store) for ref in pinned[0].manifest.stores if ref.path is not None)
             if id != checkpoint.id and ours.issuperset(stores):
-                kept = Kept(found[0].folder, id, found[0].manifest.rank, stores, self._numbers)
-                (self.kept if found[0].step <= manifest.step else self._newer).append(kept)
-        number = next((n for n, id in zip(adopted.held, by_id, strict=True) if id == checkpoint.id), None)
+                kept = KeptCheckpoint(pinned[0].folder, id, pinned[0].manifest.rank, stores, self._numbers)
+                (self.kept if pinned[0].step <= manifest.step else self._newer).append(kept)
+        number = next((n for n, id in zip(takeover.pinned_records, by_id, strict=True) if id == checkpoint.id), None)
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
-        self.kept.append(Kept(checkpoint.path, checkpoint.id, manifest.rank, stores, number, owned.taken))
+        self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, manifest.rank, stores, number, locked.locks))
 
     def _close_foreign(self) -> None:
         for number in [number for number in self._others if number < len(self.stores)]:
             self._others.pop(number).close()
 
     def close(self) -> None:
-        """Let go of stores and locks; nothing is handed over any more."""
+        """Close other stores, and give locks back; no save begins any more."""
         for number in list(self._others):
             self._others.pop(number).close()
-        for kept in self.kept:
-            for _, _, lock in kept.taken:
+        for checkpoint in self.kept:
+            for _, _, lock in checkpoint.locks:
                 release_lock(lock)
         self.kept.clear()
 
 
 def save_error(folder: str, cause: BaseException) -> CheckpointError:
-    """Return the error that users get for a save that failed with `cause`."""
+    """Return the error that users get for a save that has failed with `cause`."""
     if isinstance(cause, CheckpointError):
         return cause
     error = CheckpointError(f"no checkpoint was written to {folder}: {cause}")

@@ -1,14 +1,14 @@
-"""Stores, what pins them, and what may be freed.
+"""Stores, the pins that keep them, and which stores may be freed.
 
 A store that checkpoints refer to says so itself, in `pins.json`: a list of checkpoints, each by its id and folder.
 A pin is durable before its checkpoint is committed.
 
 Whoever wants to free anything (tidying after a commit, `offload gc`, a resume that takes a store over, a session that
-uses slots again) asks `standing` about each pin, or `judge` about a store, which does. The rule: **a pin ends only
-with a release that names its id**: a `RELEASED`, or a `COMMIT` that says it has replaced it, and then the removal of
-the pin itself. A session writes them for a checkpoint that it finds in its folder. Anything else that is found there,
-or not found, is no evidence: a folder's name may mean another folder by now (another mount, a link, a rename). What
-cannot be decided is kept, reported as missing, and for a person to delete.
+uses slots again) asks `standing` about each pin, or `judge` about a store with its pins. The rule: **a pin ends only
+with a release that names its id**: a `RELEASED`, or a `COMMIT` that names it among those it has replaced; then the
+pin itself is removed. A session writes them for a checkpoint that it finds in its folder. Anything else there, or its
+absence, is no evidence: a folder's name may mean another folder by now (another mount, a link, a rename). A pin that
+cannot be decided is kept, and reported as missing: a person may delete its store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.tiers.place import Folder
 _log = logging.getLogger("offload")
 
 HERE = ".."
-"""The folder of a pin whose checkpoint is the one that the store lies in, wherever that is moved."""
+"""A pin's folder if the store lies in the checkpoint itself, wherever that is moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Pin:
 
 
 class Standing(enum.Enum):
-    """What is known of a checkpoint that a pin names."""
+    """Whether the checkpoint that a pin names is there, released, or missing."""
 
     HELD = "it is in its folder"
     RELEASED = "a session has released or replaced it"
@@ -88,23 +88,21 @@ def pin(folder: Folder, added: Pin) -> None:
 
 
 def unpin(folder: Folder, id: str) -> None:
-    """Take a checkpoint's pin off a store; the caller has released it, or it has never been one."""
+    """Take a checkpoint's pin off a store; the caller has released it, or it was never committed."""
     pins = read_pins(folder)
-    left = [pin for pin in pins if pin.id != id]
-    if left != pins:
-        write_pins(folder, left)
+    others = [pin for pin in pins if pin.id != id]
+    if others != pins:
+        write_pins(folder, others)
 
 
 # What may be freed ------------------------------------------------------------------------------------------------
 
 
 def standing(pin: Pin, store: str) -> Standing:
-    """Return what is known of the checkpoint of a pin.
-
-    What cannot be read counts as held: it may be mended.
+    """Return the standing of a pin's checkpoint; one that cannot be read counts as held: it may be mended.
 
     Args:
-        pin: One of a store.
+        pin: A pin of the store.
         store: The store's directory, or prefix of a bucket.
     """
     if not pin.id:
@@ -117,18 +115,18 @@ def standing(pin: Pin, store: str) -> Standing:
             commit = unseal_commit(content, folder)
             if commit.id == pin.id:
                 return Standing.HELD
-            released = commit.replaced
+            released_ids = commit.replaced
         else:
-            released = read_released(place)[0]
+            released_ids = read_released(place)[0]
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
-    return Standing.RELEASED if pin.id in released else Standing.MISSING
+    return Standing.RELEASED if pin.id in released_ids else Standing.MISSING
 
 
 def released_before(folder: Folder) -> tuple[str, ...]:
-    """Return which checkpoints a folder has held and a commit to it replaces, newest first.
+    """Return the ids of the checkpoints that a commit to a folder replaces or that it has held before, newest first.
 
-    A copy of a checkpoint that is elsewhere, too, is not one of them: replacing it releases nothing.
+    Without that of a copy, whose checkpoint is elsewhere, too: replacing a copy releases nothing.
 
     Raises:
         CheckpointError: Its `COMMIT` is not ours to replace.
@@ -140,7 +138,7 @@ def released_before(folder: Folder) -> tuple[str, ...]:
 
 
 def commit_to_replace(folder: Folder) -> CommitRecord | None:
-    """Return what the `COMMIT` of a folder says; None if there is none.
+    """Return the `COMMIT` of a folder; None if there is none.
 
     Raises:
         CheckpointError: It is not ours to replace.
@@ -154,7 +152,7 @@ def commit_to_replace(folder: Folder) -> CommitRecord | None:
 
 def _is_copy(folder: Folder) -> bool:
     """Return whether the checkpoint in a folder is a copy of one that the pins of its stores find elsewhere."""
-    with contextlib.suppress(CheckpointError):  # it is damaged, or its stores have gone
+    with contextlib.suppress(CheckpointError):  # the checkpoint is damaged, or its stores are gone
         id, manifests = read_manifests(folder)
         refs = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
         return any(is_elsewhere(id, folder.path, path, store) for path, store in sorted(refs))
@@ -162,7 +160,7 @@ def _is_copy(folder: Folder) -> bool:
 
 
 def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
-    """Return whether a checkpoint is in the folder that a store's pin names, and that is another one than `folder`.
+    """Return whether a store's pin names another folder than `folder`, and the checkpoint is there, too.
 
     `folder` is a copy of it then, and both need the store.
 
@@ -177,16 +175,16 @@ def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
 
 
 def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
-    """Have the pin of a checkpoint that was moved name the folder that it is in now; the caller has the store's lock.
+    """Write a moved checkpoint's new folder into its pin; the caller has the store's lock.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
     """
     place = store_folder(path, store)
     pins = read_pins(place)
-    moved = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
-    if moved != pins:
-        write_pins(place, moved)
+    new_pins = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
+    if new_pins != pins:
+        write_pins(place, new_pins)
 
 
 def is_same(left: str, right: str) -> bool:
@@ -197,7 +195,7 @@ def is_same(left: str, right: str) -> bool:
 
 
 def is_read(store: Folder) -> bool:
-    """Return whether somebody is known to read what checkpoints name in a store, other than its owner."""
+    """Return whether somebody other than its owner is known to read a store."""
     with contextlib.suppress(OSError):
         return store.is_read()
     return False
@@ -215,11 +213,11 @@ class Leftover:
         nbytes: Bytes that it takes.
         used_by: Pid of the process that has its lock, or None.
         being_read: Whether some process reads it.
-        pins: Checkpoints that it is pinned by and that are in their folders.
-        missing: Pins of checkpoints of which nobody can tell: deleted, never committed, moved, or hidden by a mount.
+        pins: Pins of checkpoints that are in their folders.
+        missing: Pins of checkpoints that may be deleted, never committed, moved, or hidden by a mount.
         problem: Why it cannot be judged; "" if it can.
-        opened_by: In an object store, who has opened it and may use it still: nobody can tell. "" elsewhere.
-        folder: What it is.
+        opened_by: In an object store, who has opened it, and may use it still. "" elsewhere.
+        folder: Its folder.
     """
 
     path: str
@@ -260,47 +258,47 @@ def find_stores(path: str) -> list[Leftover]:
 
 
 def leftover_bytes(paths: Sequence[str]) -> int:
-    """Return what stores take whose sessions have ended, as their locks on `paths` say."""
-    found = 0
+    """Return the bytes of stores on `paths` whose sessions have ended, as their locks tell."""
+    total_bytes = 0
     for place in map(parse_place, paths):
         with contextlib.suppress(OSError):
             for store in place.stores(ranks=False) if place.has_locks else ():
-                found += store.nbytes() if store.used_by() is None else 0
-    return found
+                total_bytes += store.nbytes() if store.used_by() is None else 0
+    return total_bytes
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Return what is known of a store.
+    """Return who uses and reads a store, and which of its pins keep it.
 
     Args:
-        store: Which one.
-        locked: Whether the caller has its lock, and is nobody who uses it.
+        store: The store.
+        locked: Whether the caller has its lock, but does not use it.
     """
     nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
-    held: tuple[Pin, ...] = ()
+    pins: tuple[Pin, ...] = ()
     missing: tuple[Pin, ...] = ()
     try:
         nbytes = store.nbytes()
         opened_by = store.opened_by()
         used_by = None if locked else store.used_by()
         being_read = store.is_read()
-        held, missing = _split_pins(store)
+        pins, missing = _split_pins(store)
     except OSError as cause:
         problem = f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause)
     except CheckpointError as cause:
         problem = str(cause)
-    return Leftover(store.label, nbytes, used_by, being_read, held, missing, problem, opened_by, folder=store)
+    return Leftover(store.label, nbytes, used_by, being_read, pins, missing, problem, opened_by, folder=store)
 
 
 def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
-    """Return the pins whose checkpoints are in their folders, and those of which nobody can tell."""
+    """Return the pins whose checkpoints are in their folders, and those whose checkpoints are missing."""
     pins, name = read_pins(store), store.label
     if not any(pin.folder == HERE for pin in pins):
         pins += _implied_pins(name)
     parent = name.rpartition("/")[0]
-    known = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
-    held = tuple(pin for pin, what in known if what is Standing.HELD)
-    return held, tuple(pin for pin, what in known if what is Standing.MISSING)
+    verdicts = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
+    held_pins = tuple(pin for pin, verdict in verdicts if verdict is Standing.HELD)
+    return held_pins, tuple(pin for pin, verdict in verdicts if verdict is Standing.MISSING)
 
 
 def _implied_pins(store: str) -> list[Pin]:
@@ -312,7 +310,7 @@ def _implied_pins(store: str) -> list[Pin]:
     try:
         id, manifests = read_manifests(place)
     except CheckpointError:
-        return [Pin("", HERE)]  # it is damaged or not ours: what it names is not known
+        return [Pin("", HERE)]  # it is damaged or not ours: nobody can tell which stores it names
     refs = [ref for manifest in manifests for ref in manifest.stores]
     return [Pin(id, HERE)] if any(ref.path is None and f"offload-{ref.store}" == name for ref in refs) else []
 
@@ -322,10 +320,10 @@ def remove(leftover: Leftover, *, missing: bool = False) -> bool:
 
     It is judged again under its lock. A store is left alone if it has no lock file: it may just be in the making, or
     on a file system without locks. Only files that stores are made of are deleted. In an object store nothing tells
-    whether somebody uses it: the caller says by this that nobody does.
+    whether somebody uses a store: whoever calls this knows that nobody does.
 
     Args:
-        leftover: Which one.
+        leftover: The store.
         missing: Delete it even if some of its pins are missing: the caller knows that their checkpoints are gone.
     """
     store = leftover.folder
@@ -341,8 +339,8 @@ def remove(leftover: Leftover, *, missing: bool = False) -> bool:
 
 def delete_unused(store: Folder, *, missing: bool = False) -> bool:
     """Delete a store whose lock the caller has, if it may be freed; return whether it is gone. See `remove`."""
-    found = judge(store, locked=True)
-    if not (found.is_free or (missing and found.is_unused)):
+    leftover = judge(store, locked=True)
+    if not (leftover.is_free or (missing and leftover.is_unused)):
         return False
     try:
         store.remove()

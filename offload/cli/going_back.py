@@ -226,7 +226,7 @@ def _tensor(source: SafetensorsSource, name: str, tensor: str) -> Any:
 def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
     """Return hyperparameters and parameters of all groups; a parameter without state has no name."""
     metadata = opened.metadata
-    kinds: Mapping[str, Any] = {kind.__name__: getattr(kind, "theirs", None) for kind in KINDS}
+    kinds: Mapping[str, Any] = {kind.__name__: kind.torch_class for kind in KINDS}
     saved, kind = metadata.get("groups"), str(metadata.get("optimizer"))
     if kind not in kinds or not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
         raise CheckpointError(f"{opened.path} is of no optimizer of offload: it has no parameter groups")

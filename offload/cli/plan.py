@@ -284,7 +284,7 @@ def _least_subgroup_numel(numel: int) -> int:
 
 
 def _budgets(question: Question) -> tuple[Layout, Budgets]:
-    """Return one rank's layout, and what each tier offers for it."""
+    """Return one rank's layout, and the bytes that each tier has for it."""
     from offload.plan import Budgets, PathBudget, choose_subgroup_numel
 
     numel = math.ceil(question.params / question.all_ranks)
@@ -294,14 +294,14 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     state = StateSpec(RULES[question.rule], STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel
     if subgroup_numel is None:
-        chosen = choose_subgroup_numel(numel, question.staging_memory, state)
-        subgroup_numel = max(chosen, _least_subgroup_numel(numel))
+        usual_numel = choose_subgroup_numel(numel, question.staging_memory, state)
+        subgroup_numel = max(usual_numel, _least_subgroup_numel(numel))
     elif subgroup_numel < _least_subgroup_numel(numel):
         allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {_least_subgroup_numel(numel):,} or more")
     exact_numel = math.ceil(question.exact_params / question.all_ranks)
     layout, rates = _layout(numel, exact_numel, subgroup_numel, state), question.rates
-    staging = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
+    gpu_staging_bytes = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
     return layout, Budgets(
         host_bytes=question.host_memory,
         staging_bytes=question.staging_memory,
@@ -309,7 +309,7 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
         gradient_bytes=GRADIENT_BYTES * numel,
         follow_rates=True,
         gpu_bytes=question.gpu_memory,
-        gpu_staging_bytes=staging,
+        gpu_staging_bytes=gpu_staging_bytes,
         weights_on_gpu=question.weights_on_gpu,
         gradients_on_gpu=question.weights_on_gpu and question.keep_grads,
     )

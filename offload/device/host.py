@@ -1,4 +1,4 @@
-"""Host memory of one session: state at home there, staging slots, and buffers between host and GPU."""
+"""The host memory of one session: state at home there, staging slots, buffers between host and GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from offload.protocols import Tier
 
 
 class HostMemory:
-    """All arenas of a session, and what its plan has put into them.
+    """All arenas of a session, and the addresses of state and slots in them.
 
     Args:
-        lanes: Those of the device that arenas are for.
+        lanes: Lanes of the device that uses the arenas.
 
     Attributes:
-        arenas: All that have not been given back.
+        arenas: All arenas that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
     """
 
@@ -75,13 +75,13 @@ class HostMemory:
                 self._homes[subgroup.index] = address
                 address += subgroup.state_bytes
 
-    def adopt_staging(self, plan: Plan, held: Mapping[int, int], tiers: Sequence[Tier]) -> None:
+    def adopt_staging(self, plan: Plan, slots: Mapping[int, int], tiers: Sequence[Tier]) -> None:
         """Make staging slots as `plan` says; nothing is in flight.
 
         Args:
             plan: The new plan.
-            held: Staging slots in use, by subgroup; their content moves along.
-            tiers: All that read into staging slots and write from them.
+            slots: Staging slots in use, by subgroup; their content moves along.
+            tiers: All tiers that read into staging slots and write from them.
         """
         old = self._staging
         if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
@@ -89,7 +89,7 @@ class HostMemory:
             for tier in tiers:  # before the old memory goes away
                 tier.register_memory(staging.address, staging.nbytes)
             if old is not None:
-                for subgroup, slot in held.items():
+                for subgroup, slot in slots.items():
                     nbytes = plan.layout.subgroups[subgroup].state_bytes
                     source = old.address + slot * self._slot_bytes
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
@@ -98,7 +98,7 @@ class HostMemory:
         self._slot_bytes = plan.slot_bytes
 
     def adopt_device(self, plan: Plan, before: Layout) -> None:
-        """Take memory for what `plan` adds on the device, and for buffers on the way there.
+        """Take device memory for state that `plan` adds there, and host memory for buffers on the way.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -121,9 +121,9 @@ class HostMemory:
             self.bounce = bounce
 
     def checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
-        """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles, taken now unless it is there.
+        """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles; allocate it if it is too small.
 
-        Nothing is in flight in the buffers that there were.
+        Nothing is in flight in the old buffers.
 
         Raises:
             OffloadError: The system has no such memory.

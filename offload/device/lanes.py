@@ -1,4 +1,4 @@
-"""What a session has on a GPU, and what it puts on the GPU's lanes.
+"""A session's memory on a GPU, and the work that it puts on the GPU's lanes.
 
 The machine decides; this turns its decisions into work on lanes, orders lanes that depend on each other, and knows
 every address. A copy to the GPU, or an update there, counts as done once it is enqueued: work that depends on it is
@@ -48,7 +48,7 @@ class Timed:
 
 
 def no_weights(subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
-    """Return where nothing lies."""
+    """Return no copies."""
     return np.zeros((0, 3), np.uint64)
 
 
@@ -57,8 +57,8 @@ class GpuLanes(Lanes):
 
     Args:
         device: The GPU.
-        queue: Where ends of operations are reported.
-        weight_copies: Says where a subgroup's weights lie: `Tables.weight_copies`.
+        queue: The queue for completions of operations.
+        weight_copies: `Tables.weight_copies`: returns the addresses of a subgroup's weights.
         cpu_updates: Whether the CPU may update some of the state.
     """
 
@@ -102,7 +102,7 @@ class GpuLanes(Lanes):
         Args:
             plan: The new plan.
             before: The layout of the plan before.
-            weight_slots: Address of host memory for the plan's weight slots; 0 to keep those there are.
+            weight_slots: Address of host memory for the plan's weight slots; 0 to keep the present ones.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -133,7 +133,7 @@ class GpuLanes(Lanes):
             self._weights_address = weight_slots
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the device memory that `adopt` would take for staging slots; what there is goes then."""
+        """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
         return slots_bytes if slots_bytes > self._slots_bytes else 0
 
@@ -186,17 +186,17 @@ class GpuLanes(Lanes):
         arena.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return what is at home on the device, and how much host memory it reaches by itself, and does not."""
+        """Return bytes of state at home on the device, and of host memory that is pinned and that could not be."""
         pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
-        found = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
-        return dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), found, strict=True))
+        counts = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
+        return dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), counts, strict=True))
 
     def known_rates(self, rates: Rates) -> Rates | None:
-        """Return rates that were measured elsewhere, unless they are of no GPU."""
+        """Return rates that were measured elsewhere; None if they have none of a GPU."""
         return rates if rates.gpu != NO_GPU else None
 
     def rated(self, measure: Callable[[GpuLanes], GpuRates]) -> GpuRates:
-        """Return the rates that `measure` finds of these lanes, with nothing on them."""
+        """Return the rates that `measure` finds for these lanes, which are idle."""
         return measure(self)
 
     # Around the caller's work; on the caller's thread
@@ -223,11 +223,11 @@ class GpuLanes(Lanes):
             self.device.mark(lane, timed=False).wait()
 
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return all: lanes may still be at it."""
+        """Return all: lanes may still use them."""
         return tensors
 
     def wake(self, after: Mark | None = None) -> None:
-        """Let the engine thread look for gradients that have come, if it wants to: now, or after a timed mark."""
+        """Have the engine thread look for arrived gradients, if `wakes`: now, or after a timed mark."""
         if not self.wakes:
             return
         if after is None:
@@ -244,10 +244,10 @@ class GpuLanes(Lanes):
             self.device.copy(lane, target + offset, source + offset, size)
 
     def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state into a staging slot on the device, which nothing leaves any more."""
+        """Copy a subgroup's state into a staging slot on the device, whose last copy-out has ended."""
         slot, nbytes = operation.through, operation.nbytes
         updated = self._updated.get(slot)
-        if updated is not None:  # of the slot's owner before, which may have changed nothing, and was not copied out
+        if updated is not None:  # by the slot's last owner, if it changed nothing and was not copied out
             self.device.follow(DeviceLane.H2D, updated)
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
@@ -287,7 +287,7 @@ class GpuLanes(Lanes):
         now_s = time.monotonic()
         self._queue.post(op, started_s=now_s, finished_s=now_s)
 
-    # Weights of what the CPU visits
+    # Weights of subgroups that the CPU visits
 
     def image(self, weight_slot: int | None) -> int:
         """Return the address of a weight slot."""
@@ -296,7 +296,7 @@ class GpuLanes(Lanes):
         return self._weights_address + weight_slot * self._plan.weight_slot_bytes
 
     def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
-        """Say that the push after a run is to copy the weights of all segments, or of those in its table."""
+        """Note that the push after a run copies the weights of all segments, or of active ones in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
         self._to_push[subgroup] = self._weight_copies(subgroup, self.image(run.weight_slot), chosen)
 
@@ -339,11 +339,11 @@ class GpuLanes(Lanes):
     def bring(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
         """Fetch the gradients of a visit, and make its run wait for them.
 
-        They have a lane of their own: on that of state, copies wait for updates to end that have not begun.
+        They have a lane of their own: on the lane of state, copies wait for updates that have not begun.
 
         Args:
             visit: The visit.
-            marks: Of gradients that arrived during backward: once reached, they are where the run reads them.
+            marks: Marks of gradients that arrived during backward: once reached, the run can read them.
             copies: Gradients still to be fetched.
             gap_bytes: See `PieceCopies.to_host`.
         """
@@ -353,7 +353,7 @@ class GpuLanes(Lanes):
             began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
             ended = self.device.mark(DeviceLane.LEAVING)
-            self._inputs[visit.subgroup] = (ended,)  # for all: what arrived during backward left on this lane
+            self._inputs[visit.subgroup] = (ended,)  # for all gradients: those of backward left on this lane, too
             if len(copies):
                 self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
@@ -372,13 +372,13 @@ class GpuLanes(Lanes):
         """Forget the marks of a step that has ended."""
         self._inputs.clear()
 
-    # Copies outside steps, which are waited for
+    # Copies outside steps; the caller waits for them
 
     def fetch(self, copies: Pieces) -> None:
         """Copy from the device, behind all work that may have changed it, and wait.
 
         Args:
-            copies: What; small gaps between them in host memory are written, too.
+            copies: The copies; small gaps between them in host memory are overwritten.
         """
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             mark = self.device.mark(lane, timed=False)
@@ -399,16 +399,16 @@ class GpuLanes(Lanes):
         self.timed.setdefault(subgroup, deque()).append(Timed(lane, subgroup, nbytes, due_s, began, ended))
 
     def take_timed(self, add: Callable[[Timed], None], subgroup: int | None = None) -> None:
-        """Hand over all operations that have ended, or those of one subgroup; any thread."""
-        chosen = [self.timed.get(subgroup, deque())] if subgroup is not None else list(self.timed.values())
-        for waiting in chosen:
-            for _ in range(len(waiting)):
+        """Give all operations that have ended, or those of one subgroup, to `add`; any thread."""
+        queues = [self.timed.get(subgroup, deque())] if subgroup is not None else list(self.timed.values())
+        for queue in queues:
+            for _ in range(len(queue)):
                 with contextlib.suppress(IndexError):  # another thread has taken it
-                    timed = waiting.popleft()
+                    timed = queue.popleft()
                     if timed.ended.reached():
                         add(timed)
                     else:
-                        waiting.append(timed)
+                        queue.append(timed)
 
     def close(self) -> None:
         """Wait for the lanes, unpin host memory and close the device."""

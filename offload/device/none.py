@@ -1,6 +1,6 @@
-"""A device that is not there: weights, gradients and state lie in host memory, and what is asked for is done at once.
+"""Stands for a device where there is none: weights, gradients and state lie in host memory, all work is done at once.
 
-`NoDevice` stands where a `Device` does, `Lanes` where `GpuLanes` does. A session chooses once, when it is made.
+`NoDevice` stands for a `Device`, `Lanes` for `GpuLanes`. A session chooses once, when it is made.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from offload.protocols import Device, Mark
 
 
 def nothing(*work: Any, **options: Any) -> None:
-    """Order, keep or take what only a device needs ordered, kept or taken."""
+    """Do nothing: only a device has work or memory to order, keep or take."""
 
 
 def never(*of: Any) -> bool:
-    """Return False: only a device is waited for, or keeps anything."""
+    """Return False: only a device has something to wait for or to keep."""
     return False
 
 
@@ -35,7 +35,7 @@ def _refuse(*work: Any, **options: Any) -> Any:
 
 
 class NoDevice:
-    """A `Device` that is not there: it has no memory, and no work is ever put on it. It is its own reached `Mark`."""
+    """A `Device` without memory and lanes: no work is ever put on it. It is its own reached `Mark`."""
 
     name = "none"
     reserve_bytes = 0
@@ -60,7 +60,7 @@ class NoDevice:
 
 
 class Lanes:
-    """What a session asks of the lanes of its device, and `GpuLanes` does. This is for none: nothing needs an order.
+    """The lanes of a session's device; `GpuLanes` are those of a GPU. Without a device nothing needs an order.
 
     Args:
         device: The device.
@@ -68,8 +68,8 @@ class Lanes:
     Attributes:
         on_gpu: Whether the weights lie on a GPU.
         names: The lanes that timelines and metrics know.
-        given_up: Whether nobody wants memory any more that is still being taken.
-        wakes: Whether the engine thread is to hear of gradients that have come to host memory during backward.
+        given_up: Whether memory that is still being allocated is not needed any more.
+        wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
     """
 
     on_gpu: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class Lanes:
     home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the device memory that `adopt` would take for staging slots; what there is goes then."""
+        """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
         return 0
 
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
@@ -98,11 +98,11 @@ class Lanes:
         arena.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return what `Engine.metrics` says of the device's memory."""
+        """Return the metrics of the device's memory, for `Engine.metrics`."""
         return {}
 
     def known_rates(self, rates: Rates) -> Rates | None:
-        """Return what rates measured elsewhere say of a session with these lanes; None if they miss some."""
+        """Return rates measured elsewhere as far as these lanes need them; None if some are missing."""
         return dataclasses.replace(rates, gpu=NO_GPU)
 
     def rated(self, measure: Callable[[Any], GpuRates]) -> GpuRates:
@@ -110,7 +110,7 @@ class Lanes:
         return NO_GPU
 
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return those of a sweep's tensors that lanes may still use when it is over."""
+        """Return the tensors of a sweep that lanes may still use when the sweep is over."""
         return ()
 
     def image(self, weight_slot: int | None) -> int | None:
@@ -118,16 +118,16 @@ class Lanes:
         return None
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
-        """Send new weights of a subgroup to where they belong: rows of `Tables.weight_copies`."""
+        """Copy new weights of a subgroup to the parameters: rows of `Tables.weight_copies`."""
         self.store(copies.tolist())
 
     def fetch(self, copies: Pieces) -> None:
-        """Copy from where weights and state lie, behind all work that may have changed them, and wait."""
+        """Copy weights or state to host memory, behind all work that may have changed them, and wait."""
         for source, target, nbytes in copies.tolist():
             ctypes.memmove(target, source, nbytes)
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy to where they lie, behind all work on it, and wait: rows of (where, host address, bytes)."""
+        """Copy weights or state from host memory, behind all work on them, and wait: (target, source, bytes)."""
         for target, source, nbytes in copies:
             ctypes.memmove(target, source, nbytes)
 

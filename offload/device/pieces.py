@@ -81,11 +81,11 @@ class PieceCopies:
         self._lock = threading.RLock()
 
     def adopt(self, address: int, buffer_bytes: int) -> int:
-        """Use device memory for buffers from now on; nothing is in flight. Return the address of what was used."""
-        before = min(buffer.address for buffer in self._buffers) if self._buffers else 0
+        """Use other device memory for the buffers; nothing is in flight. Return the address of the old memory."""
+        old_address = min(buffer.address for buffer in self._buffers) if self._buffers else 0
         self._buffers = deque(_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS))
         self.buffer_bytes = buffer_bytes
-        return before
+        return old_address
 
     def to_device(self, pieces: Pieces) -> None:
         """Copy pieces to the device: large ones on lane `H2D`, others then go on on lane `PIECES`.
@@ -94,7 +94,7 @@ class PieceCopies:
             pieces: In host memory, gaps of less than `PIECE_ALIGNMENT` bytes between small ones are read, too.
         """
         device, lane = self._device, DeviceLane.H2D
-        alone, rounds = self._arranged(pieces, PIECE_ALIGNMENT)
+        alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
         for target, source, nbytes in alone.tolist():
             self._copy(lane, target, source, nbytes)
         for part in rounds:
@@ -103,8 +103,8 @@ class PieceCopies:
                 for place, host, nbytes in part.runs:
                     self._copy(lane, buffer.address + place, host, nbytes)
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
-                there = part.places + np.uint64(buffer.address)
-                device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], there, part.pieces[:, 2]], axis=1))
+                at = part.places + np.uint64(buffer.address)
+                device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], at, part.pieces[:, 2]], axis=1))
                 buffer.note(device.mark(DeviceLane.PIECES, timed=False))
 
     def to_host(self, pieces: Pieces, gap_bytes: int = PIECE_ALIGNMENT, lane: DeviceLane = DeviceLane.D2H) -> None:
@@ -116,21 +116,21 @@ class PieceCopies:
             lane: Where copies are put.
         """
         device = self._device
-        alone, rounds = self._arranged(pieces, gap_bytes)
+        alone, rounds = self._arrange(pieces, gap_bytes)
         for source, target, nbytes in alone.tolist():
             self._copy(lane, target, source, nbytes)
         for part in rounds:
             with self._lock:
                 buffer = self._take(DeviceLane.PIECES)
-                there = part.places + np.uint64(buffer.address)
-                device.copy_pieces(DeviceLane.PIECES, np.stack([there, part.pieces[:, 0], part.pieces[:, 2]], axis=1))
+                at = part.places + np.uint64(buffer.address)
+                device.copy_pieces(DeviceLane.PIECES, np.stack([at, part.pieces[:, 0], part.pieces[:, 2]], axis=1))
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
                 for place, host, nbytes in part.runs:
                     self._copy(lane, host, buffer.address + place, nbytes)
                 buffer.note(device.mark(lane, timed=False))
 
     def _take(self, lane: DeviceLane) -> _Buffer:
-        """Return the buffer that was used longest ago, free for what is put on a lane next."""
+        """Return the buffer that was used longest ago; a lane waits for its last use."""
         device = self._device
         self._buffers.rotate(-1)  # in one call, so that no interrupt loses a buffer
         buffer = self._buffers[-1]
@@ -142,14 +142,14 @@ class PieceCopies:
         buffer.is_noted = False
         return buffer
 
-    def _arranged(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:
-        """Return the pieces that are copied each on its own, and rounds of the others."""
+    def _arrange(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:
+        """Return the pieces to copy each on its own, and rounds of the rest."""
         small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
         if np.count_nonzero(small) <= KERNEL_COPIES:
             return pieces, []
-        alone, left = [pieces[~small]], pieces[small].astype(np.int64)
-        left = left[np.argsort(left[:, 1], kind="stable")]  # backward goes from the last layer to the first
-        _, host, nbytes = left.T
+        alone, rest = [pieces[~small]], pieces[small].astype(np.int64)
+        rest = rest[np.argsort(rest[:, 1], kind="stable")]  # backward goes from the last layer to the first
+        _, host, nbytes = rest.T
         gaps = host[1:] - (host + nbytes)[:-1]
         begins = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])
         # Where each piece would lie in an endless buffer, each run at the start of a line of it.
@@ -159,20 +159,20 @@ class PieceCopies:
         lines = np.cumsum(-(-lengths // PIECE_ALIGNMENT) * PIECE_ALIGNMENT)
         ends = np.concatenate([[0], lines])[run] + host - starts[run] + nbytes
         rounds, first = [], 0
-        while first < len(left):
+        while first < len(rest):
             origin = (ends[first] - nbytes[first]) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
             last = max(first + 1, int(np.searchsorted(ends, origin + self.buffer_bytes, side="right")))
             part = slice(first, last)
             heads = np.flatnonzero(np.append(True, begins[part][1:]))
             first = last
             if len(heads) + KERNEL_COPIES >= last - part.start:
-                alone.append(left[part].astype(np.uint64))
+                alone.append(rest[part].astype(np.uint64))
                 continue
             places = (ends - nbytes)[part] - origin
             tails = np.append(heads[1:], last - part.start) - 1
             sizes = (host + nbytes)[part][tails] - host[part][heads]
             runs = np.stack([places[heads], host[part][heads], sizes], axis=1)
             rounds.append(
-                _Round(left[part].astype(np.uint64), places.astype(np.uint64), [tuple(row) for row in runs.tolist()])
+                _Round(rest[part].astype(np.uint64), places.astype(np.uint64), [tuple(row) for row in runs.tolist()])
             )
         return np.concatenate(alone), rounds

@@ -82,13 +82,13 @@ class Tables:
         Raises:
             ConfigError: If a group's hyperparameters cannot be used; nothing has changed then.
         """
-        self._scalars, self._flags, wanted = self._rows(groups, clip / scale, active)
-        return tuple(np.flatnonzero(wanted).tolist())
+        self._scalars, self._flags, has_active = self._rows(groups, clip / scale, active)
+        return tuple(np.flatnonzero(has_active).tolist())
 
     def begin_ahead(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
-        """Prepare the scalars of the update that is expected: nothing is clipped."""
+        """Prepare the scalars of the expected update, without clipping."""
         self._ahead = self._rows(groups, 1.0 / scale, active)[:2]
-        self._weights_ahead = self.weights.copy()  # whoever asks for this keeps these; later ones may be gone
+        self._weights_ahead = self.weights.copy()  # the caller keeps these weights alive; later ones may be gone
 
     def _rows(
         self, groups: Sequence[Any], factor: float, active: Sequence[int]
@@ -98,20 +98,20 @@ class Tables:
         rule = state.rule
         all_flags = np.zeros(count, np.uint32)
         scalars = np.zeros((count, len(rule.scalars._fields)), np.float32)
-        known: dict[tuple[int, int], tuple[Any, int]] = {}
-        wanted = np.zeros(len(self._columns), bool)
+        rows: dict[tuple[int, int], tuple[Any, int]] = {}
+        has_active = np.zeros(len(self._columns), bool)
         for parameter in active:
             group = self._layout.parameters[parameter].group
             key = (group, int(self.steps[parameter]) + 1)
-            if key not in known:
+            if key not in rows:
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
                 zeroed = SegmentFlag.ZERO_STATE if rule.forgets(key[1], groups[group]) else 0
                 flags = int(SegmentFlag.ACTIVE | decoupled | zeroed)
-                known[key] = state.row(key[1], groups[group], factor), flags
-            scalars[parameter], all_flags[parameter] = known[key]
+                rows[key] = state.row(key[1], groups[group], factor), flags
+            scalars[parameter], all_flags[parameter] = rows[key]
             for subgroup, _ in self._layout.places[parameter]:
-                wanted[subgroup] = True
-        return scalars, all_flags, wanted
+                has_active[subgroup] = True
+        return scalars, all_flags, has_active
 
     def is_active(self, parameter: int) -> bool:
         """Return whether a parameter is updated in the step that was begun last."""
@@ -133,11 +133,11 @@ class Tables:
         """Return the table of one subgroup.
 
         Args:
-            subgroup: Which one.
-            address: Where its state lies in memory.
+            subgroup: The subgroup.
+            address: Address of its state in memory.
             fresh: Whether that memory is undefined, so that all segments start from the weight and zeros.
             update: Whether active segments are updated; otherwise the state is only made whole.
-            weights_address: Where an image of the subgroup's weights lies, padding included, that takes their place;
+            weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
                 None for the weights themselves.
             weights: Address of each parameter's weight in place of `weights`.
             gradients: Address of each parameter's gradient in place of `gradients`.
@@ -173,8 +173,8 @@ class Tables:
         if update:
             dtypes = (self.gradient_dtypes if gradient_dtypes is None else gradient_dtypes)[parameter]
             scalars = step_scalars[parameter].T
-            found = self.gradients if gradients is None else gradients
-            addresses["gradient"] = found[parameter] + start * ITEM_BYTES[dtypes]
+            gradient_starts = (self.gradients if gradients is None else gradients)[parameter]
+            addresses["gradient"] = gradient_starts + start * ITEM_BYTES[dtypes]
         return segment_table(
             layout.state,
             numel,
@@ -196,16 +196,16 @@ class Tables:
         *,
         on_gpu: bool,
     ) -> npt.NDArray[Any]:
-        """Return the table of a subgroup for the update that is expected.
+        """Return the table of a subgroup for the expected update.
 
-        Masters that are to be taken from their weights are not: the step's table is another one then.
+        Masters are not reloaded from their weights; if one is to be, the step's table differs, and revokes this one.
 
         Args:
-            subgroup: Which one.
-            address: Where its state lies in memory.
-            image_address: Where an image of its new weights goes.
-            slots: Address and element type of each parameter's gradient slot: where gradients are bound may be gone.
-            sums: Two for each segment, to which fingerprints of what is read are added.
+            subgroup: The subgroup.
+            address: Address of its state in memory.
+            image_address: Address of memory for an image of its new weights.
+            slots: Address and element type of each parameter's gradient slot: bound addresses may be gone.
+            sums: Two for each segment, to which the fingerprints of its gradient and its fp32 weight are added.
             on_gpu: Whether the weights lie on a GPU: 16-bit ones, which are not read.
         """
         table = self.fill(
@@ -234,34 +234,34 @@ class Tables:
         gradients: npt.NDArray[np.uint64],
         image_address: int | None,
     ) -> bool:
-        """Return whether the step that was begun last would update a subgroup as a table of `fill_ahead` says.
+        """Return whether the last step begun would update a subgroup just as a table of `fill_ahead` does.
 
         Args:
-            subgroup: Which one.
-            address: Where its state lay in memory.
-            ahead: The table.
-            gradients: Where that step reads each parameter's gradient.
-            image_address: Where an image of its weights is in their place; None for weights in host memory.
+            subgroup: The subgroup.
+            address: Address of its state in memory.
+            ahead: The table of `fill_ahead`.
+            gradients: Address of each parameter's gradient in that step.
+            image_address: Address of an image of its weights; None for weights in host memory.
         """
         layout = self._layout.subgroups[subgroup]
-        expected = checked(ahead).copy()  # of a rule's own names, a copy would leave the fields between them out
+        expected = checked(ahead).copy()  # of the whole row: by a rule's names, fields in between would be lost
         expected["read"] = 0
         expected[_new_weights(layout)] = 0
-        now = self.fill(
+        table = self.fill(
             subgroup, address, fresh=False, update=True, weights_address=image_address, gradients=gradients
         )
-        idle = ~active_rows(expected)  # of them no gradient is read, wherever there was one
+        idle = ~active_rows(expected)  # their gradients are not read, wherever they lie
         for name in ("gradient", "gradient_dtype"):
-            expected[name][idle] = now[name][idle]
-        return now.tobytes() == expected.tobytes()
+            expected[name][idle] = table[name][idle]
+        return table.tobytes() == expected.tobytes()
 
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Return addresses and sizes of what an update reads that others may write to.
+        """Return addresses and sizes of gradients and fp32 weights that an update reads, and others may write to.
 
         Returns:
-            For each segment, of its gradient and of its fp32 weight; sizes are 0 for what is not read.
+            One row for each segment: its gradient, its fp32 weight; sizes are 0 if the update does not read them.
         """
         is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
         numel = np.where(active_rows(table), table["numel"], np.uint64(0))
@@ -271,12 +271,12 @@ class Tables:
     def weight_copies(
         self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None
     ) -> npt.NDArray[np.uint64]:
-        """Return where the weights of segments lie, as far as they are bound.
+        """Return copies between a subgroup's bound weights and an image of them.
 
         Args:
-            subgroup: Whose.
-            image_address: Of an image of the subgroup's weights.
-            chosen: For each segment, whether it is asked for; None for all.
+            subgroup: The subgroup.
+            image_address: Address of the image.
+            chosen: For each segment, whether to include it; None for all.
 
         Returns:
             Rows of (address of the weight, address in the image, bytes).
@@ -289,7 +289,7 @@ class Tables:
         return rows[np.flatnonzero(bound if chosen is None else bound & chosen)]
 
     def changed(self, subgroup: int) -> None:
-        """The state of a subgroup was made whole and is kept: masters that were to be reloaded have been."""
+        """Note that a subgroup's masters have been reloaded from their weights: its changed state is kept."""
         self._reload[subgroup][:] = False
 
     def needs_reload(self, subgroup: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where a run finds the state and the weights that it works on, as tensors in host memory or as a kernel's table."""
+"""Gives a run its state and weights: as tensors in host memory, or as a table for a kernel."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> t
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a run finds what it works on, in host memory."""
+    """Host addresses of a run's state and weights."""
 
     address: int
-    """Of the subgroup's state."""
+    """Address of the subgroup's state."""
     weights_address: int | None
-    """Of an image of its weights; None where they lie in host memory themselves."""
+    """Address of an image of its weights; None where the weights themselves lie in host memory."""
 
 
 class StateViews:
     """Views of one session's state; for visitors, on the engine thread.
 
     Args:
-        plan: What lives where.
+        plan: Homes and placements.
         tables: Addresses of the weights.
-        kernel: Makes state whole.
+        kernel: Fills undefined state.
         memory: The session's host memory.
-        slot_address: Where a staging slot lies.
-        lanes: Those of the device that the weights are on.
+        slot_address: Returns the address of a staging slot.
+        lanes: Lanes of the device that the weights are on.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class StateViews:
     # Tables of an update
 
     def update_table(self, run: Run, gradients: npt.NDArray[np.uint64] | None) -> npt.NDArray[Any]:
-        """Return what the kernel of a run of a step is told.
+        """Return the kernel's table for a run of a step.
 
         Args:
-            run: Which one.
-            gradients: Where the CPU finds each parameter's gradient, if not where it is bound.
+            run: The run.
+            gradients: Address of each parameter's gradient for the CPU; None for the bound addresses.
         """
         subgroup, lanes, fill = run.visit.subgroup, self._lanes, self._tables.fill
         if run.visit.gpu:
@@ -102,7 +102,7 @@ class StateViews:
         slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
         sums: npt.NDArray[np.uint64],
     ) -> tuple[int, npt.NDArray[Any]]:
-        """Return where a run ahead finds its state, and what its kernel is told; see `Tables.fill_ahead`."""
+        """Return the state's address and the kernel's table for a run ahead; see `Tables.fill_ahead`."""
         address = self._address(run)
         on_gpu = self.plan.weights_on_gpu
         return address, self._tables.fill_ahead(
@@ -113,7 +113,7 @@ class StateViews:
 
     @contextlib.contextmanager
     def on_host(self, run: Run) -> Iterator[View]:
-        """Let a run work in host memory, wherever state and weights lie; what it changes goes back."""
+        """Lend a run its state and weights in host memory, wherever they lie; changes are copied back."""
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
         at_home, bounce = self.plan.at_home_on_gpu(subgroup), self._memory.bounce
@@ -131,7 +131,7 @@ class StateViews:
             lanes.store([(lanes.home(subgroup), address, nbytes)])
 
     def make_whole(self, run: Run, view: View) -> None:
-        """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
+        """Fill undefined memory, and reload masters from their weights, before the state is read."""
         subgroup = run.visit.subgroup
         if run.fresh or self._tables.needs_reload(subgroup):
             self._kernel.run(
@@ -154,15 +154,15 @@ class StateViews:
     def piece(
         self, run: Run, view: View, segment: Segment, *, sets_master: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Lend a segment's state in fp32: where it lies, or copies, which go back if the visit changes it.
+        """Lend a segment's state in fp32: in place, or as copies, which are written back if the visit changes state.
 
-        A 16-bit weight whose master is set becomes its rounding, which is that of what is stored of it, too.
+        If its master is set, a 16-bit weight becomes the rounded master; the stored master has the same rounding.
 
         Args:
-            run: Of a visit.
-            view: Where its state lies.
-            segment: Which one.
-            sets_master: Whether its master is set.
+            run: The run of a visit.
+            view: Addresses of its state and weights.
+            segment: The segment.
+            sets_master: Whether the caller sets its master.
         """
         layout = self.plan.layout
         subgroup = layout.subgroups[run.visit.subgroup]
@@ -181,14 +181,14 @@ class StateViews:
             store_rounded(views[MASTER], self.weight(subgroup.index, segment, view))
 
     def gather_tile(self, tile: TileId, address: int) -> None:
-        """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""
+        """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         if tile.tensor < len(subgroup.tensors):
-            offset, nbytes = next((offset, nbytes) for found, offset, nbytes in subgroup.tiles if found == tile)
+            offset, nbytes = next((offset, nbytes) for each, offset, nbytes in subgroup.tiles if each == tile)
             self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
-        nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
+        nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)
         last = first + nbytes // FP32.item_bytes
         pieces = []
         for segment in subgroup.segments:

@@ -71,17 +71,17 @@ class Filling:
 
 
 Sending = list[Filling]
-"""What is sent together."""
+"""Buffers that are sent together."""
 
 
 class Additions:
-    """Those of one session, whose gradients are added between two calls of `forget`.
+    """The additions of one session; `forget` separates those of two steps.
 
     `send` belongs to one thread at a time, all else is called between backward passes.
 
     Args:
         lanes: The session's lanes.
-        kernel: Adds.
+        kernel: Adds gradients in host memory.
     """
 
     def __init__(self, lanes: GpuLanes, kernel: CpuUpdateKernel) -> None:
@@ -101,7 +101,7 @@ class Additions:
         """Give gradients their places in buffers.
 
         Args:
-            gradients: Of (device address, slot's address, elements, dtype).
+            gradients: Rows of (device address, slot's address, elements, dtype).
             slots_bytes: See `buffer_bytes`.
         """
         if not any(numel for _, _, numel, _ in gradients):
@@ -110,12 +110,12 @@ class Additions:
         if self.arena is None or self._size < size:
             if self.arena is not None:
                 self._wait_for_all()
-                # What has been forgotten may still be copied, if an interrupt came before its mark.
+                # Forgotten gradients may still be copied, if an interrupt came before their mark.
                 self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
                 self._close_buffers()
             self._size = size
             self.arena = self._lanes.arena(BUFFERS * size)
-        found: Sending = []
+        sending: Sending = []
         copies: list[tuple[int, int, int]] = []
         rows: dict[DtypeCode, list[tuple[int, int, int]]] = {}
         at = 0
@@ -123,7 +123,7 @@ class Additions:
             item, done = int(ITEM_BYTES[dtype]), 0
             while done < numel:
                 if at == self._size:
-                    found.append(self._filling(copies, rows))
+                    sending.append(self._filling(copies, rows))
                     copies, rows, at = [], {}, 0
                 count = min(numel - done, (self._size - at) // item)
                 place = self.arena.address + (self._next * self._size) + at
@@ -132,8 +132,8 @@ class Additions:
                 at += -(-item * count // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
                 done += count
         if copies:
-            found.append(self._filling(copies, rows))
-        return found
+            sending.append(self._filling(copies, rows))
+        return sending
 
     def _filling(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
@@ -142,7 +142,7 @@ class Additions:
         return Filling(buffer, as_pieces(copies), rows)
 
     def send(self, sending: Sending) -> None:
-        """Put copies on lane `LEAVING`, which follows what they read, and have them added; again after an interrupt.
+        """Copy gradients on lane `LEAVING`, and have the thread add them; after an interrupt, call it again.
 
         Raises:
             OffloadError: The device has failed.
@@ -153,27 +153,27 @@ class Additions:
             if filling.sent:
                 continue
             if filling.mark is None:
-                before = self._ring[filling.buffer]
-                if before is not None and before is not filling and not before.ended.is_set():
-                    self._wait(before)
+                previous = self._ring[filling.buffer]
+                if previous is not None and previous is not filling and not previous.ended.is_set():
+                    self._wait(previous)
                 self._ring[filling.buffer] = filling
                 self._lanes.pieces.to_host(filling.copies, PIECE_ALIGNMENT, DeviceLane.LEAVING)
                 filling.mark = self._lanes.device.mark(DeviceLane.LEAVING, timed=False)
-            self._work.put(filling)  # twice is as once
+            self._work.put(filling)  # the thread skips a filling that it gets twice
             filling.sent = True
 
     def finish(self) -> None:
-        """Wait until all that was sent has been added.
+        """Wait until all gradients that were sent have been added.
 
         Raises:
-            OffloadError: Something has not been.
+            OffloadError: One could not be added.
         """
         self._wait_for_all()
         if self._error is not None:
             raise self._error
 
     def forget(self) -> None:
-        """Wait until nothing is on its way, whatever came of it."""
+        """Wait until no gradient is on its way, and forget an error."""
         self._wait_for_all()
         self._ring = [None] * BUFFERS
         self._error = None
@@ -208,7 +208,7 @@ class Additions:
                 filling.mark.wait()
                 for dtype, rows in filling.rows.items():
                     self._kernel.add(np.array(rows, np.uint64), dtype)
-        except BaseException as error:  # raised by who waits for this
+        except BaseException as error:  # raised by `finish`
             self._error = error
         finally:
             filling.ended.set()
@@ -223,7 +223,7 @@ class Additions:
 
     def close(self) -> None:
         """End the thread and give the buffers back; the device has been closed."""
-        if self._serving.acquire(blocking=False):  # it never began, nor will
+        if self._serving.acquire(blocking=False):  # the thread never began, nor will
             self._ended.set()
         self._work.put(None)
         self._ended.wait()

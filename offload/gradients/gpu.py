@@ -1,4 +1,4 @@
-"""Gradients on a GPU: their norms, and their way to where they are used.
+"""Gradients on a GPU: their norms, and their way to the device that uses them.
 
 A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
 stays where it is. Its squares are summed on the GPU in the same pass. Gradients of further backward passes are added
@@ -7,10 +7,10 @@ travels twice.
 
 Small gradients are collected in a bucket, and leave together: in few copies (see `pieces.py`), and with one kernel
 for all their sums. A bucket leaves when it is full, with a large gradient, when backward ends, and whenever somebody
-asks for what it holds.
+asks for a gradient in it.
 
-The caller drops a gradient before it has been read. It is held until then, and the caller's stream waits for the
-oldest when too much is held.
+The caller drops a gradient before the lanes have read it. It is held here until then. When too many bytes are held,
+the caller's stream waits for the oldest.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ BLOCK_BYTES = 8
 
 
 @dataclass(slots=True)
-class _Parameter:
-    """What is known of one parameter's gradient since the last step."""
+class _GradientRecord:
+    """The record of one parameter's gradient since the last step."""
 
     numel: int
     slot: torch.Tensor
@@ -55,48 +55,48 @@ class _Parameter:
     blocks: npt.NDArray[np.float64]
     device_blocks: int
     arrivals: int = 0
-    kept: int = 0
+    address: int = 0
     dtype: DtypeCode = DtypeCode.NONE
     mark: Departure | None = None
-    added: bool = False
+    was_added: bool = False
 
     def forget(self) -> None:
-        """Drop what has arrived."""
-        self.arrivals, self.kept, self.mark, self.added = 0, 0, None, False
+        """Drop the gradient."""
+        self.arrivals, self.address, self.mark, self.was_added = 0, 0, None, False
 
 
 @dataclass(slots=True)
 class _Region:
-    """Block sums of parameters that one `add` took up, on the device and in host memory."""
+    """Block sums of the parameters of one `Engine.add`, on the device and in host memory."""
 
     device: int
     host: Arena
 
 
 class Departure:
-    """The mark of a bucket's gradients. It is on no lane before they leave, so only `on_lane` may be followed."""
+    """The mark of a bucket's gradients. Before they leave it is on no lane, so lanes may follow only `on_lane()`."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
-        self.left: Mark | None = None
-        """On lane `GRADIENTS`, once the bucket has left."""
+        self.lane_mark: Mark | None = None
+        """On lane `GRADIENTS`; None before the bucket has left."""
         self.sending: Sending = []
-        """Those of further passes, once it has."""
+        """Gradients of further passes, once the bucket has left."""
 
     def on_lane(self) -> Mark:
         """Return a mark of the device; have the bucket leave, if it has not."""
-        if self.left is None:
+        if self.lane_mark is None:
             self._leave()
-        if self.left is None:
+        if self.lane_mark is None:
             raise InternalError("a bucket of gradients has been lost (this is a bug in offload, please report it)")
-        return self.left
+        return self.lane_mark
 
     def reached(self) -> bool:
         """See `Mark.reached`."""
-        return self.left is not None and self.left.reached()
+        return self.lane_mark is not None and self.lane_mark.reached()
 
     def landed(self) -> bool:
-        """Return whether the gradients are where the CPU reads them, those of further passes added."""
+        """Return whether the gradients are in their slots, with those of further passes added."""
         return self.reached() and all(filling.ended.is_set() for filling in self.sending)
 
     def wait(self) -> None:
@@ -104,21 +104,21 @@ class Departure:
         self.on_lane().wait()
 
     def time_s(self) -> float:
-        """See `Mark.time_s`: it is not timed."""
+        """See `Mark.time_s`; this mark is not timed."""
         return self.on_lane().time_s()
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients of different parameters that wait for others to leave with.
+    """Gradients of different parameters that wait to leave together.
 
     Attributes:
         caller: The lane of backward on which they are made.
         departure: Their mark.
-        first: Position, address and dtype of those that are the first of their parameters.
-        further: The same of those that are added in host memory.
-        nbytes: Of all.
-        sending: How far the further ones have come, once they have begun to leave.
+        first: Position, address and dtype of gradients that are the first of their parameters.
+        further: Position, address and dtype of gradients that are added in host memory.
+        nbytes: Bytes of all gradients.
+        sending: Progress of the further ones; None before they begin to leave.
     """
 
     caller: Hashable
@@ -136,13 +136,13 @@ class GpuGradients(GradientStore):
 
     Args:
         slots, tables, kernel, memory: See `GradientStore`.
-        lanes: The session's.
-        limits: When gradients leave.
+        lanes: The session's lanes.
+        limits: At which sizes gradients leave.
 
     Attributes:
-        positions: What is known of each parameter's gradient.
-        in_transit: Gradients that the caller has dropped and that are still read, each with the mark after which it
-            is not.
+        records: The record of each parameter's gradient, by position.
+        in_transit: Gradients that the caller has dropped and lanes may still read, each with the mark after which no
+            lane does.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class GpuGradients(GradientStore):
         super().__init__(slots, tables, kernel, memory)
         self.lanes = lanes
         self._limits = limits
-        self.positions: list[_Parameter] = []
+        self.records: list[_GradientRecord] = []
         self.in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self.additions = Additions(lanes, kernel)
         self._in_transit_bytes = 0
@@ -186,7 +186,7 @@ class GpuGradients(GradientStore):
         super()._give_back(unused)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        del self.positions[first:]  # left by an `adopt` that failed
+        del self.records[first:]  # of an `adopt` that failed
         region, device = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, 0
         if region is not None:
             device = self.lanes.device.allocate(region.nbytes)
@@ -194,79 +194,79 @@ class GpuGradients(GradientStore):
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
         for parameter, count in zip(self._parameters[first:], counts, strict=True):
             blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
-            self.positions.append(_Parameter(parameter.numel, empty, False, blocks, device + offset))
+            self.records.append(_GradientRecord(parameter.numel, empty, False, blocks, device + offset))
             offset += count * BLOCK_BYTES
-        for found, slot, places in zip(self.positions, self._slots, plan.layout.places, strict=False):
-            found.slot, found.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
+        for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=False):
+            record.slot, record.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
         self._slots_bytes = sum(slot.nbytes for slot in self._slots)
         self._slot_addresses, _ = self.slots_at()
         # Gaps between slots that are smaller than any slot are padding.
         items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
-        return [found.blocks for found in self.positions[first:]]
+        return [record.blocks for record in self.records[first:]]
 
     def bound_at(self) -> npt.NDArray[np.uint64]:
         """See `GradientStore.bound_at`."""
-        has_left = [found.mark is not None for found in self.positions]
+        has_left = [record.mark is not None for record in self.records]
         return np.where(has_left, self._slot_addresses, self._tables.gradients)
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """See `GradientStore.has_landed`."""
-        marks = dict.fromkeys(self.positions[segment.parameter].mark for segment in segments)
+        marks = dict.fromkeys(self.records[segment.parameter].mark for segment in segments)
         return all(mark is None or mark.landed() for mark in marks)
 
     def stays(self, position: int) -> bool:
         """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
-        return self.positions[position].stays
+        return self.records[position].stays
 
     def has_arrived(self, position: int) -> bool:
         """See `Gradients.has_arrived`."""
-        return self.positions[position].arrivals > 0
+        return self.records[position].arrivals > 0
 
     def have_arrived(self) -> bool:
-        """Return whether gradients have arrived that have not been forgotten."""
-        return any(found.arrivals for found in self.positions)
+        """Return whether gradients have arrived since the last `forget`."""
+        return any(record.arrivals for record in self.records)
 
     # During backward
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Departure:
-        """Take in one backward pass's gradient, which lies on the device.
+        """Note that a backward pass's gradient has arrived on the device, and have it leave or be added.
 
         Returns:
-            The mark after which its memory is not read any more. Except where `stays` is set: there the first
-            gradient is read, and added to, until `forget`.
+            The mark after which no lane reads its memory. If `stays` is set, the first gradient is different: lanes
+            read it and add to it until `forget`.
 
         Raises:
-            ConfigError: If its dtype is not that of the slot, or of the passes before.
+            ConfigError: If its dtype is not that of the slot, or of earlier passes.
         """
-        found = self.positions[position]
+        record = self.records[position]
         with self._lock:
-            self._check_dtype(found, dtype)
-            if self._bucket is not None and found.mark is self._bucket.departure:
-                self.leave()  # the one before
-            if not found.arrivals:
-                found.mark = self._collect(position, address, dtype, first=True)
-                found.kept, found.dtype = address, dtype
+            self._check_dtype(record, dtype)
+            if self._bucket is not None and record.mark is self._bucket.departure:
+                self.leave()  # the gradient of the pass before
+            if not record.arrivals:
+                record.mark = self._collect(position, address, dtype, first=True)
+                record.address, record.dtype = address, dtype
             else:
-                mark = self._accumulate(found, address) if found.stays else None
-                if mark is None or found.slot.numel():
+                mark = self._accumulate(record, address) if record.stays else None
+                if mark is None or record.slot.numel():
                     mark = self._collect(position, address, dtype, first=False)
-                    found.added = True
-                found.mark = mark
-            found.arrivals += 1
-            mark = found.mark
-        self.bind(position, found.kept, dtype, True)
+                    record.was_added = True
+                record.mark = mark
+            record.arrivals += 1
+            mark = record.mark
+        self.bind(position, record.address, dtype, True)
         self._gathered[position] = dtype
         return mark
 
     def _collect(self, position: int, address: int, dtype: DtypeCode, *, first: bool) -> Departure:
-        """Have a gradient leave to its slot, or to be added there; by itself or with others."""
+        """Put a gradient into the bucket: it will be copied to its slot, or added there."""
         caller = self.lanes.device.caller()
         if self._bucket is not None and self._bucket.caller != caller:
             self.leave()
         if self._bucket is None:
             self._bucket = _Bucket(caller, Departure(self.leave))
-        bucket, nbytes = self._bucket, self.positions[position].numel * int(ITEM_BYTES[dtype])
+        bucket, nbytes = self._bucket, self.records[position].numel * int(ITEM_BYTES[dtype])
         (bucket.first if first else bucket.further).append((position, address, dtype))
         bucket.nbytes += nbytes
         count, most = len(bucket.first) + len(bucket.further), self._limits
@@ -274,75 +274,75 @@ class GpuGradients(GradientStore):
             self.leave()
         return bucket.departure
 
-    def _accumulate(self, found: _Parameter, address: int) -> Departure:
-        """Add the gradient of a further pass on the GPU."""
+    def _accumulate(self, record: _GradientRecord, address: int) -> Departure:
+        """Add the gradient of a further pass to the first one, on the GPU."""
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-        where, added = (address, found.dtype, found.numel, found.device_blocks), (found.kept, found.dtype, True)
-        device.gradient_blocks(DeviceLane.GRADIENTS, *where, *added)
+        source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.device_blocks, *target)
         departure = Departure(self.leave)
-        departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
+        departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
 
     def leave(self) -> None:
         """Have the gradients in the bucket leave; any thread.
 
-        After an interrupt they leave again, whole, except that none is added twice.
+        After an interrupt the next call has all of them leave again; none is added twice.
         """
         with self._lock:
             bucket, device = self._bucket, self.lanes.device
             if bucket is None:
                 return
-            made = device.mark_caller(bucket.caller)
-            leaving = [
-                (address, found.slot.data_ptr(), found.numel * int(ITEM_BYTES[dtype]))
+            mark = device.mark_caller(bucket.caller)
+            copies = [
+                (address, record.slot.data_ptr(), record.numel * int(ITEM_BYTES[dtype]))
                 for position, address, dtype in bucket.first
-                if (found := self.positions[position]).slot.numel()
+                if (record := self.records[position]).slot.numel()
             ]
-            count = len(leaving) + len(bucket.further)
+            count = len(copies) + len(bucket.further)
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[:count]:
-                device.follow(lane, made)
-            if leaving:
-                self.lanes.pieces.to_host(as_pieces(leaving), self._gap_bytes, DeviceLane.LEAVING)
-            device.follow(DeviceLane.GRADIENTS, made)
+                device.follow(lane, mark)
+            if copies:
+                self.lanes.pieces.to_host(as_pieces(copies), self._gap_bytes, DeviceLane.LEAVING)
+            device.follow(DeviceLane.GRADIENTS, mark)
             self._sum(bucket.first)
             if bucket.further:
                 self._send(bucket)
             if count:  # after the sums, so that these do not wait for their own copies
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
             bucket.departure.sending = bucket.sending or []
-            bucket.departure.left = device.mark(DeviceLane.GRADIENTS, timed=self.lanes.wakes)
+            bucket.departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=self.lanes.wakes)
             self._bucket = None
-            self.lanes.wake(bucket.departure.left)
+            self.lanes.wake(bucket.departure.lane_mark)
 
     def _sum(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
-        """Sum the blocks of gradients: rows of (position, address, dtype)."""
+        """Sum the squares of gradients, block by block; rows of (position, address, dtype)."""
         device = self.lanes.device
         if len(gradients) == 1:
             position, address, dtype = gradients[0]
-            found = self.positions[position]
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
+            record = self.records[position]
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_blocks)
             return
         for dtype in sorted({dtype for _, _, dtype in gradients}):
-            found_at = [(self.positions[n], address) for n, address, code in gradients if code is dtype]
-            rows = [(address, found.numel, found.device_blocks) for found, address in found_at]
+            pairs = [(self.records[n], address) for n, address, code in gradients if code is dtype]
+            rows = [(address, record.numel, record.device_blocks) for record, address in pairs]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
     def _send(self, bucket: _Bucket) -> None:
-        """Have the further gradients in a bucket leave to be added."""
+        """Have the further gradients in a bucket leave, and be added in host memory."""
         if bucket.sending is None:
             rows = [
-                (address, found.slot.data_ptr(), found.numel, dtype)
+                (address, record.slot.data_ptr(), record.numel, dtype)
                 for position, address, dtype in bucket.further
-                if (found := self.positions[position]).slot.numel()
+                if (record := self.records[position]).slot.numel()
             ]
             bucket.sending = self.additions.prepare(rows, self._slots_bytes)
         self.additions.send(bucket.sending)
 
-    def _check_dtype(self, found: _Parameter, dtype: DtypeCode) -> None:
+    def _check_dtype(self, record: _GradientRecord, dtype: DtypeCode) -> None:
         item = int(ITEM_BYTES[dtype])
-        if (found.slot.numel() and item != found.slot.element_size()) or (
-            found.arrivals and dtype is not found.dtype
+        if (record.slot.numel() and item != record.slot.element_size()) or (
+            record.arrivals and dtype is not record.dtype
         ):
             raise ConfigError(
                 "gradient dtype", dtype.name.lower(), "use that of the weights, or gradient_dtype float32, throughout"
@@ -357,7 +357,7 @@ class GpuGradients(GradientStore):
             self.hand_back(elsewhere=elsewhere)
 
     def hand_back(self, *, elsewhere: bool = False) -> None:
-        """Let go of the oldest gradient that is held: whatever uses its memory next waits until it has been read."""
+        """Let go of the oldest gradient in transit: the next user of its memory waits until lanes have read it."""
         mark, gradient = self.in_transit[0]
         if elsewhere:
             mark.wait()
@@ -365,7 +365,7 @@ class GpuGradients(GradientStore):
             device = self.lanes.device
             device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
             device.give_up(gradient)
-        self._drop_oldest()  # last: an interrupt before leaves it held
+        self._drop_oldest()  # last: after an interrupt before this line, the gradient is still held
 
     def _drop_read(self) -> None:
         while self.in_transit and self.in_transit[0][0].reached():
@@ -381,21 +381,21 @@ class GpuGradients(GradientStore):
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
         """See `Gradients.bind`."""
         super().bind(position, address, dtype, gathered)
-        found = self.positions[position]
-        if not gathered and found.arrivals:  # the caller has another gradient for it
+        record = self.records[position]
+        if not gathered and record.arrivals:  # the caller has bound another gradient
             self.finish()
-            found.forget()
+            record.forget()
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        tables, chosen = self._tables, np.array(positions, np.int64)
-        anew = chosen[self._gathered[chosen] == DtypeCode.NONE]
-        dtypes = map(DtypeCode, tables.gradient_dtypes[anew].tolist())
-        if anew.size:  # the caller keeps them: behind its work
+        tables, numbers = self._tables, np.array(positions, np.int64)
+        stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
+        dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
+        if stale.size:  # their memory is the caller's: sum behind its work
             device = self.lanes.device
             device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-            self._sum(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
+            self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
         self.settle()
-        return chosen
+        return numbers
 
     def finish(self) -> None:
         """Have all gradients leave, and wait until those of further passes have been added in host memory."""
@@ -410,13 +410,13 @@ class GpuGradients(GradientStore):
             self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
         device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
-        for found in self.positions:
-            if found.added and not found.stays:
-                address, blocks = found.slot.data_ptr(), found.blocks.ctypes.data
-                self._kernel.gradient_blocks(address, found.dtype, found.numel, blocks)
+        for record in self.records:
+            if record.was_added and not record.stays:
+                address, blocks = record.slot.data_ptr(), record.blocks.ctypes.data
+                self._kernel.gradient_blocks(address, record.dtype, record.numel, blocks)
 
     def forget(self) -> None:
-        """Drop all gradients: the next to arrive is the first of its parameter."""
+        """Drop all gradients: the next one of each parameter is its first."""
         device = self.lanes.device
         for _, gradient in self.in_transit:
             device.give_up(gradient)
@@ -424,11 +424,11 @@ class GpuGradients(GradientStore):
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
         with self._lock:
-            if self._bucket is not None:  # nobody has begun to read what it holds
-                self._bucket.departure.left, self._bucket = mark, None
+            if self._bucket is not None:  # no lane has begun to read its gradients
+                self._bucket.departure.lane_mark, self._bucket = mark, None
         self.additions.forget()
-        for found in self.positions:
-            found.forget()
+        for record in self.records:
+            record.forget()
         self._drop_all()
 
     def _drop_all(self) -> None:
@@ -438,10 +438,10 @@ class GpuGradients(GradientStore):
     # In a step
 
     def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first.
+        """List the gradients that each visit of a step needs, and fetch those that the CPU will use first.
 
         Returns:
-            Whether `used_bytes` has grown by that.
+            Whether `used_bytes` has grown.
         """
         tables, wide = self._tables, len(self._wide)
         self.lanes.forget_inputs()
@@ -455,7 +455,7 @@ class GpuGradients(GradientStore):
                 position = segment.parameter
                 if not tables.is_active(position) or not segment.numel:
                     continue
-                mark = self.positions[position].mark
+                mark = self.records[position].mark
                 if mark is not None:  # it arrived during backward
                     marks.append(mark.on_lane())
                 elif not visit.gpu:
@@ -471,10 +471,10 @@ class GpuGradients(GradientStore):
         return len(self._wide) > wide
 
     def bring(self, subgroup: int) -> None:
-        """Fetch the gradients of a visit that begins, and of those after it; make each run wait for its own.
+        """Fetch the gradients of a visit that begins, and of the next visits; make each run wait for its own.
 
-        Not all at the step's begin: enqueueing a copy takes time in which no update starts, and what else leaves the
-        GPU would wait behind all of them.
+        They are not all fetched at the step's begin: no update starts while copies are enqueued, and other copies
+        from the GPU would wait behind all of them.
         """
         if subgroup in self._to_bring:
             self.lanes.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
@@ -482,7 +482,7 @@ class GpuGradients(GradientStore):
         self._bring_ahead()
 
     def coming(self, subgroup: int) -> None:
-        """Fetch the gradients of a visit whose state is being fetched: it runs as soon as that is there."""
+        """Fetch the gradients of a visit whose state is on its way: the visit runs as soon as that is there."""
         if subgroup in self._to_bring:
             self._bring_early(subgroup)
 
@@ -493,7 +493,7 @@ class GpuGradients(GradientStore):
             self._ahead.add(subgroup)
 
     def _bring_ahead(self) -> None:
-        """Have gradients of `BROUGHT_AHEAD` visits on their way that have not begun."""
+        """Keep the gradients of `BROUGHT_AHEAD` visits that have not begun on their way."""
         while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
             self._bring_early(next(iter(self._to_bring)))
 
@@ -505,7 +505,7 @@ class GpuGradients(GradientStore):
         return self._wide[position]
 
     def close(self) -> None:
-        """Let go of all slots and buffers, and give the memory for additions back; the device has been closed."""
+        """Free all slots and buffers, those of additions, too; the device has been closed."""
         self._bucket = None
         self._drop_all()
         self.additions.close()

@@ -1,4 +1,4 @@
-"""Gradients of one session: memory for them, their norms, and where a step finds them."""
+"""Gradients of one session: their memory, their norms, and their addresses in a step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class GradientSlots:
 
     Attributes:
         dtype: Element type of all slots; None for each parameter's own.
-        wanted: Whether there are slots at all.
-        passing: Whether gradients on their way from a GPU may need buffers, from which they are added to their slots.
+        exist: Whether there are slots at all.
+        needs_buffers: Whether gradients from a GPU may need buffers, from which they are added to their slots.
     """
 
     dtype: DtypeCode | None
-    wanted: bool
-    passing: bool
+    exist: bool
+    needs_buffers: bool
 
     def dtype_of(self, parameter: Parameter) -> DtypeCode:
         """Return the element type of a parameter's slot."""
@@ -43,7 +43,7 @@ class GradientSlots:
 
     def bytes_of(self, parameter: Parameter) -> int:
         """Return the size of a parameter's slot."""
-        if not self.wanted:
+        if not self.exist:
             return 0
         numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
         return numel * TORCH_DTYPES[self.dtype_of(parameter)].itemsize
@@ -51,7 +51,7 @@ class GradientSlots:
     def total_bytes(self, parameters: Sequence[Parameter]) -> int:
         """Return the host memory for the gradients of these parameters, buffers included."""
         slots = sum(self.bytes_of(parameter) for parameter in parameters)
-        return slots + (BUFFERS * buffer_bytes(slots) if self.passing else 0)
+        return slots + (BUFFERS * buffer_bytes(slots) if self.needs_buffers else 0)
 
 
 class GradientStore:
@@ -72,7 +72,7 @@ class GradientStore:
 
     leave = hold = forget = settle = finish = bring = coming = nothing
     stays = has_arrived = have_arrived = begin_step = never
-    """What gradients in host memory need none of; see `GpuGradients`."""
+    """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
 
     def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
         self.addresses: npt.NDArray[np.uint64] | None = None
@@ -82,8 +82,8 @@ class GradientStore:
         self._memory = memory
         self._parameters: tuple[Parameter, ...] = ()
         self._slots: list[torch.Tensor] = []
-        self._taken: dict[int, torch.Tensor] = {}  # memory of slots, by parameter, those that are not needed included
-        self._arenas: list[tuple[Arena, tuple[int, ...]]] = []  # ... and what it was cut from
+        self._taken: dict[int, torch.Tensor] = {}  # memory of slots by parameter, unused ones included
+        self._arenas: list[tuple[Arena, tuple[int, ...]]] = []  # arenas of that memory, each with its parameters
         self._blocks: list[npt.NDArray[np.float64]] = []
         self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -95,12 +95,12 @@ class GradientStore:
 
     def used_bytes(self, plan: Plan) -> int:
         """Return the host memory for gradients: those that the CPU uses, and unused slots."""
-        used = [
+        parameters = [
             parameter
             for number, parameter in enumerate(plan.layout.parameters)
             if number in self._taken or self._needs_slot(plan, number)
         ]
-        return self._like.total_bytes(used)
+        return self._like.total_bytes(parameters)
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the host memory that `adopt` would take."""
@@ -120,17 +120,17 @@ class GradientStore:
     def adopt(self, plan: Plan, before: Layout) -> None:
         """Take memory for the gradients that `plan` has the CPU use, and for the parameters that it adds.
 
-        A slot that is not needed any more is kept for when it is, unless no other one of its arena is needed either.
+        Unused slots stay allocated; an arena is freed when none of its slots is used.
 
         Args:
             plan: The new plan. No gradient of a parameter that it gives a slot, or takes one from, has arrived.
-            before: The layout of the plan before.
+            before: The layout of the old plan.
 
         Raises:
-            OffloadError: There is not that much; what is there stays as it is.
+            OffloadError: There is not enough memory; the old slots stay as they are.
         """
         first = len(before.parameters)
-        del self._slots[first:], self._blocks[first:]  # left by an `adopt` that failed
+        del self._slots[first:], self._blocks[first:]  # of an `adopt` that failed
         self._give_back([each for each in self._arenas if each[1][0] >= first])  # likewise
         self._parameters = plan.layout.parameters
         self._take(self._missing(plan))
@@ -172,7 +172,7 @@ class GradientStore:
             self._memory.give_back(arena)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        """Take up the parameters from number `first` on; return memory for so many sums of each."""
+        """Add the parameters from number `first` on; return memory for `counts` block sums of each."""
         raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ class GradientStore:
         Raises:
             ConfigError: There are no slots at all.
         """
-        if not self._like.wanted:
+        if not self._like.exist:
             raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
         return self._slots[position]
 
@@ -192,17 +192,17 @@ class GradientStore:
         return np.array(addresses, np.uint64), np.array(dtypes, np.int32)
 
     def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-        """Return where updates ahead of the step read gradients: in slots; without slots, where they are bound."""
-        if self._like.wanted:
+        """Return addresses and dtypes of gradients for updates in backward: of the slots, or else the bound ones."""
+        if self._like.exist:
             return self.slots_at()
         return self._tables.gradients.copy(), self._tables.gradient_dtypes.copy()
 
     def bound_at(self) -> npt.NDArray[np.uint64]:
-        """Return where a step on the CPU reads each parameter's gradient: of those that have left a GPU, the slot."""
+        """Return the address of each parameter's gradient for the CPU: its slot, if the gradient has left a GPU."""
         return self._tables.gradients
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether those gradients of some segments that have left a GPU are in their slots."""
+        """Return whether the gradients of some segments are in their slots, as far as they have left a GPU."""
         return True
 
     # Between steps
@@ -220,20 +220,20 @@ class GradientStore:
 
     def norm_sq(self, positions: Sequence[int]) -> float:
         """See `Gradients.norm_sq`."""
-        chosen = self._all_gathered(positions)
-        return norm_sq_at(self._blocks_at[chosen], self._block_counts[chosen])
+        numbers = self._all_gathered(positions)
+        return norm_sq_at(self._blocks_at[numbers], self._block_counts[numbers])
 
     def norms_sq(self, positions: Sequence[int]) -> list[float]:
         """See `Gradients.norms_sq`."""
-        chosen = self._all_gathered(positions)
-        return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in chosen.tolist()]
+        numbers = self._all_gathered(positions)
+        return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in numbers.tolist()]
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Bring the block sums of some gradients up to date; return their positions."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of all slots and buffers."""
+        """Free all slots."""
         self._slots.clear()
         self._taken.clear()
 
@@ -241,7 +241,7 @@ class GradientStore:
 class HostGradients(GradientStore):
     """Gradients in host memory: in their slots, or where the caller has them."""
 
-    _fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of what `_blocks` are the sums of
+    _fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of the gradients that `_blocks` are the sums of
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(len(counts), np.uint64)])
@@ -250,22 +250,22 @@ class HostGradients(GradientStore):
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
         """See `Gradients.arrived`."""
         slot = self._slots[position]
-        kept, kept_dtype = address, dtype
+        target, target_dtype = address, dtype
         if slot.numel():
-            kept, kept_dtype = slot.data_ptr(), self._like.dtype_of(self._parameters[position])
-        self._gather(position, address, dtype, kept, kept_dtype)
-        self.bind(position, kept, kept_dtype, True)
+            target, target_dtype = slot.data_ptr(), self._like.dtype_of(self._parameters[position])
+        self._gather(position, address, dtype, target, target_dtype)
+        self.bind(position, target, target_dtype, True)
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        tables, chosen = self._tables, np.array(positions, np.int64)
-        for position in chosen[~self._are_as_gathered(chosen)].tolist():
+        tables, numbers = self._tables, np.array(positions, np.int64)
+        for position in numbers[~self._are_as_gathered(numbers)].tolist():
             address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
             self._gather(position, address, dtype, address, dtype)
-        return chosen
+        return numbers
 
-    def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
+    def _gather(self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode) -> None:
         numel = self._parameters[position].numel
-        copies = kept != address
+        copies = target != address
         if numel:
             self._gathered[position] = DtypeCode.NONE  # in case this is interrupted
             self._fingerprints[position] = self._kernel.gradient_blocks(
@@ -273,10 +273,10 @@ class HostGradients(GradientStore):
                 dtype,
                 numel,
                 int(self._blocks_at[position]),
-                kept if copies else 0,
-                kept_dtype if copies else DtypeCode.NONE,
+                target if copies else 0,
+                target_dtype if copies else DtypeCode.NONE,
             )
-        self._gathered[position] = kept_dtype
+        self._gathered[position] = target_dtype
 
     def _are_as_gathered(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each parameter whether its block sums are still those of its gradient.
@@ -286,8 +286,8 @@ class HostGradients(GradientStore):
         """
         tables = self._tables
         same: npt.NDArray[np.bool_] = self._gathered[positions] == tables.gradient_dtypes[positions]
-        known = positions[same]
-        sizes = self._numels[known] * ITEM_BYTES[tables.gradient_dtypes[known]]
-        found = self._kernel.fingerprints(tables.gradients[known], sizes)
-        same[same] = found == self._fingerprints[known]
+        candidates = positions[same]
+        sizes = self._numels[candidates] * ITEM_BYTES[tables.gradient_dtypes[candidates]]
+        fingerprints = self._kernel.fingerprints(tables.gradients[candidates], sizes)
+        same[same] = fingerprints == self._fingerprints[candidates]
         return same

@@ -106,13 +106,13 @@ def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], 
 def as_fp32(
     state: StateSpec, tensors: Mapping[str, torch.Tensor], first_index: int, *, read: bool, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Lend a segment's state in fp32 by the rule's names: the tensors that are fp32, and copies of others.
+    """Lend a segment's state in fp32 by the rule's names: fp32 tensors in place, others as copies.
 
     Args:
-        state: What it is, and how it is stored.
-        tensors: What state is stored in, by name; flat.
-        first_index: Index of its first element in the unsharded parameter.
-        read: Whether copies hold what is stored; else anything.
+        state: The rule, and the format of its state.
+        tensors: The stored tensors by name, flat.
+        first_index: Index of the segment's first element in the unsharded parameter.
+        read: Whether copies begin with the stored values; else they are undefined.
         keep: Whether copies are stored afterwards; see `Stored.write`.
     """
     rule = state.rule
@@ -130,11 +130,11 @@ def as_fp32(
     if not keep:
         return
     roots = rule.roots if state.format.stores_roots else ()
-    invariant(len(roots) <= 1, "a rule with several roots")  # each would have to be zeroed where another is
+    invariant(len(roots) <= 1, "a rule with several roots")  # a zero in one would have to zero the others
     for name, place in sorted(copies.items(), key=lambda item: item[0] not in roots):  # roots first
         if roots and name in rule.state and name not in roots:
             place.write(views[name], copies[roots[0]].first)
-            place.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # divided by it, it was 0
+            place.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # where the root is inf, the quotient was 0
         else:
             place.write(views[name])
 

@@ -57,15 +57,15 @@ def _totals(
 
 
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
-    """Return the rates that lanes reached in one step; known ones for lanes that did too little.
+    """Return the rates that lanes reached in one step; the known rates for lanes that did too little.
 
     A lane's rate is its bytes over its busy time, less latency; of a path's directions, each beside the other and
     alone. The CPU's rate is its rate alone: memory bandwidth that other lanes took, by their traffic in this step and
     their known `memory_cost`, is not counted against it. Where too little bandwidth would be left for what the CPU
     did, the costs are lowered.
 
-    A path that moved too little to show its rate shows what its operations take beside their bytes: its latency. What
-    the engine's thread takes is in its own intervals; without any, that is as it was known.
+    A path that moved too little to show its rate shows its latency: the time that operations take beside their bytes.
+    The engine's own intervals show the time of its thread; without any, that stays as it was known.
     """
     spans = _busy_spans(timeline)
     totals = _totals(timeline, spans)
@@ -74,34 +74,34 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         intervals.setdefault(interval.lane, []).append(interval)
     demands: dict[str, float] = {}
 
-    def is_seen(lane: str, rate: float, memory_cost: float) -> bool:
+    def note_demand(lane: str, rate: float, memory_cost: float) -> bool:  # returns whether the lane shows its rate
         nbytes, busy_s = totals.get(lane, (0, 0.0))
         shows = nbytes >= LEAST_BYTES and busy_s > 0
         demands[lane] = (nbytes / busy_s if shows else rate) * memory_cost
         return shows
 
-    def seen(lane: str, rate: float, memory_cost: float) -> float:
+    def lane_rate(lane: str, rate: float, memory_cost: float) -> float:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
-        return nbytes / busy_s if is_seen(lane, rate, memory_cost) else rate
+        return nbytes / busy_s if note_demand(lane, rate, memory_cost) else rate
 
     def path_rates(number: int, path: PathRates) -> PathRates:
         shown = {
             verb: _shown(rates, path.latency_s, intervals[lane], spans[lane], spans.get(f"{other}:{number}", ()))
             for verb, other, rates in (("read", "write", path.read), ("write", "read", path.write))
-            if is_seen(lane := f"{verb}:{number}", rates.beside, path.memory_cost)
+            if note_demand(lane := f"{verb}:{number}", rates.beside, path.memory_cost)
         }
         known_keeps = {"read": path.read.keeps, "write": path.write.keeps}
         keeps = known_keeps | {verb: each.keeps for verb, each in shown.items()}
         more = max(1.0, min(LEAST_TOGETHER, sum(known_keeps.values())) / sum(keeps.values()))
-        found = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
-        beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in found.items()}
-        alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in found.items()}
+        directions = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
+        beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
+        alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in directions.items()}
         lanes = {
             f"{verb}:{number}": rates
             for verb, rates in (("read", path.read), ("write", path.write))
             if f"{verb}:{number}" in intervals
         }
-        # No more than the engine asked for shows, so never fewer than are known.
+        # A step shows no more operations at once than the engine asked for: never go below the known number.
         together = max((path.at_once, *(at_once(intervals[lane]) for lane in lanes)))
         # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
         latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
@@ -112,16 +112,16 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         return dataclasses.replace(path, latency_s=latency_s, at_once=together, **beside, **alone)
 
     paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
-    gpu = known.gpu.reaching({lane: seen(lane, rate, cost) for lane, (rate, cost) in known.gpu.lanes.items()})
-    found = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine(known, timeline))
+    gpu = known.gpu.reaching({lane: lane_rate(lane, rate, cost) for lane, (rate, cost) in known.gpu.lanes.items()})
+    observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine(known, timeline))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:
-        return found
+        return observed
     cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(spans, demands))
     if factor < 1:
         paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
         gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor)
-    return dataclasses.replace(found, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
+    return dataclasses.replace(observed, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
 
 def typical(history: Sequence[Rates]) -> Rates:
@@ -305,21 +305,21 @@ def _handed_s(interval: Interval, turns: _Turns) -> float:
 def _seconds_by_demand(
     spans: Mapping[str, Sequence[tuple[float, float]]], demands: Mapping[str, float]
 ) -> dict[float, float]:
-    """Return the seconds of the CPU's work by what the other lanes together demanded of the memory meanwhile."""
+    """Return the CPU's busy seconds by the memory bandwidth that the other lanes together demanded meanwhile."""
     edges: list[tuple[float, int, float]] = []
     for lane, lane_spans in spans.items():
-        demand, working = (0.0, 1) if lane == "cpu" else (demands.get(lane, 0.0), 0)
-        if demand or working:
-            edges += [(begin_s, working, demand) for begin_s, _ in lane_spans]
-            edges += [(end_s, -working, -demand) for _, end_s in lane_spans]
-    found: dict[float, float] = {}
-    then_s, works, beside = 0.0, 0, 0.0
-    for at_s, working, demand in sorted(edges):
-        if works:
-            key = round(beside)  # sums of the same lanes in another order are the same
-            found[key] = found.get(key, 0.0) + at_s - then_s
-        then_s, works, beside = at_s, works + working, beside + demand
-    return found
+        demand, cpu_change = (0.0, 1) if lane == "cpu" else (demands.get(lane, 0.0), 0)
+        if demand or cpu_change:
+            edges += [(begin_s, cpu_change, demand) for begin_s, _ in lane_spans]
+            edges += [(end_s, -cpu_change, -demand) for _, end_s in lane_spans]
+    seconds: dict[float, float] = {}
+    last_s, cpu_lanes, demanded = 0.0, 0, 0.0
+    for at_s, cpu_change, demand in sorted(edges):
+        if cpu_lanes:
+            key = round(demanded)  # so that rounding in sums of the same lanes makes no other key
+            seconds[key] = seconds.get(key, 0.0) + at_s - last_s
+        last_s, cpu_lanes, demanded = at_s, cpu_lanes + cpu_change, demanded + demand
+    return seconds
 
 
 def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> tuple[float, float, float]:

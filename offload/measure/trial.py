@@ -119,7 +119,7 @@ class _Session:
         queue: What all report to.
         plan: The small plan.
         address: Its staging memory.
-        beside: Memory for what an update needs beside.
+        beside: Memory for the rest of an update: state at home, gradients, weights.
     """
 
     def __init__(

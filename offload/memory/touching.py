@@ -139,8 +139,8 @@ class _Work:
     def share(self, crew: int, places: Sequence[frozenset[int]]) -> None:
         """Have threads do it, spread over the places."""
         threads = [
-            waits.Aside(partial(self.do, number % len(places), places[number % len(places)]), "offload-touch")
-            for number in range(crew)
+            waits.BackgroundWork(partial(self.do, place, places[place]), "offload-touch")
+            for place in (number % len(places) for number in range(crew))
         ]
         try:
             for thread in threads:

@@ -65,7 +65,7 @@ class AdamW(OffloadedAdam):
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
 
-    rule, kind, theirs = ADAMW, "AdamW", torch.optim.AdamW
+    rule, kind, torch_class = ADAMW, "AdamW", torch.optim.AdamW
 
     def __init__(
         self,
@@ -91,4 +91,4 @@ class Adam(OffloadedAdam):
     Arguments and errors are those of `AdamW`; `weight_decay` is 0 by default.
     """
 
-    rule, kind, theirs = ADAM, "Adam", torch.optim.Adam
+    rule, kind, torch_class = ADAM, "Adam", torch.optim.Adam

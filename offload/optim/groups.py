@@ -31,9 +31,7 @@ Group = Mapping[str, Any]
 
 
 class TorchOptions(TypedDict, total=False):
-    """How torch's own optimizers are told to run: taken where it changes nothing here, which is any way but True for
-    the last two.
-    """
+    """How torch's own optimizers are told to run: accepted and without effect here; the last two only if not True."""
 
     foreach: bool | None
     fused: bool | None
@@ -42,15 +40,12 @@ class TorchOptions(TypedDict, total=False):
 
 
 def torch_defaults(kind: Any) -> Mapping[str, Any]:
-    """Return what a group of one of torch's own optimizers (or of None) has, and what it wants in a state dict."""
-    found: Mapping[str, Any] = (
-        {} if kind is None else kind([torch.empty(0, dtype=torch.float32, device="cpu")]).defaults
-    )
-    return found
+    """Return the entries of a group of one of torch's own optimizers, by its class; none for None."""
+    return {} if kind is None else dict(kind([torch.empty(0, dtype=torch.float32, device="cpu")]).defaults)
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that would not be followed.
+    """Refuse options that would have to have an effect.
 
     Raises:
         ConfigError: A CUDA graph or autograd is to hold the step.
@@ -68,9 +63,9 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
 def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
     """Return every parameter with its name, which may be made up, and the number of its group."""
     return [
-        (parameter, str(given[n]) if given else f"param_groups[{at}].params[{n}]", at)
+        (parameter, str(given_names[n]) if given_names else f"param_groups[{at}].params[{n}]", at)
         for at, group in enumerate(groups)
-        for given in [group.get("param_names")]
+        for given_names in [group.get("param_names")]
         for n, parameter in enumerate(group["params"])
     ]
 
@@ -81,27 +76,27 @@ def checked_groups(
     """Return the groups of a state dict, each of which `check` has verified."""
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigError("state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"')
-    saved: list[Group] = state_dict["param_groups"]
+    saved_groups: list[Group] = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups]
-    saved_sizes = [len(group.get("params", ())) for group in saved]
+    saved_sizes = [len(group.get("params", ())) for group in saved_groups]
     if sizes != saved_sizes:
         raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
-    keys = [key for group in saved for key in group.get("params", ())]
-    known = [id(parameter) for group in groups for parameter in group["params"]]  # one may be in two groups
+    keys = [key for group in saved_groups for key in group.get("params", ())]
+    parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]  # one may be in two groups
     if not all(isinstance(key, Hashable) for key in keys) or not (
-        len(set(keys)) == len(set(known)) == len(set(zip(keys, known, strict=True)))
+        len(set(keys)) == len(set(parameter_ids)) == len(set(zip(keys, parameter_ids, strict=True)))
     ):
         raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
-    for group in saved:
-        called = group.get("param_names")
-        if called is not None and not (
-            isinstance(called, list | tuple)
-            and len(called) == len(group["params"])
-            and all(isinstance(name, str) for name in called)
+    for group in saved_groups:
+        texts = group.get("param_names")
+        if texts is not None and not (
+            isinstance(texts, list | tuple)
+            and len(texts) == len(group["params"])
+            and all(isinstance(name, str) for name in texts)
         ):
-            raise ConfigError("state_dict param_names", called, "give each parameter of the group a name, or none")
+            raise ConfigError("state_dict param_names", texts, "give each parameter of the group a name, or none")
         check(group)
-    return saved
+    return saved_groups
 
 
 def to_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -121,7 +116,7 @@ def to_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def from_json(
     metadata: Mapping[str, Any], path: str, kind: str, groups: Sequence[Group], check: Callable[[Group], None]
 ) -> list[dict[str, Any]]:
-    """Return what to set from a checkpoint's metadata (kind, `to_json`), or what claims to be that."""
+    """Return the groups' hyperparameters from a checkpoint's metadata, checked: it may claim to be such."""
     saved_groups = metadata.get("groups")
     if metadata.get("optimizer") != kind:
         raise CheckpointError(f"{path} is of {metadata.get('optimizer')}, and this is {kind}")
@@ -132,19 +127,20 @@ def from_json(
             f"{path} is of another model: it has {len(saved_groups)} parameter groups, and there are "
             f"{len(groups)} here"
         )
-    restored = []
+    hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
         try:
-            restored.append({n: _restored(n, v, group.get(n)) for n, v in saved.items() if n not in NOT_SAVED})
-            check(restored[-1])
+            values = {n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in NOT_SAVED}
+            check(values)
+            hyperparameters.append(values)
         except ConfigError as cause:
             raise CheckpointError(f"{path} is damaged: {cause}") from cause
-    return restored
+    return hyperparameters
 
 
-def set_restored(groups: Sequence[dict[str, Any]], restored: Sequence[Group]) -> None:
-    """Set what `from_json` returned; tensors are written to."""
-    for group, values in zip(groups, restored, strict=True):
+def set_hyperparameters(groups: Sequence[dict[str, Any]], hyperparameters: Sequence[Group]) -> None:
+    """Set the groups' hyperparameters to those that `from_json` returned; tensors are written to in place."""
+    for group, values in zip(groups, hyperparameters, strict=True):
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 group[name].copy_(value)
@@ -153,17 +149,17 @@ def set_restored(groups: Sequence[dict[str, Any]], restored: Sequence[Group]) ->
 
 
 def _is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
-    """Return whether JSON (with a mark for tensors of one element) keeps a value."""
+    """Return whether JSON can hold a value; a tensor of one element counts, which gets a mark there."""
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
     if not isinstance(value, tuple | list) and not math.isnan(number(value)):
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
-    found = None if isinstance(value, Mapping | bytes) else items(value)
-    return depth > 0 and found is not None and all(_is_plain(item, depth - 1) for item in found)
+    parts = None if isinstance(value, Mapping | bytes) else items(value)
+    return depth > 0 and parts is not None and all(_is_plain(part, depth - 1) for part in parts)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of which `_is_plain` is true as JSON takes it."""
+    """Return a value for JSON; `_is_plain` is true of it."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         return value.item()
     return (
@@ -171,25 +167,25 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _restored(name: str, saved: Any, now: Any) -> Any:
-    """Return a saved hyperparameter in the kind that the group has it in."""
+def _restored_value(name: str, saved: Any, current: Any) -> Any:
+    """Return a saved hyperparameter, converted to the type of the group's current value."""
     value = saved["tensor"] if isinstance(saved, dict) and saved.keys() == {"tensor"} else saved
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "params" or not _is_plain(value) or (value is not saved and not is_number):
         raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
-    if isinstance(value, list) and isinstance(now, tuple | np.ndarray):
-        return tuple(value) if isinstance(now, tuple) else np.array(value)
-    if not isinstance(now, torch.Tensor):
+    if isinstance(value, list) and isinstance(current, tuple | np.ndarray):
+        return tuple(value) if isinstance(current, tuple) else np.array(value)
+    if not isinstance(current, torch.Tensor):
         return value
-    allowed = f"it is a tensor of shape {tuple(now.shape)} here"
-    if now.numel() == 1 and not is_number:
+    allowed = f"it is a tensor of shape {tuple(current.shape)} here"
+    if current.numel() == 1 and not is_number:
         raise ConfigError(name, saved, allowed)
     try:
-        if now.numel() == 1:
-            return torch.full_like(now, value, requires_grad=False)
-        made = torch.tensor(value, dtype=now.dtype, device=now.device)
-        if made.shape != now.shape:
+        if current.numel() == 1:
+            return torch.full_like(current, value, requires_grad=False)
+        tensor = torch.tensor(value, dtype=current.dtype, device=current.device)
+        if tensor.shape != current.shape:
             raise ConfigError(name, saved, allowed)
-        return made
+        return tensor
     except (RuntimeError, OverflowError, TypeError) as cause:
         raise ConfigError(name, saved, str(cause)) from cause

@@ -1,8 +1,8 @@
 """`OffloadedOptimizer`: a PyTorch optimizer whose state lives where the plan says, whatever its rule.
 
-A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers. Who owns
-what: `LateEngine` the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
-for these, `StateView` what is read and written from outside. None of them knows the optimizer.
+A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers.
+`EngineHolder` owns the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
+of gradients, `StateView` the state as users read and write it. None of them knows the optimizer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
-from offload.optim.late import LateEngine
-from offload.optim.overlap import Following, Overlap
+from offload.optim.holder import EngineHolder
+from offload.optim.overlap import FollowedModel, Overlap
 from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
-from offload.optim.weights import Bound, check_parameter
+from offload.optim.weights import BoundParameter, check_parameter
 from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
@@ -44,11 +44,11 @@ from offload.session.speculation import Foreseen
 log = logging.getLogger("offload")
 
 LEAST_GAIN = 0.02
-"""Share of an iteration that "auto" has to win by what it does in backward: predictions are not better."""
+"""Share of an iteration that updates in backward have to save for "auto": predictions are not more exact."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
-    """What this package's optimizers share; use one of these."""
+    """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
 
@@ -66,36 +66,36 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
         config = offload or OffloadConfig()
         owner = weakref.proxy(self)  # the engine does not keep it alive
-        late = LateEngine(config, self.rule, lambda config: owner._open(config), self.limits)
-        super().__init__(params, defaults, late)
+        holder = EngineHolder(config, self.rule, lambda config: owner._open(config), self.limits)
+        super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
         world, rank = ranks.world()
-        late.config = config.for_rank(rank) if world > 1 else config
-        late.use(self._find_device(parameters))
+        holder.config = config.for_rank(rank) if world > 1 else config
+        holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
-        self._weights.place = shards.local(first[0]).device if first else None
+        self._weights.required_device = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
-        self._overlap = Overlap(late, self._weights)
-        self._route = choose_route(late, self._weights, self._scaling, self._overlap, parameters)
-        self._is_told = True  # of the last step
-        self._lock.first = lambda: owner._finish()
+        self._overlap = Overlap(holder, self._weights)
+        self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
+        self._is_reported = True  # the last step
+        self._lock.wait_for_step = lambda: owner._finish()
         self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
-        if late.waits:
+        if holder.is_deferred:
             self._widen_gradients(parameters)
         else:
-            self._open(late.config)
+            self._open(holder.config)
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
         """Return the device that all weights lie on."""
         devices = {shards.local(parameter).device for parameter in parameters}
         if len(devices) > 1:
-            found = ", ".join(sorted(map(str, devices)))
-            raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
+            device_names = ", ".join(sorted(map(str, devices)))
+            raise ConfigError("params", device_names, "have all weights on one device, or an optimizer for each")
         if devices and next(iter(devices)).type in BACKENDS:  # others are refused with the parameter's name
             from offload.device.accelerator import AcceleratorDevice
 
@@ -103,21 +103,21 @@ class OffloadedOptimizer(StatefulOptimizer):
         return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
-        wanted = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        described = self._weights.describe(self.param_groups, wanted)
+        trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        descriptions = self._weights.describe(self.param_groups, trainable)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
-            self._late.start(described, config, self._route.has_slots)
+            self._holder.start(descriptions, config, self._route.has_slots)
             if config.overlaps_backward:
                 self._speculate()
-            # Frozen ones, too: torch takes no other dtype for a gradient that is there.
+            # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
             self._widen_gradients(self._parameters())
-            self._attach(wanted, described)
+            self._attach(trainable, descriptions)
 
     def _speculate(self) -> None:
-        """Have updates made during backward from now on."""
+        """Have the engine update during backward from now on."""
         owner = weakref.ref(self)
-        says = None if self._is_last_pass is None else partial(_is_last, owner)
-        self.engine.speculate(partial(_foreseen, owner), says)
+        is_last = None if self._is_last_pass is None else partial(_is_last, owner)
+        self.engine.speculate(partial(_foreseen, owner), is_last)
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
@@ -130,16 +130,16 @@ class OffloadedOptimizer(StatefulOptimizer):
                 optimizer. None: nobody knows.
         """
         self._is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
-        if self._late.opened is not None and self.engine.speculates:
+        if self._holder.engine_if_open is not None and self.engine.speculates:
             self._speculate()
 
     def _choose_overlap(self) -> None:
-        """Have updates made during backward, or not, by what an iteration should take; at steps 4, 8, 16, ..."""
-        self._steps_seen += 1  # the engine's own number waits for a step that goes on behind
-        number, pace = self._steps_seen, self._overlap.pace.typical
+        """Switch updates during backward on or off by an iteration's predicted seconds; at steps 4, 8, 16, ..."""
+        self._steps_seen += 1  # the engine's own number would wait for the step
+        number, pace = self._steps_seen, self._overlap.pace.typical_s
         if number < 4 or number.bit_count() > 1 or pace is None or not self._route.is_early:
             return
-        (forward_s, backward_s), follows = pace, bool(self._overlap.following)
+        (forward_s, backward_s), follows = pace, bool(self._overlap.models)
         plan, rates = self.engine.plan, self.engine.rates
         if follows:
             waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
@@ -151,9 +151,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
         elif not wins:
             self.engine.speculate(None)
-        did = "is" if self.engine.speculates else "is not"
+        verb = "is" if self.engine.speculates else "is not"
         text = 'overlap="auto": the step %s hidden in backward: an iteration takes %.3g s so, and else %.3g s'
-        log.info(text, did, hidden_s, waited_s)
+        log.info(text, verb, hidden_s, waited_s)
 
     # Parameters
 
@@ -181,13 +181,13 @@ class OffloadedOptimizer(StatefulOptimizer):
                 )
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
-                    check_parameter(parameter, name, self._weights.place)
-            if self._weights.place is not None and not self._late.config.keep_grads:
+                    check_parameter(parameter, name, self._weights.required_device)
+            if self._weights.required_device is not None and not self._holder.config.keep_grads:
                 check_reduced(group["params"])
-            if self._late.opened is not None:
+            if self._holder.engine_if_open is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
-            if self._weights.place is not None:  # else the constructor does it for all
+            if self._weights.required_device is not None:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:
             self.param_groups.pop()
@@ -195,64 +195,65 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let autograd accumulate in float32, if that is wanted."""
-        if self._late.config.gradient_dtype == "float32" and self._route.widens:
+        if self._holder.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
                 if parameter.grad is None and not shards.is_sharded(parameter):  # FSDP2 has a dtype for it
                     parameter.grad_dtype = torch.float32
 
-    def _add(self, wanted: list[torch.Tensor]) -> None:
-        described = self._weights.describe(self.param_groups, wanted)
-        # What the engine has and we do not is left of an addition that was interrupted.
-        if self.engine.plan.layout.parameters[len(self._weights.bound) :] != described:
-            self.engine.add(described)
-        self._attach(wanted, described)
+    def _add(self, parameters: list[torch.Tensor]) -> None:
+        descriptions = self._weights.describe(self.param_groups, parameters)
+        # An interrupted addition may have reached the engine, and not `self._weights.bound`.
+        if self.engine.plan.layout.parameters[len(self._weights.bound) :] != descriptions:
+            self.engine.add(descriptions)
+        self._attach(parameters, descriptions)
 
-    def _attach(self, wanted: list[torch.Tensor], described: tuple[Parameter, ...]) -> None:
+    def _attach(self, parameters: list[torch.Tensor], descriptions: tuple[Parameter, ...]) -> None:
+        """Bind parameters, the last ones that the engine has, and hook their gradients."""
         bound = self._weights.bound
-        there = len(self.engine.plan.layout.parameters)
-        invariant(len(bound) + len(wanted) == there, "parameters that were interrupted while they were added")
-        self._widen_gradients(wanted)
-        for parameter, known in zip(wanted, described, strict=True):
-            record = self._weights.bind(parameter, known.name)
+        count = len(self.engine.plan.layout.parameters)
+        invariant(len(bound) + len(parameters) == count, "parameters that were interrupted while they were added")
+        self._widen_gradients(parameters)
+        for parameter, description in zip(parameters, descriptions, strict=True):
+            record = self._weights.bind(parameter, description.name)
             self._route.attach(record)
-            bound[parameter] = record  # last: whatever is interrupted before is done anew
-        self._state.begin(bound[parameter] for parameter in wanted)
+            bound[parameter] = record  # last: after an interrupt before this line, the parameter is added again
+        self._state.write_start_values(bound[parameter] for parameter in parameters)
 
     # Gradients
 
     def forget_departed(self) -> None:
-        """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
+        """Forget gradients that have left the GPU, so that the next ones are the first; for `offload.GradScaler`."""
         self._route.forget()
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as torch documents it; those that have left, too."""
+        """Reset gradients, as torch documents it; those that have left the GPU, too."""
         self._scaling.forget()
         self._route.forget()
-        if self._late.opened is not None:
-            self._late.opened.gradients.drop()
+        if self._holder.engine_if_open is not None:
+            self._holder.engine_if_open.gradients.drop()
         super().zero_grad(set_to_none)
 
-    def _bind_gradients(self) -> list[Bound]:
+    def _bind_gradients(self) -> list[BoundParameter]:
         """Tell the engine where gradients lie; return the parameters that have one."""
-        self._bind_late()
+        self._bind_new_parameters()
         active = self._route.bind()
-        self._scaling.check(self._route.notes())
+        self._scaling.check(self._route.gradient_ids())
         return active
 
-    def _bind_late(self) -> None:
-        """Add parameters with a gradient that were frozen when the optimizer was made, and are not any more."""
+    def _bind_new_parameters(self) -> None:
+        """Add parameters that have a gradient and were frozen when the optimizer was made."""
         bound = self._weights.bound
-        late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
-        if late:
-            self._check_new(late)
-            self._add(late)
+        new = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
+        if new:
+            self._check_new_parameters(new)
+            self._add(new)
 
-    def _check_new(self, late: list[torch.Tensor]) -> None:
-        """Refuse parameters that have come into the place of others, as where a model is sharded after all."""
-        new, known = set(late), {record.name for record in self._weights.bound.values()}
+    def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
+        """Refuse parameters that have replaced others of their name, as where a model is sharded afterwards."""
+        candidates, bound_names = set(new), {bound.name for bound in self._weights.bound.values()}
         for parameter, name, _ in names(self.param_groups):
-            if parameter in new and name in known:
+            if parameter in candidates and name in bound_names:
                 allowed = "make the optimizer after fully_shard, parallelize_module or prepare: it was replaced since"
                 raise ConfigError("params", name, allowed)
 
@@ -268,9 +269,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("params", "FSDP1's", allowed)
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradients.norm_sq(positions)
-        found = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
+        norms_sq = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
         # All ranks take part for all parameters, whichever of them have a gradient.
-        return shards.total((bound.cut, found.get(bound, 0.0)) for bound in bounds)
+        return shards.total((bound.cut, norms_sq.get(bound, 0.0)) for bound in bounds)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -299,11 +300,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not number(max_norm) >= 0:
             raise ConfigError("max_norm", max_norm, "give a number >= 0")
         with self._lock:
-            self._late.open_after_backward()
+            self._holder.open_after_backward()
             norm = self._scaling.unscaled(self._norm_sq())
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
-            self._scaling.clip_to(max_norm, norm, self._route.notes())
+            self._scaling.clip_to(max_norm, norm, self._route.gradient_ids())
             return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @_disable_dynamo
@@ -317,11 +318,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             Whether all gradients are finite.
         """
         with self._lock:
-            self._late.open_after_backward()
+            self._holder.open_after_backward()
             if not scale:  # torch's scaler halves it at every overflow
                 return False
             finite = math.isfinite(self._norm_sq())
-            self._scaling.unscale(scale, self._route.notes())
+            self._scaling.unscale(scale, self._route.gradient_ids())
             return finite
 
     # Work
@@ -363,70 +364,70 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self.config.overlaps_forward and not self._overlap.has_followed:
             allowed = "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
             raise ConfigError("overlap", self.config.overlap, allowed)
-        self._late.open_after_backward()
+        self._holder.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
-        self._weights.tell_others()
+        self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
-        began_s = self._overlap.pace.begins()
+        began_s = self._overlap.pace.begin_step()
         try:
-            if self._overlap.following:
+            if self._overlap.models:
                 self._begin_step(groups, scale, clip, active)
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
-                self._is_told = False
+                self._is_reported = False
         finally:
             self._state.changed()
             self._scaling.forget()
             self._route.forget()
-            self._weights.written(active)
-        self._overlap.pace.returns(began_s)
+            self._weights.note_written(active)
+        self._overlap.pace.end_call(began_s)
         if not self._overlap.is_pending:
             self._weights.gather()
-            self._tell()
-        if self._late.config.overlap == "auto":
+            self._report_step()
+        if self._holder.config.overlap == "auto":
             self._choose_overlap()
 
-    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:
-        """Have a step go on behind the caller, but for what the next forward pass does not wait for."""
+    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
+        """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
         at_once, later = self._overlap.in_order(active)
-        kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
+        tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
-            self._is_told = False
-            at_once.extend(self._route.take(active))
+            self._is_reported = False
+            at_once.extend(self._route.clear_grads(active))
 
         try:
-            kept += self._overlap.hide(later)
-            self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=kept, begun=begun)
+            tensors += self._overlap.hide(later)
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
         finally:
             if self.engine.is_pending:  # perhaps it was interrupted
-                del kept
-                self._route.taken()
+                del tensors
+                self._route.drop_departed()
                 self._overlap.wait_for(at_once)
             else:
                 self._overlap.finish()
 
     def _finish(self) -> None:
-        """Wait until the step is over that goes on behind its caller, if one does, and tell of it."""
+        """Wait until the last step is over, and report it."""
         self._overlap.finish()
-        if not self._is_told and self.engine.broken is None:  # else it has ended badly
-            self._tell()
+        if not self._is_reported and self.engine.broken is None:  # else the step has failed
+            self._report_step()
 
-    def _tell(self) -> None:
-        """Tell whoever wants to know of the last step."""
-        self._is_told = True
+    def _report_step(self) -> None:
+        """Give the last step's time to the forecast, and its metrics to the writers that are due."""
+        self._is_reported = True
         self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.last_step.step_s)
         step = self.engine.step_number
-        due = [write for every, write in self._writers if step % every == 0]
-        metrics = self.metrics() if due else {}
-        for write in due:
+        due_writers = [write for every, write in self._writers if step % every == 0]
+        metrics = self.metrics() if due_writers else {}
+        for write in due_writers:
             write(metrics, step)
 
     def _is_asked_for_state(self) -> bool:
-        """Return whether a step is torch's way to have state made: see `_init_optim_state` in
+        """Return whether this step is only torch's way to have state made: see `_init_optim_state` in
         torch/distributed/checkpoint/state_dict.py.
         """
         if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.is_fresh:
@@ -435,16 +436,16 @@ class OffloadedOptimizer(StatefulOptimizer):
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _show_state(self) -> None:
-        self._late.open().gradients.end_backward()
+        self._holder.open().gradients.end_backward()
         self._state.check()
-        self._bind_late()
+        self._bind_new_parameters()
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
         self._scaling.forget()
         self._route.forget()
 
     # Into the next forward pass
 
-    def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> Following:
+    def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> FollowedModel:
         """Have each `step` go on into the next forward pass of a model: its modules wait for their own weights only.
 
         `step` returns when the norm is known and the update has begun; `.grad` is None then, as it is the update's.
@@ -488,26 +489,26 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def config(self) -> OffloadConfig:
         """Tiers and budgets, as they were given."""
-        return self._late.config
+        return self._holder.config
 
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
         explanation, iteration = self._explanation(), None
-        if self._overlap.pace.typical is not None and self._hides:
-            iteration = (*self._overlap.pace.typical, self._iteration_s(*self._overlap.pace.typical))
-        hidden_in = ["forward"] * bool(self._overlap.following) + ["backward"] * self.engine.speculates
+        if self._overlap.pace.typical_s is not None and self._is_hidden:
+            iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
+        hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
         unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
         return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
 
     @property
-    def _hides(self) -> bool:
+    def _is_hidden(self) -> bool:
         """Whether the step is hidden in forward or backward."""
-        return bool(self._overlap.following) or self.engine.speculates
+        return bool(self._overlap.models) or self.engine.speculates
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the predicted seconds of an iteration, of which the step is hidden as it is now."""
-        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.following)
+        """Return the predicted seconds of an iteration, with the step hidden as it is now."""
+        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.models)
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
         return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
@@ -536,25 +537,25 @@ class OffloadedOptimizer(StatefulOptimizer):
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
-        found = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
+        metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
         pace = self._overlap.pace
-        if pace.typical is not None and self._hides:
-            found["forward_s"], found["backward_s"] = pace.typical
-            lanes_worked = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
-            worked_s = max(found["step_s"], covered_s(lanes_worked))
-            found["waited_s"], found["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
-            found["predicted_iteration_s"] = self._iteration_s(*pace.typical)
-        return found
+        if pace.typical_s is not None and self._is_hidden:
+            metrics["forward_s"], metrics["backward_s"] = pace.typical_s
+            busy = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
+            worked_s = max(metrics["step_s"], covered_s(busy))
+            metrics["waited_s"], metrics["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
+            metrics["predicted_iteration_s"] = self._iteration_s(*pace.typical_s)
+        return metrics
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
 
         Where the step is hidden in forward or backward, what the caller did is there as lane "caller".
         """
-        pace, found = self._overlap.pace, self.engine.timeline()
+        pace, intervals = self._overlap.pace, self.engine.timeline()
         if self.engine.speculates:
-            found += pace.before
-        return [*found, *(pace.intervals if self._hides else ())]
+            intervals += pace.last_intervals
+        return [*intervals, *(pace.intervals if self._is_hidden else ())]
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -563,9 +564,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             path: The file; one that is there is replaced.
         """
         paths = [place.path for place in self.engine.config.path_configs]
-        found = trace(self.timeline(), paths, step=self.engine.step_number)
+        document = trace(self.timeline(), paths, step=self.engine.step_number)
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump(document, file)
 
     def log_to(self, writer: Any, *, every: int = 1, prefix: str = "offload/") -> None:
         """Log `metrics` after each step from now on; a writer that raises ends the step, which has been taken then.
@@ -609,9 +610,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             if parameter.grad_dtype not in (None, parameter.dtype):
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
-        self._late.close()
+        self._holder.close()
         self._route.release()  # the lanes have ended
-        self._overlap.closed()
+        self._overlap.after_close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
@@ -622,17 +623,17 @@ class OffloadedOptimizer(StatefulOptimizer):
 
 def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
     """Return whether the backward pass under way is the last before a step, by what the optimizer was told."""
-    found = optimizer()
-    says = None if found is None else found._is_last_pass
-    return says is not None and bool(says())
+    owner = optimizer()
+    is_last_pass = None if owner is None else owner._is_last_pass
+    return is_last_pass is not None and bool(is_last_pass())
 
 
 def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
-    """Return what the next step would be told now; None where nobody can tell."""
-    found = optimizer()
-    if found is None:
+    """Return the hyperparameters and fp32 weights that a step would use now; None if a weight has been moved."""
+    owner = optimizer()
+    if owner is None:
         return None
-    kept = [shards.local(p).detach() for p in found._weights.bound if p.dtype is torch.float32]
-    if not found._weights.are_where_bound():
+    weights = [shards.local(p).detach() for p in owner._weights.bound if p.dtype is torch.float32]
+    if not owner._weights.are_where_bound():
         return None
-    return [found.rule.values(group) for group in found.param_groups], kept
+    return [owner.rule.values(group) for group in owner.param_groups], weights

@@ -1,11 +1,11 @@
 """Steps that go on into the next forward pass: each module waits for its own weights only.
 
-`Overlap` knows which modules are hooked, in which order they were called, and what waits for whom. It does not know
+`Overlap` knows which modules are hooked, in which order they were called, and what they wait for. It does not know
 how a step is taken (`offload.optim.optimizer`) or run (`offload.session`).
 
 A module waits for the parameters that it owns, and for those of modules below it that are never called themselves,
-as `torch.nn.MultiheadAttention` uses the weights of its projection. Which are called is learnt from the first forward
-pass, before which no step goes on behind it.
+as `torch.nn.MultiheadAttention` uses the weights of its projection. The first forward pass shows which modules are
+called; no step goes on into that one.
 """
 
 from __future__ import annotations
@@ -21,168 +21,170 @@ from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.pace import Pace
-from offload.optim.weights import Bound, Weights
+from offload.optim.weights import BoundParameter, Weights
 
 
 class Overlap:
-    """What goes on behind the caller of one optimizer's `step`.
+    """Has one optimizer's step go on after `step` has returned, and modules wait for their weights.
 
     Args:
-        late: The engine.
+        holder: Holds the engine.
         weights: The parameters.
 
     Attributes:
-        following: The models whose forward passes wait for weights.
+        models: The models whose forward passes wait for weights.
         has_followed: Whether there has been one.
-        pace: How long forward and backward take, and the caller waits.
+        pace: How long forward and backward take, and how long the caller waits.
+        hidden_copies: Copies of weights that the step updates, of models that check their waits.
     """
 
-    def __init__(self, late: LateEngine, weights: Weights) -> None:
-        self.following: list[Following] = []
+    def __init__(self, holder: EngineHolder, weights: Weights) -> None:
+        self.models: list[FollowedModel] = []
         self.has_followed = False
         self.pace = Pace()
-        self._late = late
+        self._holder = holder
         self._weights = weights
         self._bound = weights.bound
-        self._used: dict[torch.Tensor, bool] = {}
-        self._hidden: dict[Bound, torch.Tensor] = {}
+        self._use_order: dict[torch.Tensor, bool] = {}  # by first use: whether gradients were enabled in any
+        self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
         """Whether there is a step that nobody has waited for to its end."""
-        return self._late.opened is not None and self._late.opened.is_pending
+        return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
-    def follow(self, model: torch.nn.Module, check: bool, known: Iterable[torch.Tensor]) -> Following:
-        """Hook a model of some `known` parameters; once more to hook what has been added to it."""
+    def follow(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
+        """Hook a model of some of these parameters; called again, it hooks modules that were added meanwhile."""
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
         if not isinstance(check, bool):
             raise ConfigError("check", check, "give True or False")
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             raise ConfigError("model", "with a ScriptModule", "give a model that is not scripted: that runs no hooks")
-        if set(known).isdisjoint(model.parameters()):
+        if set(parameters).isdisjoint(model.parameters()):
             allowed = "give a model that this optimizer updates parameters of, not a copy"
             raise ConfigError("model", type(model).__name__, allowed)
-        sharded = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
-        if sharded is not None or self._weights.rows_over is not None:
-            what = "shard=True" if sharded is None else type(sharded).__name__
+        shard = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
+        if shard is not None or self._weights.rows_over is not None:
+            kind = "shard=True" if shard is None else type(shard).__name__
             raise ConfigError(
-                "model", what, "have whole weights on each rank: shards are gathered before a module's turn"
+                "model", kind, "have whole weights on each rank: shards are gathered before a module's turn"
             )
-        self._late.check_open()
+        self._holder.check_open()
         self.finish()
-        for other in [other for other in self.following if other.model is model]:
+        for other in [other for other in self.models if other.model is model]:
             other.remove()
-        following = Following(self, model, check)
-        self.following.append(following)
+        followed = FollowedModel(self, model, check)
+        self.models.append(followed)
         self.has_followed = True
-        return following
+        return followed
 
-    def used(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take note that a forward pass needs some weights now, and wait for them."""
+    def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that a forward pass uses some weights now, and wait for them."""
         trains = torch.is_grad_enabled()
         for parameter in parameters:
-            self._used[parameter] = trains or self._used.get(parameter, False)
-        if self.is_pending or self._hidden:
+            self._use_order[parameter] = trains or self._use_order.get(parameter, False)
+        if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
-    def arrived(self, bound: Bound) -> None:
-        """Take note that a gradient has arrived, and wait until the one before has been read."""
+    def arrived(self, bound: BoundParameter) -> None:
+        """Note that a gradient has arrived, and wait until the last step has read the parameter's previous one."""
         self.pace.arrived()
-        if self.following:
+        if self.models:
             self.wait_for([bound])
 
-    def in_order(self, active: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:
-        """Return the parameters to update: first those that no hook waits for, then the others in order.
+    def in_order(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
+        """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
-        The order is that in which forward passes since the last step used them. What has a gradient without having
-        been used there, with gradients enabled, was used around the hooks (by a compiled model that was compiled
-        before it was hooked, a `forward` that was called by that name), and may be again.
+        The order is that in which forward passes since the last step used them. A parameter that has a gradient, but
+        was not used there with gradients enabled, was used around the hooks (by a model that was compiled before it
+        was hooked, by a call of `forward` itself), and may be again: no hook waits for it.
         """
-        owned = {parameter for following in self.following for parameter in following.parameters}
-        trained = [parameter for parameter, trains in self._used.items() if trains and parameter in owned]
-        place = {parameter: number for number, parameter in enumerate(trained)}
-        self._used = {}
-        waited_for = [bound for bound in active if bound.parameter in place]
-        at_once = [bound for bound in active if bound.parameter not in place]
-        return at_once, sorted(waited_for, key=lambda bound: place[bound.parameter])
+        hooked = {parameter for model in self.models for parameter in model.parameters}
+        trained = [parameter for parameter, trains in self._use_order.items() if trains and parameter in hooked]
+        order = {parameter: number for number, parameter in enumerate(trained)}
+        self._use_order = {}
+        later = [bound for bound in active if bound.parameter in order]
+        at_once = [bound for bound in active if bound.parameter not in order]
+        return at_once, sorted(later, key=lambda bound: order[bound.parameter])
 
     # Around a step
 
-    def hide(self, waiting: Iterable[Bound]) -> list[torch.Tensor]:
-        """Have a step update copies of weights, and fill these with NaN until somebody waits for them.
+    def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
+        """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
 
         Returns:
-            The copies.
+            The copies; `wait_for` and `finish` copy them back.
         """
-        if any(following.check for following in self.following):
-            for bound in waiting:
-                self._hidden[bound] = copy = bound.parameter.detach().clone()
-                self._late.engine.bind_weight(bound.position, copy.data_ptr())
+        if any(model.check for model in self.models):
+            for bound in bounds:
+                self.hidden_copies[bound] = copy = bound.parameter.detach().clone()
+                self._holder.engine.bind_weight(bound.position, copy.data_ptr())
                 bound.parameter.data.fill_(float("nan"))
-        return [*self._hidden.values()]
+        return [*self.hidden_copies.values()]
 
-    def wait_for(self, waiting: Iterable[Bound]) -> None:
-        """Wait until some weights are those of the last step, and their gradients have been read."""
-        waiting = [*waiting]
-        if not waiting or self._late.opened is None:
+    def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
+        """Wait until the last step has updated some weights, and has read their gradients."""
+        bounds = [*bounds]
+        if not bounds or self._holder.engine_if_open is None:
             return
         try:
-            with self.pace.waits():
-                self._late.opened.wait_for([bound.position for bound in waiting])
+            with self.pace.timed_wait():
+                self._holder.engine_if_open.wait_for([bound.position for bound in bounds])
         except OffloadError:
-            self._show([*self._hidden])
+            self._show([*self.hidden_copies])
             raise
-        self._show(waiting)
+        self._show(bounds)
 
     def finish(self) -> None:
-        """Wait until the step is over that goes on behind its caller, if one does."""
+        """Wait until the last step is over, if it goes on after `step` has returned."""
         try:
             if self.is_pending:
-                with self.pace.waits(for_all=True):
-                    self._late.engine.finish()
+                with self.pace.timed_wait(for_all=True):
+                    self._holder.engine.finish()
         finally:
-            self._show([*self._hidden])
+            self._show([*self.hidden_copies])
 
-    def _show(self, waiting: Iterable[Bound], closed: bool = False) -> None:
-        for bound in waiting:
-            copy = self._hidden.get(bound)
+    def _show(self, bounds: Iterable[BoundParameter], closed: bool = False) -> None:
+        """Copy updated weights from their hidden copies into the parameters."""
+        for bound in bounds:
+            copy = self.hidden_copies.get(bound)
             if copy is not None:
                 bound.parameter.data.copy_(copy)
-                self._late.device.give_up(copy)  # `step` may have made it on another stream
+                self._holder.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
-                    self._late.engine.bind_weight(bound.position, bound.parameter.data_ptr())
-                self._hidden.pop(bound, None)  # another thread may have been as quick
+                    self._holder.engine.bind_weight(bound.position, bound.parameter.data_ptr())
+                self.hidden_copies.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
-        """Let all models be."""
-        for following in [*self.following]:
-            following.unhook()
+        """Remove the hooks of all models."""
+        for model in [*self.models]:
+            model.unhook()
 
-    def closed(self) -> None:
-        """The engine has been closed: show what was hidden, and raise what nobody was told of."""
-        self._show([*self._hidden], closed=True)
-        if self._late.opened is not None:
-            self._late.opened.finish()
+    def after_close(self) -> None:
+        """Show all hidden weights, and raise an error that nobody was told of; the engine has been closed."""
+        self._show([*self.hidden_copies], closed=True)
+        if self._holder.engine_if_open is not None:
+            self._holder.engine_if_open.finish()
 
 
-class Turn:
-    """The lock of one optimizer; whoever has it finds no step going on behind its caller.
+class OptimizerLock:
+    """The lock of one optimizer; whoever takes it waits first until the last step is over.
 
     Attributes:
-        first: Waits for such a step.
+        wait_for_step: Waits until the last step is over.
     """
 
     def __init__(self) -> None:
-        self.first: Callable[[], None] = lambda: None
+        self.wait_for_step: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            self.first()
+            self.wait_for_step()
         except BaseException:
             self._lock.release()
             raise
@@ -191,118 +193,123 @@ class Turn:
         self._lock.release()
 
 
-class Following:
+class FollowedModel:
     """A model whose modules wait for their weights; returned by `overlap_forward`.
 
     Attributes:
-        model: Which.
-        check: Whether weights that wait hold NaN.
-        parameters: Those that a hook waits for.
+        model: The model.
+        check: Whether weights hold NaN until a module has waited for them.
+        parameters: The parameters that a hook waits for.
     """
 
     def __init__(self, overlap: Overlap, model: torch.nn.Module, check: bool) -> None:
         self.model = model
         self.check = check
         self._overlap = overlap
-        self._own: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
-        self._below: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
-        self._compiled: set[torch.nn.Module] = set()
-        self._called: set[torch.nn.Module] = set()
+        self._parameters_of: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
+        self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+        self._compiled_parts: set[torch.nn.Module] = set()
+        self._called_modules: set[torch.nn.Module] = set()
         self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._handles: list[Any] = []
         self._walk(model)
-        self.parameters = {parameter for own in self._own.values() for parameter in own}
-        for module in self._own:
-            hook = _Hook(self, module, Following.entered, module in self._compiled)
+        self.parameters = {parameter for own in self._parameters_of.values() for parameter in own}
+        for module in self._parameters_of:
+            hook = _Hook(self, module, FollowedModel.before_forward, module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         untyped: Any
         for untyped in model.modules():
-            hook = _Hook(self, untyped, Following.finish)
+            hook = _Hook(self, untyped, FollowedModel.finish)
             self._handles.append(untyped.register_state_dict_pre_hook(hook))
             self._handles.append(untyped.register_load_state_dict_pre_hook(hook))
 
     def remove(self) -> None:
-        """Wait for the step that goes on, and let the model be; idempotent."""
+        """Wait until the last step is over, and remove the hooks; idempotent."""
         try:
             self._overlap.finish()
         finally:
             self.unhook()
 
     def unhook(self) -> None:
-        """Let the model be."""
+        """Remove the hooks, and wait for nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self in self._overlap.following:
-            self._overlap.following.remove(self)
+        if self in self._overlap.models:
+            self._overlap.models.remove(self)
 
-    def _walk(self, module: torch.nn.Module, is_within: bool = False) -> None:
-        """Find all modules, each with what is below it; what is compiled as one is called as one, or by its parts."""
-        if module in self._own:
+    def _walk(self, module: torch.nn.Module, is_part: bool = False) -> None:
+        """Find all modules with their parameters and children.
+
+        A compiled module waits as one without children. Its parts may be called by themselves, too.
+        """
+        if module in self._parameters_of:
             return
-        if is_within:
-            self._compiled.add(module)
+        if is_part:
+            self._compiled_parts.add(module)
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         own = module.parameters() if is_compiled else module._parameters.values()
-        self._own[module] = tuple(parameter for parameter in own if parameter is not None)
-        self._below[module] = () if is_compiled else tuple(module.children())
+        self._parameters_of[module] = tuple(parameter for parameter in own if parameter is not None)
+        self._children_of[module] = () if is_compiled else tuple(module.children())
         for child in module.children():
-            self._walk(child, is_compiled or is_within)
+            self._walk(child, is_compiled or is_part)
 
-    def entered(self, module: torch.nn.Module) -> None:
-        """Have a module wait that is called; one that only evaluation calls, by itself, is no less used by others."""
-        if module not in self._called and torch.is_grad_enabled():
-            self._called.add(module)
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Wait for the weights that a module is about to use; a forward pre-hook."""
+        # What evaluation alone calls may be used past itself in training.
+        if module not in self._called_modules and torch.is_grad_enabled():
+            self._called_modules.add(module)
             self._needs.clear()
         needs = self._needs.get(module)  # another thread may empty it at any time
         if needs is None:
             needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
-        self._overlap.used(needs)
+        self._overlap.note_use(needs)
 
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
-        """Yield what a module owns, and what is owned below it by those that have never been called."""
-        yield from self._own[module]
-        for child in self._below[module]:
-            if child not in self._called:
+        """Yield the parameters of a module, and of modules below it that have never been called themselves."""
+        yield from self._parameters_of[module]
+        for child in self._children_of[module]:
+            if child not in self._called_modules:
                 yield from self._needed(child)
 
     def finish(self, module: torch.nn.Module) -> None:
-        """Wait until the step is over that goes on."""
+        """Wait until the last step is over; a hook of `state_dict` and `load_state_dict`."""
         self._overlap.finish()
 
 
 class _Hook:
-    """Has a module of a followed model wait. A copy of the model, or another process, waits for nothing."""
+    """Has a module of a followed model wait; in a copy of the model, or in another process, it does nothing."""
 
     def __init__(
         self,
-        following: Following,
+        followed: FollowedModel,
         module: torch.nn.Module,
-        then: Callable[[Following, torch.nn.Module], None],
-        is_within: bool = False,
+        wait: Callable[[FollowedModel, torch.nn.Module], None],
+        is_compiled_part: bool = False,
     ) -> None:
-        self._is_within = is_within  # a compiled module, which has waited when it runs this one
-        self._following = weakref.ref(following)
+        self._is_compiled_part = is_compiled_part
+        self._followed = weakref.ref(followed)
         self._module = weakref.ref(module)
-        self._then = then
+        self._wait = wait
         self._pid = os.getpid()
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        if not (self._is_within and torch.compiler.is_compiling()):
+        # The compiled module has waited for all of its parts, and breaks of its graph would cost time.
+        if not (self._is_compiled_part and torch.compiler.is_compiling()):
             self._call(module)
 
     @_disable_dynamo
     def _call(self, module: torch.nn.Module) -> None:
-        following, mine = self._following(), self._module()
-        if following is not None and mine is module and os.getpid() == self._pid:
-            self._then(following, module)
+        followed, own_module = self._followed(), self._module()
+        if followed is not None and own_module is module and os.getpid() == self._pid:
+            self._wait(followed, module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
 
 
 class _Nothing:
-    """What a hook is in a copy of its module."""
+    """Stands for a `_Hook` in a copy of its module, and does nothing."""
 
     def __call__(self, *arguments: Any) -> None:
         pass

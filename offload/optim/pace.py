@@ -12,57 +12,57 @@ from contextlib import contextmanager
 from offload.schedule.timeline import CALLER, Interval
 
 HISTORY = 5
-"""Iterations whose median is taken."""
+"""Iterations over which the median of seconds is taken."""
 
 LEAST_WAIT_S = 1e-4
-"""Shorter waits are not shown one by one."""
+"""Waits that are shorter are not shown as intervals."""
 
 
 class Pace:
-    """Seconds of forward and backward, less waits: measured between a step's return and the next one's begin.
+    """Measures the seconds of forward and backward, less waits, between a step's return and the next step's begin.
 
     Forward lasts until the first gradient arrives, and backward until somebody asks for all of the step. So where
     several backward passes make one step, forward is that of the first.
 
     Attributes:
-        waited_s: What the caller has waited for the last step that is over: in `step` and after it.
-        before: `intervals` when the last step began.
+        waited_s: Seconds that the caller has waited for the last step that is over: in `step` and after it.
+        last_intervals: `intervals` when the last step began.
     """
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self.before: list[Interval] = []
-        self._seen: deque[tuple[float, float]] = deque(maxlen=HISTORY)
+        self.last_intervals: list[Interval] = []
+        self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
         self._returned_s = self._arrived_s = self._asked_s = math.nan
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
         self._waits: list[Interval] = []
 
     @property
     def intervals(self) -> list[Interval]:
-        """What the caller has done since the last step returned, as far as it has ended: forward, backward, waits."""
+        """What the caller has finished since the last step returned: forward, backward, waits."""
         marks = (("forward", self._returned_s, self._arrived_s), ("backward", self._arrived_s, self._asked_s))
-        done = [Interval(CALLER, label, began_s, ended_s, 0) for label, began_s, ended_s in marks]
+        passes = [Interval(CALLER, label, began_s, ended_s, 0) for label, began_s, ended_s in marks]
         return [
-            *(interval for interval in done if not math.isnan(interval.finished_s - interval.started_s)),
+            *(interval for interval in passes if not math.isnan(interval.finished_s - interval.started_s)),
             *self._waits,
         ]
 
     @property
-    def typical(self) -> tuple[float, float] | None:
-        """Seconds of forward and backward; None before they have been seen."""
-        if not self._seen:
+    def typical_s(self) -> tuple[float, float] | None:
+        """Median seconds of forward and of backward; None before both have been measured."""
+        if not self._history:
             return None
-        forward_s, backward_s = zip(*self._seen, strict=True)
+        forward_s, backward_s = zip(*self._history, strict=True)
         return statistics.median(forward_s), statistics.median(backward_s)
 
     def arrived(self) -> None:
-        """A gradient has arrived."""
+        """Note that a gradient has arrived."""
         if math.isnan(self._arrived_s):
             self._arrived_s = time.monotonic()
 
     @contextmanager
-    def waits(self, *, for_all: bool = False) -> Iterator[None]:
-        """The caller waits for a part of the step, or for all of it."""
+    def timed_wait(self, *, for_all: bool = False) -> Iterator[None]:
+        """Measure a wait of the caller: for a part of the step, or for all of it."""
         began_s, in_forward = time.monotonic(), math.isnan(self._arrived_s)
         if for_all and not in_forward and math.isnan(self._asked_s):
             self._asked_s = began_s
@@ -78,21 +78,21 @@ class Pace:
             else:
                 self._other_waits_s += waited_s
 
-    def begins(self) -> float:
-        """The next step begins, and the last is over; return when."""
+    def begin_step(self) -> float:
+        """Note that the next step begins, and the last is over; return the time."""
         now_s = time.monotonic()
         forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
         if not math.isnan(forward_s):
             asked_s = now_s if math.isnan(self._asked_s) else self._asked_s
-            self._seen.append((max(forward_s, 0.0), max(asked_s - self._arrived_s, 0.0)))
+            self._history.append((max(forward_s, 0.0), max(asked_s - self._arrived_s, 0.0)))
         self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s
         if math.isnan(self._asked_s):
             self._asked_s = now_s
-        self.before = self.intervals
+        self.last_intervals = self.intervals
         return now_s
 
-    def returns(self, began_s: float) -> None:
-        """The step that began at `began_s` goes on behind its caller from now on."""
+    def end_call(self, began_s: float) -> None:
+        """Note that `step` returns, which was called at `began_s`; what the step has left to do goes on."""
         self._returned_s = time.monotonic()
         self._arrived_s = self._asked_s = math.nan
         self._waits = []

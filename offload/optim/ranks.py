@@ -1,4 +1,4 @@
-"""What ranks have to agree on."""
+"""What ranks have to agree on: their number, and who saves which weights under which names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.errors import CheckpointError
 from offload.layout import bare_names
 
 if TYPE_CHECKING:
-    from offload.optim.weights import Bound
+    from offload.optim.weights import BoundParameter
 
 log = logging.getLogger("offload")
 
@@ -51,12 +51,11 @@ class Agreement(NamedTuple):
     Attributes:
         ranks: World size.
         rank: This rank.
-        id: The save's.
-        replica: Whether an earlier rank saves this rank's state too, since both have the same pieces of the same
-            weights.
-        names: What the checkpoint calls this rank's weights: their names in the bare module.
-        prefix: What these names begin with where the weights are nobody else's.
-        ended: Returns the ranks whose processes have ended, as far as this one can see them.
+        id: The save's id.
+        names: Names of this rank's weights in the checkpoint, by their names here.
+        replica: Whether an earlier rank saves the same pieces of the same weights, and so this rank's state, too.
+        prefix: Prefix of the names where the weights are this rank's alone.
+        find_ended: Returns the ranks whose processes have ended, as far as this one can see them.
     """
 
     ranks: int
@@ -65,10 +64,10 @@ class Agreement(NamedTuple):
     names: Mapping[str, str]
     replica: bool = False
     prefix: str = ""
-    ended: Callable[[], Collection[int]] = tuple
+    find_ended: Callable[[], Collection[int]] = tuple
 
 
-def agree_on_save(bounds: Collection[Bound]) -> Agreement:
+def agree_on_save(bounds: Collection[BoundParameter]) -> Agreement:
     """Agree on a save that all ranks make together.
 
     Raises:
@@ -78,19 +77,19 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
     id = uuid.uuid4().hex
     if size == 1:
         return Agreement(size, rank, id, bare_names(bound.name for bound in bounds))
-    found: list[Any] = [None] * size
+    answers: list[Any] = [None] * size
     weights_here = {bound.name: _digest(bound) for bound in bounds}
-    mine = id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
-    torch.distributed.all_gather_object(found, mine)
-    clash = _clash([weights for _, weights, _, _ in found])
-    ended = partial(_ended, [process for *_, process in found])
-    id = found[0][0]
-    names = bare_names(name for _, weights, _, _ in found for name in weights)  # all ranks' alike
+    own_answer = id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
+    torch.distributed.all_gather_object(answers, own_answer)
+    clash = _clash([weights for _, weights, _, _ in answers])
+    find_ended = partial(_ended_ranks, [process for *_, process in answers])
+    id = answers[0][0]
+    names = bare_names(name for _, weights, _, _ in answers for name in weights)  # all ranks' alike
     if clash is None:
-        replica = any(weights == found[rank][1] for _, weights, _, _ in found[:rank])
-        return Agreement(size, rank, id, names, replica, ended=ended)
+        replica = any(weights == answers[rank][1] for _, weights, _, _ in answers[:rank])
+        return Agreement(size, rank, id, names, replica, find_ended=find_ended)
     name, one, other = clash
-    if not all(of_its_rank for _, _, of_its_rank, _ in found):
+    if not all(of_its_rank for _, _, of_its_rank, _ in answers):
         raise CheckpointError(
             f"ranks {one} and {other} have different weights that are both called {name}: give every weight a name "
             "of its own, or use `offload.Engine`, whose parameters know their places"
@@ -102,21 +101,22 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
         *(one, other, name),
     )
     prefix = f"rank{rank}."
-    return Agreement(size, rank, id, {n: prefix + bare for n, bare in names.items()}, prefix=prefix, ended=ended)
+    names = {name: prefix + bare for name, bare in names.items()}
+    return Agreement(size, rank, id, names, prefix=prefix, find_ended=find_ended)
 
 
 class Process(NamedTuple):
-    """A process, so that those who share its machine can tell when it has ended.
+    """Identifies a process, so that processes on its machine can tell when it has ended.
 
     Attributes:
         machine: The running kernel, and the name space of its pids.
         pid: Its number there.
-        started: When it was started: numbers are used again.
+        start_time: When it was started: numbers are used again.
     """
 
     machine: str
     pid: int
-    started: str
+    start_time: str
 
     @classmethod
     def this(cls) -> Process | None:
@@ -126,10 +126,10 @@ class Process(NamedTuple):
                 machine = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
         except OSError:
             return None
-        return cls(machine, os.getpid(), _started(os.getpid()))
+        return cls(machine, os.getpid(), _start_time(os.getpid()))
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Return when a process was started; "" if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         state, *others = file.read().rpartition(")")[2].split()
@@ -137,18 +137,18 @@ def _started(pid: int) -> str:
     return ""
 
 
-def _ended(processes: Sequence[Process | None]) -> list[int]:
+def _ended_ranks(processes: Sequence[Process | None]) -> list[int]:
     """Return the ranks whose processes have ended; those on other machines cannot be seen."""
-    here = Process.this()
+    this = Process.this()
     return [
         rank
-        for rank, found in enumerate(processes)
-        if here and found and found.machine == here.machine and _started(found.pid) != found.started
+        for rank, process in enumerate(processes)
+        if this and process and process.machine == this.machine and _start_time(process.pid) != process.start_time
     ]
 
 
-def _is_of_its_rank(bound: Bound) -> bool:
-    """Return whether nobody says which weight, or which piece of one, a plain tensor is."""
+def _is_of_its_rank(bound: BoundParameter) -> bool:
+    """Return whether a plain tensor's name may mean another weight, or another piece, on each rank."""
     return bound.cut is None and (is_flattened(bound.parameter) or bound.name.startswith("param_groups["))
 
 
@@ -158,9 +158,9 @@ def is_flattened(parameter: torch.Tensor) -> bool:
 
 
 def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int, int] | None:
-    """Return the name of different weights, and two ranks that have them; None if there are none.
+    """Return a name under which two ranks have different weights, and these ranks; None if there is none.
 
-    Pieces of one weight are alike in what the whole is; those in one place in what they hold, too.
+    Pieces of one weight have the same whole; pieces in the same place have the same digest, too.
     """
     first: dict[tuple[Any, ...], tuple[int, Any]] = {}
     for rank, weights in enumerate(everyone):
@@ -171,7 +171,7 @@ def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int,
     return None
 
 
-def _digest(bound: Bound) -> tuple[Any, ...]:
+def _digest(bound: BoundParameter) -> tuple[Any, ...]:
     """Return what a weight is, which piece of it this rank has, and a checksum of the piece's beginning."""
     weight, mine = bound.parameter, bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)

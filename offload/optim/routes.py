@@ -18,54 +18,54 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import world
-from offload.optim.scaling import Note, Scaling
+from offload.optim.scaling import GradientId, Scaling
 from offload.optim.slots import GradientSlot
-from offload.optim.weights import Bound, Weights
+from offload.optim.weights import BoundParameter, Weights
 
 NO_PASS = -1
-"""What torch calls the backward pass outside of any."""
+"""torch's number of the backward pass where none is under way."""
 
 
 def choose_route(
-    late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
+    holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
 ) -> Route:
-    """Return the route for the device and the parameters; refuse, and close, what would leave unreduced."""
+    """Return the route for the device and the parameters; close the holder if its settings allow for none."""
     parameters = [*parameters]
-    if not late.config.keep_grads:
+    if not holder.config.keep_grads:
         try:
             check_reduced(parameters)
         except ConfigError:
-            late.close()
+            holder.close()
             raise
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
-    arrive = is_alone or late.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
+    arrive_reduced = is_alone or holder.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
     kind: type[Route]
-    if isinstance(late.device, NoDevice):
-        kind, come = Slots if is_alone else Reduced, arrive
+    if isinstance(holder.device, NoDevice):
+        kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
     else:
-        kind, come = (AtStep, False) if late.config.keep_grads else (Departing, is_alone)
-        late.waits = late.config.gpu_memory == "auto"  # for backward, which shows what is free there
-    if late.config.overlaps_backward and not come:
+        kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, is_alone)
+        holder.is_deferred = holder.config.gpu_memory == "auto"  # until backward has shown what is free there
+    if holder.config.overlaps_backward and not come_early:
         allowed = (
             'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
             "of FSDP2 or of DDP with shard=True"
         )
-        if kind is AtStep:
+        if kind is StepRoute:
             allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
-        late.close()
-        raise ConfigError("overlap", late.config.overlap, allowed)
-    route = kind(late, weights, scaling, overlap)
-    route.is_early = is_alone and kind is not AtStep
+        holder.close()
+        raise ConfigError("overlap", holder.config.overlap, allowed)
+    route = kind(holder, weights, scaling, overlap)
+    route.is_early = is_alone and kind is not StepRoute
     return route
 
 
 def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients ranks reduce only after the hooks that hear of them have run.
+    """Refuse parameters whose gradients ranks reduce only after their hooks have run.
 
-    Those of a `DTensor` over all ranks arrive reduced, as FSDP2 calls these hooks itself, or say that they are not.
+    The gradient of a `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or as a partial one.
     """
     if not all(map(_arrives_reduced, parameters)):
         allowed = f"use true: {world()[0]} processes reduce gradients after they have arrived, but for those of FSDP2"
@@ -78,13 +78,13 @@ def _arrives_reduced(parameter: torch.Tensor) -> bool:
 
 
 def _is_heard(parameter: torch.Tensor) -> bool:
-    """Return whether a hook hears of gradients where they stay: not of those that FSDP2 copies from a GPU."""
+    """Return whether a hook sees gradients where they stay: not so where FSDP2 copies them from a GPU."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is None or mesh.device_type == shards.local(parameter).device.type
 
 
 class Route:
-    """What routes share: gradients stay in `.grad`, and are bound where they lie when the step begins."""
+    """The base class of routes: gradients stay in `.grad`, and are bound where they lie when the step begins."""
 
     has_slots: ClassVar[bool] = False
     """Whether the engine provides memory for gradients."""
@@ -93,24 +93,24 @@ class Route:
     is_early: bool = False
     """Whether gradients come to host memory during backward, of one process."""
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        self._late = late
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        self._holder = holder
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
         self._handles: list[Any] = []
-        self._held: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []  # that the step reads
 
-    def attach(self, bound: Bound) -> None:
-        """Hear of a parameter's gradients from now on."""
-        self._engine = self._late.engine  # which is open now
+    def attach(self, bound: BoundParameter) -> None:
+        """Hook a parameter: each of its gradients is given to `arrived` from now on."""
+        self._engine = self._holder.engine  # which is open now
         if not _is_heard(bound.parameter):
-            return  # FSDP2 has the copy to the host wait for any hook; a gradient that changes is noticed without one
+            return  # FSDP2 would have its copy to the host wait for a hook; changed gradients are noticed without
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
-    def arrived(self, bound: Bound, builds_graph: bool = False) -> None:
-        """Take in a gradient that has been accumulated; `builds_graph` if backward makes a graph of it."""
+    def arrived(self, bound: BoundParameter, builds_graph: bool = False) -> None:
+        """Handle a gradient that has been accumulated; `builds_graph` says whether backward makes a graph of it."""
         gradient = bound.parameter.grad
         if gradient is None:
             return
@@ -118,142 +118,143 @@ class Route:
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
-        if self._scaling.noted:
+        if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
-        self._take(bound, gradient)
+        self._handle(bound, gradient)
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
-        """Do what there is to be done with a gradient before the step."""
+    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Do what this route does with a gradient before the step begins."""
 
-    def bind(self) -> list[Bound]:
+    def bind(self) -> list[BoundParameter]:
         """Tell the engine where gradients lie; return the parameters that have one."""
-        self._held.clear()
+        self._tensors.clear()
         return [bound for bound in self._bound.values() if self._bind(bound)]
 
-    def _bind(self, bound: Bound) -> bool:
+    def _bind(self, bound: BoundParameter) -> bool:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
-        gradient = shards.reduced(gradient, parameter, bound.name)
+        gradient = shards.reduced_gradient(gradient, parameter, bound.name)
         if gradient is not parameter.grad:
-            parameter.grad = gradient  # once, whoever asks for it next
-        rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is that of the piece
+            parameter.grad = gradient  # so that nobody reduces it again
+        rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is cut, too
         gradient, parameter = shards.local(gradient), shards.local(parameter)
         _check_gradient(gradient, parameter, bound.name)
-        self._held.append(gradient)
-        gathered = self._is_gathered(bound, gradient)
+        self._tensors.append(gradient)
+        is_gathered = self._is_gathered(bound, gradient)
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-            self._held.append(gradient)
+            self._tensors.append(gradient)
         dtype, address = DTYPE_CODES[gradient.dtype], shards.own(gradient, rows).data_ptr()
-        self._engine.gradients.bind(bound.position, address, dtype, gathered=gathered)
+        self._engine.gradients.bind(bound.position, address, dtype, gathered=is_gathered)
         return True
 
-    def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
-        return False  # when it arrived
+    def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+        """Return whether the gradient's norm was gathered when it arrived."""
+        return False
 
-    def note(self, bound: Bound) -> Note | None:
-        """Return what tells a parameter's gradient from others; None if it has none."""
+    def gradient_id(self, bound: BoundParameter) -> GradientId | None:
+        """Return the id of a parameter's gradient; None if it has none."""
         gradient = bound.parameter.grad
         if gradient is None:
             return None
-        return Note(weakref.ref(gradient), shards.version(gradient), shards.local(gradient).data_ptr())
+        return GradientId(weakref.ref(gradient), shards.version(gradient), shards.local(gradient).data_ptr())
 
-    def notes(self) -> Iterator[tuple[Bound, Note | None]]:
-        """Yield all parameters, and what tells their gradients from others."""
-        return ((bound, self.note(bound)) for bound in self._bound.values())
+    def gradient_ids(self) -> Iterator[tuple[BoundParameter, GradientId | None]]:
+        """Yield all parameters, each with the id of its gradient."""
+        return ((bound, self.gradient_id(bound)) for bound in self._bound.values())
 
-    def read(self) -> list[torch.Tensor]:
-        """Return the memory that the step reads gradients from, as far as the engine does not own it."""
-        return [gradient.detach() for gradient in self._held if not self._is_slot(gradient)]
+    def tensors_read(self) -> list[torch.Tensor]:
+        """Return the tensors that the step reads gradients from, except those in the engine's own memory."""
+        return [gradient.detach() for gradient in self._tensors if not self._is_slot(gradient)]
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
         return False
 
-    def take(self, active: Iterable[Bound]) -> list[Bound]:
-        """Take gradients that a step reads out of `.grad`; somebody keeps what `read` returned.
+    def clear_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
+        """Set `.grad` of parameters to None; the caller keeps the tensors that `tensors_read` returned.
 
-        On the engine thread, where no interrupt comes between: what is read must not be accumulated to.
+        Runs on the engine thread, where no interrupt comes in between: autograd must not add to what the step reads.
 
         Returns:
-            Parameters whose gradient somebody else can reach, and so write to.
+            Parameters whose gradient somebody else can still reach, and so write to.
         """
-        taken = []
+        gradients = []
         for bound in active:
             gradient, bound.parameter.grad = bound.parameter.grad, None
             if gradient is not None:
                 # Not `untyped_storage`, whose Python object would be one more owner from then on.
                 storage = None if self._is_slot(gradient) else torch._C._storage_address(gradient)  # type: ignore[attr-defined]
-                taken.append((bound, weakref.ref(gradient), storage))
+                gradients.append((bound, weakref.ref(gradient), storage))
             del gradient
-        self._held.clear()
+        self._tensors.clear()
         return [
             bound
-            for bound, gradient, storage in taken
+            for bound, gradient, storage in gradients
             if not (bound.slot.is_free if storage is None else gradient() is None and _has_one_owner(storage))
         ]
 
-    def taken(self) -> None:
-        """Forget gradients that `take` does not find in `.grad`; somebody keeps what `read` returned."""
+    def drop_departed(self) -> None:
+        """Drop gradients that left `.grad` during backward; the caller keeps the tensors of `tensors_read`."""
 
     def forget(self) -> None:
-        """Forget gradients that are not in `.grad` any more."""
+        """Forget gradients that are not in `.grad` any more, so that the next ones are the first."""
         self.release()
 
     def release(self) -> None:
-        """Let go of all gradients: nobody reads them any more."""
-        self._held.clear()
+        """Let go of all tensors: no lane reads them any more."""
+        self._tensors.clear()
 
     def detach(self) -> None:
-        """Hear of no more gradients."""
+        """Remove the hooks of all parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
-class AtStep(Route):
-    """From a GPU, when the step begins."""
+class StepRoute(Route):
+    """Brings gradients from a GPU when the step begins."""
 
 
-class Reduced(Route):
-    """From host memory, where ranks have left them, in the dtype that they are in, when the step begins.
+class ReducedRoute(Route):
+    """Reads gradients from host memory when the step begins: where ranks have reduced them, and in their dtype.
 
-    A shard is final when its hook runs: FSDP2 has reduced it. DDP writes what it has reduced to `.grad` in a callback
-    at the end of a backward pass.
+    The gradient of a shard is final when its hook runs: FSDP2 has reduced it. DDP writes reduced gradients to `.grad`
+    in a callback at the end of a backward pass.
     """
 
     widens = False
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        super().__init__(late, weights, scaling, overlap)
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(holder, weights, scaling, overlap)
         self._pass = NO_PASS
-        self._of_pass: list[Bound] = []
+        self._pass_bounds: list[BoundParameter] = []
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not self._engine.speculates:
             return
         if shards.is_sharded(bound.parameter):
-            self._say_final(bound)
+            self._mark_final(bound)
             return
         number: int = torch._C._current_graph_task_id()
         if number == NO_PASS:
             return
         if number != self._pass:
-            self._pass, self._of_pass = number, []
-            _when_backward_ends(self._backward_ends)
-        self._of_pass.append(bound)
+            self._pass, self._pass_bounds = number, []
+            _when_backward_ends(self._queue_end_of_pass)
+        self._pass_bounds.append(bound)
 
-    def _backward_ends(self) -> None:
-        _when_backward_ends(self._backward_ended)  # behind DDP's, which was queued behind this one
+    def _queue_end_of_pass(self) -> None:
+        _when_backward_ends(self._end_pass)  # behind DDP's callback, which was queued behind this one
 
     @torch.no_grad()
-    def _backward_ended(self) -> None:
-        bounds, self._of_pass = self._of_pass, []
+    def _end_pass(self) -> None:
+        bounds, self._pass_bounds = self._pass_bounds, []
         for bound in bounds:
-            self._say_final(bound)
+            self._mark_final(bound)
 
-    def _say_final(self, bound: Bound) -> None:
-        """Have a gradient read where it lies, unless the step will copy it."""
+    def _mark_final(self, bound: BoundParameter) -> None:
+        """Tell the engine that a gradient is final where it lies, unless the step will copy it."""
         parameter, gradient = bound.parameter, bound.parameter.grad
         if self._engine.broken is not None or gradient is None or gradient.requires_grad:
             return
@@ -265,23 +266,23 @@ class Reduced(Route):
                 self._engine.gradients.final(bound.position, shards.own(gradient, rows))
 
 
-class Slots(Route):
-    """In host memory: on arrival norms are gathered, while the gradient is in cache, and `.grad` becomes a slot."""
+class SlotRoute(Route):
+    """Gathers norms of gradients in host memory on arrival, while they are in cache; `.grad` becomes a slot."""
 
     has_slots = True
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        super().__init__(late, weights, scaling, overlap)
-        self._slots_at: set[int] = set()
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(holder, weights, scaling, overlap)
+        self._slot_addresses: set[int] = set()
 
-    def attach(self, bound: Bound) -> None:
+    def attach(self, bound: BoundParameter) -> None:
         """See `Route.attach`."""
-        bound.slot = GradientSlot(self._late.engine.gradients.slot(bound.position), bound.local)
+        bound.slot = GradientSlot(self._holder.engine.gradients.slot(bound.position), bound.local)
         if bound.local.numel():
-            self._slots_at.add(bound.slot.address)
+            self._slot_addresses.add(bound.slot.address)
         super().attach(bound)
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
         if shards.is_sharded(parameter):
             return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
@@ -302,31 +303,30 @@ class Slots(Route):
                 lent.copy_(gradient)
                 engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent
-        bound.gathered = gradient._version
+        bound.gathered_version = gradient._version
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
-        return gradient.data_ptr() in self._slots_at
+        return gradient.data_ptr() in self._slot_addresses
 
-    def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
-        return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered
+    def _is_gathered(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
+        return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered_version
 
 
-class Departing(Route):
-    """From a GPU during backward: `.grad` is None again before the next parameter's gradient arrives."""
+class DepartureRoute(Route):
+    """Sends gradients off a GPU during backward: `.grad` is None again before the next gradient arrives."""
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
-        super().__init__(late, weights, scaling, overlap)
-        self._left: dict[Bound, torch.Tensor | None] = {}
-        """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step.
-
-        It holds memory; which gradients there are, the engine knows.
+    def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(holder, weights, scaling, overlap)
+        self.departures: dict[BoundParameter, torch.Tensor | None] = {}
+        """Parameters whose gradients have left `.grad`; with the tensor if the GPU reads it and adds to it until the
+        step. This only holds the memory: the engine knows which gradients there are.
         """
-        self._left_from: dict[Bound, StorageWeakRef] = {}
+        self._storages: dict[BoundParameter, StorageWeakRef] = {}
         self._pass = NO_PASS
 
-    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not shards.placed_as(gradient, bound.parameter):
-            return  # tensor parallelism has it reduced when somebody asks for it, as the step does
+            return  # tensor parallelism reduces it when the step asks for it
         gradient = shards.local(gradient)
         _check_gradient(gradient, shards.local(bound.parameter), bound.name)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
@@ -340,76 +340,76 @@ class Departing(Route):
         if self._engine.broken is None:
             self._engine.gradients.end_backward()
 
-    def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
-        """Let a gradient leave the GPU, or at least `.grad`."""
+    def _depart(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        """Have a gradient leave the GPU, or at least `.grad`."""
         parameter, engine = shards.local(bound.parameter), self._engine
-        is_first = not engine.gradients.has_arrived(bound.position)  # which no interrupt makes untrue
+        is_first = not engine.gradients.has_arrived(bound.position)  # an interrupt does not change that
         if not is_first:
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
-        before = None if is_first else self._left_from.get(bound)
-        if before is not None and before == storage:
-            # Written to meanwhile, in no order with what has read it or will: a replayed graph has one place for it.
+        last_storage = None if is_first else self._storages.get(bound)
+        if last_storage is not None and last_storage == storage:
+            # A replayed CUDA graph always writes to one memory, and waits for nobody who still reads it.
             raise ConfigError(
                 f"gradient of {bound.name}",
                 "in the same memory as that of the pass before",
                 "with CUDA graphs, take one backward pass a step, or keep_grads=True",
             )
-        self._left_from[bound] = storage  # which allocators do not use again as long as this is here
+        self._storages[bound] = storage  # a weak reference keeps allocators from using the address again
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         if is_first:
-            self._left[bound] = gradient if engine.gradients.stays(bound.position) else None
+            self.departures[bound] = gradient if engine.gradients.stays(bound.position) else None
         mark = engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         bound.parameter.grad = None
         if mark is not None:
             engine.gradients.hold(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
 
-    def _bind(self, bound: Bound) -> bool:
+    def _bind(self, bound: BoundParameter) -> bool:
         if not self._engine.gradients.has_arrived(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
-            gradient = shards.reduced(bound.parameter.grad, bound.parameter, bound.name)
+            gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
             self._depart(bound, shards.local(gradient).detach())
         return True
 
-    def note(self, bound: Bound) -> Note | None:
-        """See `Route.note`."""
+    def gradient_id(self, bound: BoundParameter) -> GradientId | None:
+        """See `Route.gradient_id`."""
         if not self._engine.gradients.has_arrived(bound.position):
-            return super().note(bound)
-        return Note(weakref.ref(bound.parameter), bound.arrivals, 0)
+            return super().gradient_id(bound)
+        return GradientId(weakref.ref(bound.parameter), bound.arrivals, 0)
 
     def forget(self) -> None:
         """See `Route.forget`."""
         try:
-            if self._left:
-                kept = [gradient for gradient in self._left.values() if gradient is not None]
-                self._engine.gradients.forget(kept)
-        finally:  # it may be interrupted, having forgotten them; else they are read, and added to
-            if not any(self._engine.gradients.has_arrived(bound.position) for bound in self._left):
+            if self.departures:
+                gradients = [gradient for gradient in self.departures.values() if gradient is not None]
+                self._engine.gradients.forget(gradients)
+        finally:  # an interrupt may come before the engine has forgotten them, and still reads and adds to them
+            if not any(self._engine.gradients.has_arrived(bound.position) for bound in self.departures):
                 self.release()
 
-    def read(self) -> list[torch.Tensor]:
-        """See `Route.read`."""
-        left = [gradient for gradient in self._left.values() if gradient is not None]
-        return [*super().read(), *left]
+    def tensors_read(self) -> list[torch.Tensor]:
+        """See `Route.tensors_read`."""
+        gradients = [gradient for gradient in self.departures.values() if gradient is not None]
+        return [*super().tensors_read(), *gradients]
 
-    def taken(self) -> None:
-        """See `Route.taken`."""
+    def drop_departed(self) -> None:
+        """See `Route.drop_departed`."""
         self._engine.gradients.forget()
         self.release()
 
     def release(self) -> None:
         """See `Route.release`."""
         super().release()
-        self._left.clear()
-        self._left_from.clear()
+        self.departures.clear()
+        self._storages.clear()
 
 
 class _ArrivalHook:
-    """Runs when autograd has accumulated a gradient."""
+    """Calls `Route.arrived` when autograd has accumulated a gradient."""
 
-    def __init__(self, route: Route, bound: Bound) -> None:
+    def __init__(self, route: Route, bound: BoundParameter) -> None:
         self._route = weakref.ref(route)
         self._bound = weakref.ref(bound)
 
@@ -423,15 +423,14 @@ class _ArrivalHook:
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
-    """Have autograd call something at the end of the backward pass under way, behind what it was told before."""
+    """Have autograd call a function at the end of the backward pass under way, behind earlier ones."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
 
 def _has_one_owner(storage: int) -> bool:
     """Return whether one tensor alone has a storage, given torch's address of it."""
-    count: int = torch._C._storage_Use_Count(storage)
-    return count == 1
+    return bool(torch._C._storage_Use_Count(storage) == 1)
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -440,12 +439,12 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
-    """Verify that a gradient can be read as that of a weight."""
+    """Verify that the engine can read a gradient: its layout, dtype, device and shape."""
     if gradient.layout != torch.strided:
         allowed = "use dense gradients (for an embedding, sparse=False)"
         raise ConfigError(f"gradient of {name}", gradient.layout, allowed)
     if gradient.dtype not in DTYPE_CODES or gradient.device != parameter.device:
-        found = f"{gradient.dtype} on {gradient.device}"
-        raise ConfigError(f"gradient of {name}", found, "use a floating dtype on the weight's device")
+        given = f"{gradient.dtype} on {gradient.device}"
+        raise ConfigError(f"gradient of {name}", given, "use a floating dtype on the weight's device")
     if gradient.shape != parameter.shape:
         raise ConfigError(f"gradient of {name}", tuple(gradient.shape), f"use {tuple(parameter.shape)}")

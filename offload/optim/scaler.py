@@ -1,4 +1,4 @@
-"""`GradScaler`: torch's, which leaves gradients as they are where the optimizer is ours."""
+"""`GradScaler`: torch's, but it leaves the gradients of this package's optimizers as they are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from offload.optim.optimizer import OffloadedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose `unscale_` and overflow check write no gradient of this package's optimizers.
 
-    Gradients keep their scale: the update divides by it, and whether one is not finite follows from their norm, which
-    is gathered as they arrive (anew for those that have changed since, however that was done). So it works where
-    gradients have left the GPU (`keep_grads=False`). With any other optimizer it is torch's own.
-    `optimizer.clip_grad_norm_` after `unscale_` is of unscaled gradients. When a step is skipped, gradients that have
+    Gradients keep their scale: the update divides by it. The overflow check looks at their norm, which is gathered as
+    they arrive, and again for gradients that have changed since, however that was done. So it works where gradients
+    have left the GPU (`keep_grads=False`). With any other optimizer it is torch's own.
+    `optimizer.clip_grad_norm_` after `unscale_` clips unscaled gradients. When a step is skipped, gradients that have
     left the GPU are forgotten, as `model.zero_grad()` would not find them.
 
     Arguments are those of `torch.amp.GradScaler`.
@@ -37,10 +37,9 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        finite = optimizer.unscale(self.get_scale())
-        scale = self._scale
-        device = scale.device if scale is not None else torch.device("cpu")
-        found_inf = torch.full((), float(not finite), dtype=torch.float32, device=device)
+        is_finite = optimizer.unscale(self.get_scale())
+        device = self._scale.device if self._scale is not None else torch.device("cpu")
+        found_inf = torch.full((), float(not is_finite), dtype=torch.float32, device=device)
         state["found_inf_per_device"] = {device: found_inf}
         state["stage"] = OptState.UNSCALED
 

@@ -1,7 +1,7 @@
 """The factors that the next step applies to gradients: of clipping, and of the loss scale.
 
-In torch they are in the gradients; here the step applies them. So nobody can tell of a gradient that was changed in
-between whether they are meant for what it is now, and the step refuses it.
+torch multiplies the gradients by these factors; here the step applies them. If a gradient is changed in between,
+nobody can tell whether the factors are meant for its new value, and the step refuses it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 
 from offload.errors import ConfigError
 from offload.optim import shards
-from offload.optim.weights import Bound
+from offload.optim.weights import BoundParameter
 
 CLIP_EPS = 1e-6
-"""What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
+"""`torch.nn.utils.clip_grad_norm_` adds this to the norm before it divides by it."""
 
 
-class Note(NamedTuple):
-    """What tells a parameter's gradient from others.
+class GradientId(NamedTuple):
+    """Identifies a parameter's gradient, so that a replaced or changed one can be told from it.
 
-    One that has left the GPU has the parameter in its place, and the number of arrivals for a version.
+    If the gradient has left the GPU, `tensor` is the parameter, and `version` the number of arrivals.
     """
 
-    of: weakref.ref[torch.Tensor]
+    tensor: weakref.ref[torch.Tensor]
     version: int
     address: int
 
-    def is_same(self, other: Note) -> bool:
-        """Return whether nothing tells two notes of one parameter's gradient apart."""
-        return self.of() is other.of() and self[1:] == other[1:]
+    def is_same(self, other: GradientId) -> bool:
+        """Return whether two ids of one parameter's gradient are alike in everything."""
+        return self.tensor() is other.tensor() and self[1:] == other[1:]
 
 
-Notes = Iterable[tuple[Bound, Note | None]]
-"""All bound parameters, and what their gradients are, if they have one."""
+GradientIds = Iterable[tuple[BoundParameter, GradientId | None]]
+"""All bound parameters, each with the id of its gradient, if it has one."""
 
 
 class Scaling:
@@ -45,91 +45,91 @@ class Scaling:
 
     Attributes:
         clip: Factor of clipping.
-        loss_scale: What gradients were multiplied by.
-        norm: Of the gradients when they were clipped last.
-        noted: The gradients that the factors are for.
+        loss_scale: The scale by which gradients were multiplied.
+        norm: Norm of the gradients when they were clipped last.
+        scaled_ids: Ids of the gradients that the factors are for.
     """
 
     def __init__(self) -> None:
         self.norm = math.nan
-        self._arrivals: dict[Bound, int] = {}
+        self._arrivals: dict[BoundParameter, int] = {}
         self.forget()
 
     def forget(self) -> None:
         """Forget the factors."""
         self.clip = self.loss_scale = 1.0
-        self.noted: dict[Bound, Note] = {}
-        self._accumulated_onto_noted = False
+        self.scaled_ids: dict[BoundParameter, GradientId] = {}
+        self._has_accumulated = False
 
-    def _note(self, notes: Notes) -> None:
-        """Take note of the gradients as they are: from now on the step has a factor for them."""
-        found = [*notes]
-        self._arrivals = {bound: bound.arrivals for bound, _ in found}
-        self.noted = {bound: note for bound, note in found if note is not None}
+    def _remember(self, ids: GradientIds) -> None:
+        """Remember the gradients as they are: the factors are for them."""
+        pairs = [*ids]
+        self._arrivals = {bound: bound.arrivals for bound, _ in pairs}
+        self.scaled_ids = {bound: id for bound, id in pairs if id is not None}
 
-    def clip_to(self, max_norm: float, norm: float, notes: Notes) -> None:
-        """Clip gradients that have some norm, as `unscaled` returns it."""
+    def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
+        """Clip gradients of a norm, which `unscaled` has returned."""
         self.norm = norm
         factor = self.clip
         if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
             factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
-        if factor != 1 or self.loss_scale != 1 or max_norm < math.inf:  # else it asks for the norm alone
-            self._note(notes)
-        self.clip = factor  # now, as an interrupt at any line leaves no factor for other gradients
+        if factor != 1 or self.loss_scale != 1 or max_norm < math.inf:  # else the caller wants the norm alone
+            self._remember(ids)
+        self.clip = factor  # last: an interrupt before this line leaves no factor for other gradients
 
     def unscaled(self, norm_sq: float) -> float:
-        """Return the norm of the gradients with their factors, from the squared norm without."""
+        """Return the norm of the gradients with their factors, given the squared norm without."""
         return math.sqrt(norm_sq) / abs(self.loss_scale) * self.clip
 
-    def unscale(self, scale: float, notes: Notes) -> None:
-        """Divide gradients by a scale."""
-        self._note(notes)
+    def unscale(self, scale: float, ids: GradientIds) -> None:
+        """Have the step divide gradients by a scale."""
+        self._remember(ids)
         self.loss_scale = scale
 
-    def arrived(self, bound: Bound, gradient: torch.Tensor, builds_graph: bool) -> None:
-        """Hear of a gradient that autograd has accumulated.
+    def arrived(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
+        """Note that autograd has accumulated a gradient.
 
-        Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between. One that a
-        graph is built with is another tensor each time, so nobody can tell.
+        It was accumulated onto the scaled one, unless somebody changed (zeroed, say) that in between. If backward
+        builds a graph, the gradient is another tensor each time; it counts as accumulated, as nobody can tell.
         """
-        noted = self.noted.get(bound)
-        if noted is not None:
-            onto = noted.of() is gradient and shards.version(gradient) == noted.version + 1
-            self._accumulated_onto_noted |= onto or builds_graph or gradient.requires_grad
+        id = self.scaled_ids.get(bound)
+        if id is not None:
+            is_onto = id.tensor() is gradient and shards.version(gradient) == id.version + 1
+            self._has_accumulated |= is_onto or builds_graph or gradient.requires_grad
 
-    def added(self, bound: Bound) -> None:
-        """Hear of a gradient that is added to one that has left the GPU."""
-        self._accumulated_onto_noted |= bound in self.noted
+    def added(self, bound: BoundParameter) -> None:
+        """Note that a gradient is added to one that has left the GPU."""
+        self._has_accumulated |= bound in self.scaled_ids
 
-    def check(self, notes: Notes) -> None:
-        """Forget factors whose gradients are gone (the step was skipped, say); refuse those for others, too."""
-        if not self.noted:
+    def check(self, ids: GradientIds) -> None:
+        """Forget the factors if their gradients are gone (the step was skipped, say); refuse other gradients."""
+        if not self.scaled_ids:
             return
-        kept, fresh, changed = False, self._accumulated_onto_noted, None
-        for bound, found in notes:
+        has_same, has_new, changed_bound = False, self._has_accumulated, None
+        for bound, id in ids:
             gradient = bound.parameter.grad
-            if found is None:
+            if id is None:
                 continue
-            if bound in self.noted and found.is_same(self.noted[bound]):
-                kept = True
+            if bound in self.scaled_ids and id.is_same(self.scaled_ids[bound]):
+                has_same = True
             elif bound.arrivals != self._arrivals.get(bound, 0):
-                fresh = True
+                has_new = True
             elif math.isnan(self.clip) or gradient is None or bool(shards.local(gradient).any()):  # zeros stay zeros
-                changed = bound
-        if fresh and (kept or self._accumulated_onto_noted):
+                changed_bound = bound
+        if has_new and (has_same or self._has_accumulated):
             raise ConfigError(
                 "clip_grad_norm_",
                 self.clip,
                 "clip, and unscale, after the last backward pass of a step: more gradient has arrived; if that step "
                 "was skipped, call optimizer.zero_grad()",
             )
-        if changed is not None and not fresh:
+        if changed_bound is not None and not has_new:
             raise ConfigError(
                 "clip_grad_norm_",
                 self.clip,
-                f".grad of {changed.name} was replaced or changed after clip_grad_norm_ or unscale_, which "
+                f".grad of {changed_bound.name} was replaced or changed after clip_grad_norm_ or unscale_, which "
                 "leave it to the step to scale it. Change gradients before, or use torch.nn.utils.clip_grad_norm_ "
                 "and torch.amp.GradScaler, which scale .grad; if that step was skipped, call optimizer.zero_grad()",
             )
-        if not kept:
+        if not has_same:
             self.forget()

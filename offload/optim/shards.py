@@ -1,4 +1,4 @@
-"""Tensors that are cut over ranks: which elements this rank has, and where they lie in the whole.
+"""Tensors that are cut over ranks: which elements this rank has, and where these lie in the whole.
 
 A parameter is cut if it is torch's `DTensor`, a wrapper around a local tensor whose memory the engine binds; or if it
 is a plain tensor, whole on every rank, of which each rank updates its rows (`OffloadConfig.shard`).
@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.layout import row_major
 
 GATHER_BYTES = 64 << 20
-"""Memory through which ranks exchange weights that they have updated in part."""
+"""Bytes of the buffers through which ranks exchange weights that each has updated in part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Cut:
 
 def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported this, which takes long
+    module = sys.modules.get("torch.distributed.tensor")  # imported by whoever has one; importing it takes long
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -60,7 +60,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
     """Return how a parameter is cut; None if this rank has all of it.
 
     Args:
-        parameter: Which one.
+        parameter: The parameter.
         name: Its name.
         rows_over: A mesh over which the rows of plain tensors are cut; None if they are not.
 
@@ -70,13 +70,13 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
     if is_sharded(parameter):
         if rows_over is not None:
             raise ConfigError("shard", True, f"leave it out: {name} is a DTensor, which is sharded already")
-        sharded: Any = parameter
-        mesh, placements = sharded.device_mesh, tuple(sharded.placements)
+        dtensor: Any = parameter
+        mesh, placements = dtensor.device_mesh, tuple(dtensor.placements)
         if mesh.get_coordinate() is None:
             raise ConfigError(name, str(mesh), "leave it to the ranks of its mesh, of which this is none")
         if any(kind.is_partial() for kind in placements):
             raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
-        (chunk,) = sharded.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+        (chunk,) = dtensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
         box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
         mine = local(parameter)
         if type(mine) not in (torch.Tensor, torch.nn.Parameter):
@@ -95,7 +95,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
         return None
     strides = row_major(parameter.shape)
     ways = zip(parameter.shape, parameter.stride(), strides, strict=True)
-    if parameter.numel() and not all(size == 1 or stride == wanted for size, stride, wanted in ways):
+    if parameter.numel() and not all(size == 1 or stride == row_stride for size, stride, row_stride in ways):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
     if not mine.is_contiguous():
         raise ConfigError(name, f"a shard of strides {mine.stride()}", "use a contiguous sharded parameter")
@@ -114,34 +114,33 @@ def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a `DTensor` that this rank has; any other tensor as it is."""
+    """Return this rank's elements of a `DTensor`; any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor
-    found: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
-    wait = getattr(found, "wait", None)  # a collective's result that is on its way has it
-    ready: torch.Tensor = found if wait is None else wait()
-    return ready
+    elements: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
+    wait = getattr(elements, "wait", None)  # only the result of a collective that is under way has it
+    return elements if wait is None else wait()  # type: ignore[no-any-return]
 
 
 def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return this rank's elements of a tensor that is cut so, or whole on every rank."""
+    """Return this rank's elements of a tensor: a `DTensor`, or one whole on every rank that `cut` cuts."""
     if cut is None or is_sharded(tensor):
         return local(tensor)
     return tensor.detach()[tuple(slice(first, first + size) for first, size in cut.box)]
 
 
-def counted(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that count changes in place: a wrapper, and what this rank has of it."""
+def counting_tensors(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors whose version counters count changes in place: a `DTensor`, and its local tensor."""
     return (tensor, local(tensor)) if is_sharded(tensor) else (tensor,)
 
 
 def version(tensor: torch.Tensor) -> int:
     """Return a number that grows with every change in place that torch counts."""
-    return sum(part._version for part in counted(tensor))
+    return sum(part._version for part in counting_tensors(tensor))
 
 
-def let_go(tensor: torch.Tensor) -> None:
-    """Let go of a detached tensor's memory; its version counter stays."""
+def free_memory(tensor: torch.Tensor) -> None:
+    """Give up a detached tensor's memory; its version counter stays."""
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if is_sharded(tensor):
         tensor._local_tensor = empty  # type: ignore[attr-defined]
@@ -155,21 +154,21 @@ def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return left == right
 
 
-def reduced(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient cut as its parameter; a collective where it is not, as tensor parallelism may leave it."""
+def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a gradient cut as its parameter is; a collective if it is not yet, as under tensor parallelism."""
     if placed_as(gradient, parameter):
         return gradient
-    given, wanted = getattr(gradient, "device_mesh", "no mesh"), getattr(parameter, "device_mesh", "no mesh")
-    if given != wanted:
-        raise ConfigError(f"gradient of {name}", str(given), f"use the weight's: {wanted}")
+    mesh, weight_mesh = (getattr(tensor, "device_mesh", "no mesh") for tensor in (gradient, parameter))
+    if mesh != weight_mesh:
+        raise ConfigError(f"gradient of {name}", str(mesh), f"use the weight's: {weight_mesh}")
     with torch.no_grad():
         placements = parameter.placements  # type: ignore[attr-defined]
-        found: torch.Tensor = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return found
+        redistributed: torch.Tensor = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return redistributed
 
 
-def shaped(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return fp32 values of this rank's elements in the parameter's form; nothing is copied or moved."""
+def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory."""
     mine = own(parameter, cut)
     values = flat.as_strided(mine.size(), mine.stride())
     if cut is None:
@@ -178,31 +177,31 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torc
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = TensorMeta(parameter.shape, parameter.stride(), flat.dtype)
-    make: Any = DTensor  # `from_local` moves what it is given to the mesh's device
-    found: torch.Tensor = make(values, DTensorSpec(cut.mesh, cut.placements, meta), requires_grad=False)
-    return found
+    make: Any = DTensor  # `from_local` would move the values to the mesh's device
+    dtensor: torch.Tensor = make(values, DTensorSpec(cut.mesh, cut.placements, meta), requires_grad=False)
+    return dtensor
 
 
 def own_part(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return this rank's elements of a tensor that was given for a parameter.
+    """Return this rank's elements of a tensor that a user gave for a parameter.
 
     Raises:
         ConfigError: It is cut in another way.
     """
     if is_sharded(tensor):
-        found = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
-        if cut is None or found != (cut.mesh, cut.placements):
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+        if cut is None or (mesh, placements) != (cut.mesh, cut.placements):
             allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
-            raise ConfigError(what, f"a DTensor of {found[1]}", allowed)
+            raise ConfigError(what, f"a DTensor of {placements}", allowed)
     return own(tensor, cut)
 
 
 def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
-    """Return the sum over all ranks of a number that each has for its piece of each parameter.
+    """Return a sum over all ranks and parameters: each rank has one number for its piece of each parameter.
 
     Replicated pieces count once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of
-    them, rounded once. That takes one collective for each process group over which something is cut, on its own
-    backend; none for what is whole on every rank.
+    them, rounded once. That takes one collective for each process group over which parameters are cut, on the group's
+    own backend.
     """
     sums: dict[tuple[str, ...], float] = {}
     groups: dict[str, tuple[Any, str]] = {}
@@ -213,18 +212,18 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
         names = tuple(group.group_name for group in over)
         sums[names] = sums.get(names, 0.0) + number
     for name, (group, device) in groups.items():
-        chosen = [names for names in sums if name in names]
-        mine = torch.tensor([sums.pop(names) for names in chosen], dtype=torch.float64, device=device)
+        keys = [names for names in sums if name in names]
+        mine = torch.tensor([sums.pop(names) for names in keys], dtype=torch.float64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         torch.distributed.all_gather(everyone, mine, group=group)
-        for names, numbers in zip(chosen, torch.stack(everyone).T.tolist(), strict=True):
+        for names, numbers in zip(keys, torch.stack(everyone).T.tolist(), strict=True):
             others = tuple(other for other in names if other != name)
             sums[others] = sums.get(others, 0.0) + math.fsum(numbers)
     return sums.get((), 0.0)
 
 
 def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
-    """Have all ranks exchange the rows that each has updated of weights that are whole on every rank."""
+    """Have all ranks exchange weights that are whole on every rank, of which each rank has updated its rows."""
     ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     for bucket in _buckets(weights, ranks):
         width = sum(stop - start for _, _, start, stop in bucket)
@@ -232,27 +231,27 @@ def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
         everyone = torch.empty(ranks, width, dtype=torch.uint8, device=mine.device)
         place = 0
         for flat, size, start, stop in bucket:
-            part = flat[rank * size + start : rank * size + stop]  # shorter or empty where rows have run out
+            part = flat[rank * size + start : rank * size + stop]  # shorter or empty on the last ranks
             mine[place : place + part.numel()].copy_(part)
             place += stop - start
         torch.distributed.all_gather_into_tensor(everyone.view(-1), mine, group=group)
         place = 0
         for flat, size, start, stop in bucket:
-            found, full = everyone[:, place : place + stop - start], flat.numel() // size
-            flat[: full * size].view(full, size)[:, start:stop].copy_(found[:full])
+            rows, full = everyone[:, place : place + stop - start], flat.numel() // size
+            flat[: full * size].view(full, size)[:, start:stop].copy_(rows[:full])
             rest = flat[full * size + start : full * size + stop]
             if rest.numel():
-                rest.copy_(found[full, : rest.numel()])
+                rest.copy_(rows[full, : rest.numel()])
             place += stop - start
 
 
 _Part = tuple[torch.Tensor, int, int, int]
-"""A weight as bytes, the bytes of a rank's rows in it, and a part of these: from where to where."""
+"""A weight as bytes, the number of bytes of one rank's rows, and first and last byte of a part of these."""
 
 
 def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:
-    """Yield parts of weights that are exchanged together, the same on every rank."""
-    most, used = max(1, GATHER_BYTES // (ranks + 1)), 0
+    """Yield lists of parts of weights to exchange in one collective, the same lists on every rank."""
+    bucket_bytes, used_bytes = max(1, GATHER_BYTES // (ranks + 1)), 0
     bucket: list[_Part] = []
     for weight in weights:
         flat = weight.detach().view(-1).view(torch.uint8)
@@ -260,11 +259,11 @@ def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part
         size = rows * (flat.numel() // weight.shape[0]) if flat.numel() else 0
         start = 0
         while start < size:
-            stop = min(size, start + most - used)
+            stop = min(size, start + bucket_bytes - used_bytes)
             bucket.append((flat, size, start, stop))
-            start, used = stop, used + stop - start
-            if used == most:
+            start, used_bytes = stop, used_bytes + stop - start
+            if used_bytes == bucket_bytes:
                 yield bucket
-                bucket, used = [], 0
+                bucket, used_bytes = [], 0
     if bucket:
         yield bucket

@@ -71,7 +71,7 @@ class Adagrad(OffloadedOptimizer):
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
 
-    rule, kind, theirs = ADAGRAD, "Adagrad", torch.optim.Adagrad
+    rule, kind, torch_class = ADAGRAD, "Adagrad", torch.optim.Adagrad
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Adagrad(OffloadedOptimizer):
         defaults["initial_accumulator_value"] = initial_accumulator_value
         super().__init__(params, defaults, offload, options)
 
-    def _begins_with(self, group: Group) -> dict[str, float]:
+    def _start_values_of(self, group: Group) -> dict[str, float]:
         start = not_negative({"initial_accumulator_value": 0.0, **group}, "initial_accumulator_value")
         return dict(zip(("sum",), start, strict=True))
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        self._begins_with(group)
+        self._start_values_of(group)
 
 
 class SGD(OffloadedOptimizer):
@@ -119,7 +119,7 @@ class SGD(OffloadedOptimizer):
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
 
-    rule, kind, theirs = SGD_MOMENTUM, "SGD", torch.optim.SGD
+    rule, kind, torch_class = SGD_MOMENTUM, "SGD", torch.optim.SGD
 
     def __init__(
         self,

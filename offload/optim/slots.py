@@ -1,4 +1,4 @@
-"""Gradient slots as `.grad`: who may still read or write one is told by the life of a storage, not by counting."""
+"""Gradient slots as `.grad`: the life of a storage, not a count, tells whether somebody may still use a slot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class GradientSlot:
     memory, for gradients that outlive the session.
 
     Args:
-        flat: The slot; see `Gradients.slot`.
-        parameter: Whose gradient it is for.
+        flat: The slot's memory; see `GradientStore.slot`.
+        parameter: The parameter.
 
     Attributes:
-        address: Where it lies.
-        dtype: Of the gradient.
-        stride: The parameter's.
+        address: Address of the memory.
+        dtype: Dtype of the gradient.
+        stride: Strides of the parameter.
     """
 
     def __init__(self, flat: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -36,11 +36,11 @@ class GradientSlot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds what was lent last."""
+        """Whether nobody holds the gradient that was lent last."""
         return self._token is None or self._token() is None
 
     def lend(self) -> torch.Tensor:
-        """Return the slot, which is free, as a gradient in the parameter's form."""
+        """Return the slot, which is free, as a gradient of the parameter's shape and strides."""
         if not self._memory.size:
             return torch.empty_strided(self._size, self.stride, dtype=self.dtype, device="cpu")
         token = self._memory[:]

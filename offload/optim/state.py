@@ -15,40 +15,40 @@ import torch
 
 from offload.errors import ConfigError
 from offload.optim import shards
-from offload.optim.late import LateEngine
-from offload.optim.overlap import Turn
-from offload.optim.weights import Bound, Weights, followers
+from offload.optim.holder import EngineHolder
+from offload.optim.overlap import OptimizerLock
+from offload.optim.weights import BoundParameter, Weights, expected_digests
 from offload.rules import MASTER, RULES, UpdateRule, checked_step
-from offload.session.handout import refuse_uncopied
+from offload.session.state_copy import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""
 
 
 class Copies:
-    """Copies of state that were handed out, to find those that somebody has changed in place."""
+    """Watches copies of state that users have, to find those that were changed in place."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, int, str]] = {}
 
     def watch(self, copy: torch.Tensor, name: str) -> None:
         """Note a copy as it is now."""
-        for part in shards.counted(copy):
-            # Shares the copy's version counter, and none of its memory: it can tell of a copy that is gone.
+        for part in shards.counting_tensors(copy):
+            # Shares the copy's version counter, and none of its memory: it outlives the copy.
             witness = part.detach()
-            shards.let_go(witness)
+            shards.free_memory(witness)
             self._watched[id(witness)] = weakref.ref(part), witness, witness._version, name
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
         """Return whether a copy has not changed since `watch`."""
         return all(
             any(ref() is part and now._version == then for ref, now, then, _ in self._watched.values())
-            for part in shards.counted(copy)
+            for part in shards.counting_tensors(copy)
         )
 
     def forget(self, copy: torch.Tensor | None = None) -> None:
         """Forget a copy, or all."""
-        parts = [] if copy is None else [id(part) for part in shards.counted(copy)]
+        parts = [] if copy is None else [id(part) for part in shards.counting_tensors(copy)]
         self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ class Copies:
 
 
 class StateEntry(dict[str, torch.Tensor]):
-    """One parameter's state as it was read; what is assigned to its items is written to where the state lives."""
+    """One parameter's state as it was read; an assignment to an item is written to where the state lives."""
 
     def __init__(self, state: StateView, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         super().__init__(values)
@@ -104,9 +104,9 @@ class StateEntry(dict[str, torch.Tensor]):
         state = self._state
         if name in self:
             state.copies.forget(self[name])  # `state[p][name] *= 2` has changed it and assigns it
-        written = state.assign(self._parameter, name, value)
-        super().__setitem__(name, written)
-        state.copies.watch(written, name)
+        copy = state.assign(self._parameter, name, value)
+        super().__setitem__(name, copy)
+        state.copies.watch(copy, name)
         self._changes = state.changes
 
     def update(self, *others: Any, **values: Any) -> None:
@@ -136,34 +136,34 @@ class StateView(MutableMapping[Any, Any]):
     """State of all parameters that have been updated, read from wherever it lives when it is asked for.
 
     Args:
-        late: Whose state.
-        weights: The parameters that have one.
-        rule: Of the optimizer.
+        holder: Holds the engine that keeps the state.
+        weights: The parameters.
+        rule: The optimizer's rule.
         lock: Held while the engine is used.
         owner: Name of the optimizer's class.
-        beginnings: Refers to what says what the state of each parameter starts from, where that is not 0.
+        start_values: Weak method: returns the values that parameters' state starts from, where they are not 0.
 
     Attributes:
-        copies: Copies that were handed out, and are not the caller's to change.
-        changes: Counts the changes of any state.
-        others: What users have put beside the state of parameters, by their keys.
+        copies: Watches the copies that users have.
+        changes: The number of changes of any state.
+        others: Entries that users have added under keys of their own.
     """
 
     def __init__(
         self,
-        late: LateEngine,
+        holder: EngineHolder,
         weights: Weights,
         rule: UpdateRule,
-        lock: Turn,
+        lock: OptimizerLock,
         owner: str,
-        beginnings: Callable[[], Callable[[], Mapping[torch.Tensor, Mapping[str, float]]] | None],
+        start_values: Callable[[], Callable[[], Mapping[torch.Tensor, Mapping[str, float]]] | None],
     ) -> None:
         self.copies = Copies()
         self.changes = 0
         self.others: dict[Any, Any] = {}
-        self._beginnings = beginnings
-        self._shown: set[torch.Tensor] = set()
-        self._late = late
+        self._find_start_values = start_values
+        self._shown_parameters: set[torch.Tensor] = set()
+        self._holder = holder
         self._weights = weights
         self._rule = rule
         self._lock = lock
@@ -177,53 +177,53 @@ class StateView(MutableMapping[Any, Any]):
     @property
     def is_fresh(self) -> bool:
         """Whether no parameter has been updated."""
-        engine = self._late.opened
+        engine = self._holder.engine_if_open
         return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
 
     def show(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have bound parameters that were never updated count among those with state: zeros, and no updates."""
-        self._shown.update(parameters)
+        """Show state of bound parameters that were never updated, too: zeros, and a step count of 0."""
+        self._shown_parameters.update(parameters)
 
     def changed(self) -> None:
-        """Take note of a step, or of other state in place of all that there was."""
+        """Note that all state may have changed: a step was taken, or state was loaded."""
         self.changes += 1
-        self._shown.clear()
+        self._shown_parameters.clear()
 
-    def _starts(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
-        """Return what the state of some parameters starts from: those of which it is not 0, which are shown."""
-        beginnings = self._beginnings()
-        return {} if beginnings is None else beginnings()
+    def _start_values(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
+        """Return the values that state starts from, for the parameters where they are not 0."""
+        start_values = self._find_start_values()
+        return {} if start_values is None else start_values()
 
-    def begin(self, bounds: Iterable[Bound]) -> None:
-        """Write what state starts from, where that is not 0."""
-        starts = self._starts()
-        found = {bound: starts[bound.parameter] for bound in bounds if bound.parameter in starts}
-        if found:
-            self._late.engine.state.write(
+    def write_start_values(self, bounds: Iterable[BoundParameter]) -> None:
+        """Write the values that state starts from, where they are not 0."""
+        all_values = self._start_values()
+        start_values = {bound: all_values[bound.parameter] for bound in bounds if bound.parameter in all_values}
+        if start_values:
+            self._holder.engine.state.write(
                 {
                     bound.position: {
                         name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
                         for name, value in values.items()
                     }
-                    for bound, values in found.items()
+                    for bound, values in start_values.items()
                 }
             )
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, torch.Tensor]]:
         """Return copies of the state of some bound parameters; see `State.read`."""
-        found = []
+        entries = []
         with self._lock, torch.inference_mode(False):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
-            states = self._late.engine.state.read(positions, own_masters=own_masters) if bounds else []
+            states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
-                entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
+                entry = {"step": _step_tensor(self._holder.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER):
                     if name in state:
-                        entry[name] = shards.shaped(state[name], bound.parameter, bound.cut)
-                found.append(entry)
-        return found
+                        entry[name] = shards.in_form(state[name], bound.parameter, bound.cut)
+                entries.append(entry)
+        return entries
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
         """Replace a parameter's step count or one of its state tensors; return what is there now."""
@@ -237,19 +237,19 @@ class StateView(MutableMapping[Any, Any]):
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            given = _in_order(f"state {name}", value, bound)
+            values = _in_order(f"state {name}", value, bound)
             mine = bound.local
             copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
-            self._write({bound: ({name: given}, None)})
-            return shards.shaped(copy.as_strided((mine.numel(),), (1,)), parameter, bound.cut)
+            self._write({bound: ({name: values}, None)})
+            return shards.in_form(copy.as_strided((mine.numel(),), (1,)), parameter, bound.cut)
 
-    def checked(self, what: str, entry: Mapping[str, Any], bound: Bound) -> Entry:
-        """Return one parameter's whole state as it is written; a missing master is left out."""
+    def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
+        """Return one parameter's whole state, ready to be written; without a master if `entry` has none."""
         entry = entry if isinstance(entry, Mapping) else {}
         others = {name for rule in RULES.values() for name in rule.state}.difference(self._rule.names)
-        if found := sorted(name for name in others.intersection(entry) if entry[name] is not None):
-            raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
+        if foreign := sorted(name for name in others.intersection(entry) if entry[name] is not None):
+            raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {self._rule.names[1]}")
         step = checked_step(f"{what}.step", entry.get("step", self._rule.missing_step))
         return {
             name: _in_order(f"{what}.{name}", entry.get(name), bound)
@@ -257,78 +257,77 @@ class StateView(MutableMapping[Any, Any]):
             if name != MASTER or not _is_missing(entry.get(name))
         }, step
 
-    def replace_all(self, entries: Mapping[Bound, Entry]) -> None:
-        """Replace the state of all parameters; those without an entry were never updated."""
-        engine = self._late.engine
-        others = [bound.position for bound in self._weights.bound.values() if bound not in entries]
+    def replace_all(self, entries: Mapping[BoundParameter, Entry]) -> None:
+        """Replace the state of all parameters; those without an entry are reset."""
+        engine = self._holder.engine
+        positions_to_reset = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
             self.copies.forget()
             self._weights.check()
             self.changed()
             self._replace(entries)
-            for position in others:
+            for position in positions_to_reset:
                 if engine.step_count(position):
                     engine.reload_master(position)
-            if others:
-                engine.state.reset(others)
+            if positions_to_reset:
+                engine.state.reset(positions_to_reset)
 
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """See `OffloadedOptimizer.reset_state`."""
         with self._lock:
             self.copies.forget()
-            if self._late.opened is None and parameters is None:
+            if self._holder.engine_if_open is None and parameters is None:
                 return  # nothing has been updated
-            wanted = [*self._weights.bound] if parameters is None else parameters
-            positions = [self._weights.of(parameter).position for parameter in wanted]
+            bounds = [self._weights.of(p) for p in (self._weights.bound if parameters is None else parameters)]
             self._weights.check()
             self.changed()
-            self._late.engine.state.reset(positions)
-            self.begin(self._weights.of(parameter) for parameter in wanted)
+            self._holder.engine.state.reset([bound.position for bound in bounds])
+            self.write_start_values(bounds)
 
-    def _replace(self, entries: Mapping[Bound, Entry]) -> None:
-        """Write whole entries; masters that are not given are taken from the weights."""
+    def _replace(self, entries: Mapping[BoundParameter, Entry]) -> None:
+        """Write whole entries; masters that they lack are read from the weights."""
         self._write(entries)
         for bound, (tensors, _) in entries.items():
             if MASTER not in tensors:
-                self._late.engine.reload_master(bound.position)
+                self._holder.engine.reload_master(bound.position)
 
-    def _write(self, entries: Mapping[Bound, Entry]) -> None:
+    def _write(self, entries: Mapping[BoundParameter, Entry]) -> None:
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
-        following = followers(masters)
-        self._late.engine.state.write(
+        digests = expected_digests(masters)
+        self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
         )
-        self._weights.written(masters)
-        self._weights.expect(following)
+        self._weights.note_written(masters)
+        self._weights.expect(digests)
         if masters:
             self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
         if not isinstance(parameter, torch.Tensor):
             return parameter in self.others
-        return parameter in self._weights.bound and self._has_state(parameter, self._starts())
+        return parameter in self._weights.bound and self._has_state(parameter, self._start_values())
 
-    def _has_state(self, parameter: torch.Tensor, starts: Mapping[torch.Tensor, Any]) -> bool:
+    def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
         return (
-            parameter in self._shown
-            or parameter in starts
-            or self._late.engine.step_count(self._weights.bound[parameter].position) > 0
+            parameter in self._shown_parameters
+            or parameter in start_values
+            or self._holder.engine.step_count(self._weights.bound[parameter].position) > 0
         )
 
     def updated(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that have state."""
-        starts = self._starts()
-        return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, starts))
+        start_values = self._start_values()
+        return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, start_values))
 
     def is_of_parameter(self, entry: object) -> bool:
-        """Return whether something looks like the state of a parameter."""
+        """Return whether an entry of a state dict looks like a parameter's state."""
         return isinstance(entry, Mapping) and not {"step", *self._rule.names}.isdisjoint(entry)
 
     def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        read = zip(parameters, self.read(parameters), strict=True)
-        return [StateEntry(self, parameter, entry) for parameter, entry in read]
+        pairs = zip(parameters, self.read(parameters), strict=True)
+        return [StateEntry(self, parameter, entry) for parameter, entry in pairs]
 
     def __getitem__(self, parameter: Any) -> Any:
         if not isinstance(parameter, torch.Tensor):
@@ -363,14 +362,14 @@ class StateView(MutableMapping[Any, Any]):
         *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
-        if says_nothing(entry):
+        if is_empty(entry):
             self.reset([parameter])
             return
         bound = self._weights.of(parameter)
-        checked = self.checked("state", entry, bound)
+        whole_entry = self.checked_entry("state", entry, bound)
         with self._lock:
             self._weights.check()
-            self._replace({bound: checked})
+            self._replace({bound: whole_entry})
 
     def __delitem__(self, parameter: Any) -> None:
         if parameter not in self:
@@ -386,23 +385,23 @@ class StateView(MutableMapping[Any, Any]):
         self.others.clear()
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        """Return what there is, or `default`; nothing is made."""
+        """Return the entry of a key, or `default`; makes none."""
         if parameter not in self:
             return default
         return self[parameter]
 
     def pop(self, parameter: Any, *default: Any) -> Any:
-        """Return and forget what there is of a key, or `default`; a parameter's state is reset."""
+        """Return and delete the entry of a key, or return `default`; a parameter's state is reset."""
         if parameter not in self and default:
             return default[0]
         if parameter not in self:
             raise KeyError(parameter)
-        found = self[parameter]
+        entry = self[parameter]
         del self[parameter]
-        return found
+        return entry
 
     def setdefault(self, parameter: Any, default: Any = None) -> Any:
-        """Return what there is; nothing can be made for a parameter that has no state.
+        """Return the entry of a key; makes one of `default`, but not for a parameter without state.
 
         Raises:
             KeyError: It has not been updated.
@@ -410,13 +409,13 @@ class StateView(MutableMapping[Any, Any]):
         return self[parameter] if isinstance(parameter, torch.Tensor) else self.others.setdefault(parameter, default)
 
 
-def says_nothing(entry: object) -> bool:
-    """Return whether a parameter's state is that of one which was never updated; torch's SGD has None in it then."""
+def is_empty(entry: object) -> bool:
+    """Return whether an entry is that of a parameter without an update: empty, or with None for values, as SGD's."""
     return isinstance(entry, Mapping) and all(value is None for value in entry.values())
 
 
 def _is_missing(value: object) -> bool:
-    """Return whether nothing was given; torch.distributed.checkpoint says so by an empty mapping, too."""
+    """Return whether a value is missing: None, or an empty mapping, as torch.distributed.checkpoint has it."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
@@ -428,12 +427,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return shards.local(tensor.detach()).cpu().view(torch.int32)
 
 
-def _in_order(what: str, tensor: object, bound: Bound) -> torch.Tensor:
+def _in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
     """Return this rank's elements as a view in the order of the weight's memory; nothing is copied."""
     parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
-        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
+        given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ConfigError(what, given, f"it must be a tensor of {tuple(parameter.shape)}")
     strides, mine = bound.local.stride(), shards.own_part(what, tensor.detach(), bound.cut)
     refuse_uncopied(mine, what)
     return mine.permute(sorted(range(mine.dim()), key=lambda axis: -strides[axis]))

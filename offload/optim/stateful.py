@@ -1,4 +1,4 @@
-"""What an optimizer does with its state: looks at it, replaces it, and keeps it in checkpoints."""
+"""The state of an optimizer: users read it, replace it, and save it to checkpoints."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from offload.optim.groups import (
     checked_groups,
     from_json,
     names,
-    set_restored,
+    set_hyperparameters,
     to_json,
     torch_defaults,
 )
-from offload.optim.late import LateEngine
-from offload.optim.overlap import Turn
-from offload.optim.state import StateView, says_nothing
-from offload.optim.weights import Bound, Weights
+from offload.optim.holder import EngineHolder
+from offload.optim.overlap import OptimizerLock
+from offload.optim.state import StateView, is_empty
+from offload.optim.weights import BoundParameter, Weights
 from offload.rules import UpdateRule
 from offload.session.engine import Engine
 
@@ -45,47 +45,47 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """An optimizer whose state an engine keeps. Not here: gradients, and what is done with them."""
 
     rule: ClassVar[UpdateRule]
-    """What is kept for each parameter, and how a step changes it."""
+    """The state of each parameter, and how a step changes it."""
 
     kind: ClassVar[str]
-    """What checkpoints call the optimizer."""
+    """The optimizer's name in checkpoints."""
 
-    theirs: ClassVar[type[torch.optim.Optimizer] | None] = None
-    """Torch's own optimizer of the rule."""
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None
+    """Torch's own optimizer of the same rule, if it has one."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], late: LateEngine) -> None:
-        self._lock = Turn()
-        self._late = late
-        self._weights = Weights(late)
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], holder: EngineHolder) -> None:
+        self._lock = OptimizerLock()
+        self._holder = holder
+        self._weights = Weights(holder)
         self._state = StateView(
-            late, self._weights, self.rule, self._lock, type(self).__name__, weakref.WeakMethod(self._beginnings)
+            holder, self._weights, self.rule, self._lock, type(self).__name__, weakref.WeakMethod(self._start_values)
         )
         super().__init__(params, defaults)
 
     @property
     def engine(self) -> Engine:
         """The engine under this optimizer."""
-        return self._late.engine
+        return self._holder.engine
 
-    # What its rule says
+    # The rule
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        state = StateSpec(self.rule, STATE_FORMATS[self._late.config.state_format])
+        state = StateSpec(self.rule, STATE_FORMATS[self._holder.config.state_format])
         state.row(1, self.rule.values(group), 1.0)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
         self._check_group(group)
 
-    def _begins_with(self, group: Group) -> Mapping[str, float]:
-        """Return what a group's state starts from where that is not 0, by name."""
+    def _start_values_of(self, group: Group) -> Mapping[str, float]:
+        """Return the values that a group's state starts from, by name of the state; none where all are 0."""
         return {}
 
-    def _beginnings(self) -> dict[torch.Tensor, Mapping[str, float]]:
-        """Return what each parameter's state starts from."""
-        starts = ((self._begins_with(group), group["params"]) for group in self.param_groups)
-        return {parameter: start for start, params in starts if any(start.values()) for parameter in params}
+    def _start_values(self) -> dict[torch.Tensor, Mapping[str, float]]:
+        """Return the values that parameters' state starts from, where they are not 0."""
+        pairs = ((self._start_values_of(group), group["params"]) for group in self.param_groups)
+        return {parameter: values for values, params in pairs if any(values.values()) for parameter in params}
 
     # State
 
@@ -121,7 +121,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._lock:
-            defaults = torch_defaults(self.theirs)
+            defaults = torch_defaults(self.torch_class)
             numbers: dict[torch.Tensor, int] = {}
             for number, (parameter, _, _) in enumerate(names(self.param_groups)):
                 numbers.setdefault(parameter, number)  # one that is in two groups has its first number in both
@@ -135,9 +135,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state: dict[Any, Any] = {**self._state.others, **{numbers[p]: entry for p, entry in entries}}
             packed = {"state": state, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, packed)
-            if changed is not None:
-                packed = changed
+            replacement = post_hook(self, packed)
+            if replacement is not None:
+                packed = replacement
         return packed
 
     def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,43 +181,43 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-        saved = checked_groups(state_dict, self.param_groups, self._check_saved_group)
-        by_id: dict[Any, torch.Tensor] = dict(
+            replacement = hook(self, state_dict)
+            if replacement is not None:
+                state_dict = replacement
+        saved_groups = checked_groups(state_dict, self.param_groups, self._check_saved_group)
+        parameters: dict[Any, torch.Tensor] = dict(
             zip(
-                chain.from_iterable(group["params"] for group in saved),
+                chain.from_iterable(group["params"] for group in saved_groups),
                 chain.from_iterable(group["params"] for group in self.param_groups),
                 strict=True,
             )
         )
-        if state_dict["state"]:  # else the GPU's part is still left until backward has shown what it leaves free
-            self._late.open()
+        if state_dict["state"]:  # else the engine stays deferred until backward has shown what is free on the GPU
+            self._holder.open()
         entries, others = {}, {}
         for key, entry in state_dict["state"].items():
-            if key not in by_id and not self._state.is_of_parameter(entry):
+            if key not in parameters and not self._state.is_of_parameter(entry):
                 others[key] = entry
                 continue
-            bound = self._weights.bound.get(by_id[key]) if key in by_id else None
+            bound = self._weights.bound.get(parameters[key]) if key in parameters else None
             if bound is None:
                 raise ConfigError(
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
-            if not says_nothing(entry):
-                entries[bound] = self._state.checked(f"state_dict {key}", entry, bound)
+            if not is_empty(entry):
+                entries[bound] = self._state.checked_entry(f"state_dict {key}", entry, bound)
         with self._lock:
-            if self._late.opened is not None:
+            if self._holder.engine_if_open is not None:
                 self._state.replace_all(entries)
             self._state.others = others
-            for group, values in zip(self.param_groups, saved, strict=True):
+            for group, values in zip(self.param_groups, saved_groups, strict=True):
                 if values.get("param_names") is not None:
                     group.setdefault("param_names", [*values["param_names"]])
-                loaded = {name: deepcopy(values[name]) for name in values if name not in NOT_LOADED}
-                for name, value in loaded.items():  # torch.distributed.checkpoint makes lists of tuples
+                hyperparameters = {name: deepcopy(values[name]) for name in values if name not in NOT_LOADED}
+                for name, value in hyperparameters.items():  # torch.distributed.checkpoint makes lists of tuples
                     was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
                     group[name] = tuple(value) if was_tuple else value
-            self._state.begin(bound for bound in self._weights.bound.values() if bound not in entries)
+            self._state.write_start_values(bound for bound in self._weights.bound.values() if bound not in entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -244,8 +244,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Args:
             path: Folder, or "s3://bucket/prefix"; made if it is not there. A checkpoint that is already there
                 stays valid until the new one is committed.
-            extra: Whatever else the loop needs to go on: random states, position in the data, a gradient scaler's
-                `state_dict()`, buffers, frozen parameters. Anything that `torch.save` takes, taken as it is now.
+            extra: Whatever else the training loop needs to go on: random states, position in the data, a gradient
+                scaler's `state_dict()`, buffers, frozen parameters. `torch.save` has to take it; saved as it is now.
             copy: Make the checkpoint self-contained.
             on_done: Called from a thread of its own when it has ended, with the error or None.
 
@@ -266,15 +266,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 _log.warning("extra holds %s: load_checkpoint will need weights_only=False", ", ".join(unsafe))
         with self._lock:
             self._state.check()
-            self._late.open()
+            self._holder.open()
             bounds = self._weights.bound.values()
-            agreed = ranks.agree_on_save(bounds)
+            agreement = ranks.agree_on_save(bounds)
             positions = {bound.parameter: bound.position for bound in bounds}
             metadata = {
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups),
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
-                "prefix": agreed.prefix,
+                "prefix": agreement.prefix,
             }
             self.engine.checkpoints.save(
                 path,
@@ -282,12 +282,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 extra=content,
                 copy=copy,
                 on_done=on_done,
-                id=agreed.id,
-                rank=agreed.rank,
-                ranks=agreed.ranks,
-                replica=agreed.replica,
-                names=agreed.names,
-                ended=agreed.ended,
+                id=agreement.id,
+                rank=agreement.rank,
+                ranks=agreement.ranks,
+                replica=agreement.replica,
+                names=agreement.names,
+                ended=agreement.find_ended,
             )
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
@@ -331,7 +331,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             weights_only: See `torch.load`; False for an `extra` of arbitrary objects, which may run code.
 
         Returns:
-            What was given as `extra` (by the rank of this number, or by rank 0); None if nothing was.
+            The `extra` of the rank of this number, or of rank 0 if there was none; None if no `extra` was given.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged or of another model. Nothing has changed then,
@@ -392,49 +392,48 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group)
 
     def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
-        self._late.open()
+        self._holder.open()
         bounds = self._weights.bound.values()
         names = {name: prefix + bare for name, bare in bare_names(bound.name for bound in bounds).items()}
-        there = matching_names(names.values(), source.names)
-        names = {name: there.get(bare, bare) for name, bare in names.items()}
+        source_names = matching_names(names.values(), source.names)
+        names = {name: source_names.get(bare, bare) for name, bare in names.items()}
         _check_forms(source, bounds, names)
         self._weights.check()
         world, rank = ranks.world()
         self._state.copies.forget()
         self._state.changed()
         self.engine.checkpoints.load(source, names=names, rank=rank, ranks=world)
-        self._weights.written(bounds)
+        self._weights.note_written(bounds)
         self._weights.gather()
         if groups is not None:
-            set_restored(self.param_groups, groups)
+            set_hyperparameters(self.param_groups, groups)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
 
 
-def _check_forms(source: StateSource, bounds: Iterable[Bound], names: Mapping[str, str]) -> None:
+def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], names: Mapping[str, str]) -> None:
     """Verify that parameters lie in memory in the order in which their state was saved."""
     for bound in bounds:
         name = names[bound.name]
-        known = source.shape_of(name) if name in source.names else None
-        here = tuple(bound.form[1]), tuple(bound.form[2])
-        if known is not None and known != here:
+        saved_form = source.shape_of(name) if name in source.names else None
+        form = tuple(bound.form[1]), tuple(bound.form[2])
+        if saved_form is not None and saved_form != form:
             raise CheckpointError(
-                f"{source.path} is of another model: {bound.name} has shape {known[0]} and strides {known[1]} "
-                f"there and {here[0]} and {here[1]} here"
+                f"{source.path} is of another model: {bound.name} has shape {saved_form[0]} and strides "
+                f"{saved_form[1]} there and {form[0]} and {form[1]} here"
             )
 
 
 def _why_unread(extra: bytes, cause: Exception) -> str:
-    """Return why `torch.load` does not read what a caller gave to a checkpoint; its own text is a page."""
+    """Return, in one line, why `torch.load` does not read a checkpoint's `extra`."""
     try:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(extra))
     except Exception:  # it is damaged, or of another version
         unsafe = []
     if not unsafe:
         return str(cause).partition("\n")[0]
-    held = ", ".join(unsafe)
     return (
-        f"it holds {held}, and only tensors, numbers, text and containers are read without running code; save arrays "
-        "as torch.from_numpy(array), or, if you trust the file, pass weights_only=False"
+        f"it holds {', '.join(unsafe)}, and only tensors, numbers, text and containers are read without running code;"
+        " save arrays as torch.from_numpy(array), or, if you trust the file, pass weights_only=False"
     )

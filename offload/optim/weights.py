@@ -1,4 +1,4 @@
-"""The parameters that an engine updates: one record each, and their weights as they were left."""
+"""The parameters that an engine updates: one record each, and checks for weights changed from outside."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.groups import Group, names
-from offload.optim.late import LateEngine
+from offload.optim.holder import EngineHolder
 from offload.optim.ranks import world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
-from offload.session.handout import PIECE_NUMEL, copy_run
+from offload.session.state_copy import PIECE_NUMEL, copy_run
 
 log = logging.getLogger("offload")
 
@@ -32,68 +32,68 @@ Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size]
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
-class Bound:
-    """A parameter that the engine updates.
+class BoundParameter:
+    """The record of a parameter that the engine updates.
 
     Attributes:
         form: Dtype, shape and strides of the weight that the state belongs to, and the shape that this rank has.
-        left: Address and version of the weight as it was left.
-        cut: How it is cut over ranks; None if this rank has all of it.
-        arrivals: Gradients that autograd has accumulated.
+        stamp: Address and version of the weight after the last update or check.
+        cut: How the parameter is cut over ranks; None if this rank has all of it.
+        arrivals: The number of gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
-        gathered: Version of the gradient in the slot when its norm was gathered.
-        expected: Digest of the 16-bit weight that follows from a master that was set, until the next update.
-        was_other: Whether the weight was another one before, and nobody has loaded it since.
+        gathered_version: Version of the gradient in the slot when its norm was gathered.
+        expected_digest: Digest of the 16-bit weight that a newly set master makes, until the next update.
+        was_different: Whether the weight was not that one when the master was set, and nobody has loaded it since.
     """
 
     parameter: torch.Tensor
     position: int
     name: str
     form: Form
-    left: tuple[int, int]
+    stamp: tuple[int, int]
     cut: Cut | None
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
-    gathered: int = -1
-    expected: bytes | None = None
-    was_other: bool = False
+    gathered_version: int = -1
+    expected_digest: bytes | None = None
+    was_different: bool = False
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements of the parameter that this rank has, where they are now."""
+        """This rank's elements of the parameter, where they are now."""
         return shards.own(self.parameter, self.cut)
 
-    def now(self) -> tuple[int, int]:
-        """Return address and version of the weight."""
+    def current_stamp(self) -> tuple[int, int]:
+        """Return address and version of the weight as it is now."""
         return self.local.data_ptr(), shards.version(self.parameter)
 
 
 class Weights:
-    """All bound parameters of one optimizer, in the engine's order.
+    """All bound parameters of one optimizer.
 
     Attributes:
-        bound: Their records, in that order.
-        place: The device that all weights must be on; None for any.
+        bound: The records by parameter, in the engine's order.
+        required_device: The device that all weights must be on; None for any.
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
     """
 
-    def __init__(self, late: LateEngine) -> None:
-        self.bound: dict[torch.Tensor, Bound] = {}
-        self.place: torch.device | None = None
+    def __init__(self, holder: EngineHolder) -> None:
+        self.bound: dict[torch.Tensor, BoundParameter] = {}
+        self.required_device: torch.device | None = None
         self.rows_over: Any = None
-        self._late = late
-        self._told_changed = False
-        self._told_others = True
+        self._holder = holder
+        self._has_warned_of_changes = False
+        self._has_differences = False
 
-    def describe(self, groups: Sequence[Group], wanted: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
-        """Return what the engine has to know of parameters that are to be bound; refuse those that cannot be."""
-        known = {parameter: (name, group) for parameter, name, group in names(groups)}
-        for parameter in wanted:
-            check_parameter(parameter, known[parameter][0], self.place)
-        _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
-        return tuple(self._described(parameter, *known[parameter]) for parameter in wanted)
+    def describe(self, groups: Sequence[Group], parameters: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
+        """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be."""
+        labels = {parameter: (name, group) for parameter, name, group in names(groups)}
+        for parameter in parameters:
+            check_parameter(parameter, labels[parameter][0], self.required_device)
+        _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
+        return tuple(self._describe(parameter, *labels[parameter]) for parameter in parameters)
 
-    def _described(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
+    def _describe(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
         cut = shards.cut_of(parameter, name, self.rows_over)
         return Parameter(
             name,
@@ -107,109 +107,111 @@ class Weights:
             box=None if cut is None or cut.is_run else cut.box,
         )
 
-    def bind(self, parameter: torch.Tensor, name: str) -> Bound:
-        """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""
+    def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
+        """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
         cut = shards.cut_of(parameter, name, self.rows_over)
-        bound = Bound(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
-        bound.left = bound.now()
-        self._late.engine.bind_weight(bound.position, bound.left[0])
+        bound = BoundParameter(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
+        bound.stamp = bound.current_stamp()
+        self._holder.engine.bind_weight(bound.position, bound.stamp[0])
         return bound
 
-    def of(self, parameter: Any) -> Bound:
-        """Return a parameter's record; refuse what has none."""
-        self._late.open()
+    def of(self, parameter: Any) -> BoundParameter:
+        """Return a parameter's record; refuse a parameter that has none."""
+        self._holder.open()
         bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
         if bound is None:
             raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
         return bound
 
     def check(self) -> None:
-        """Notice weights that were moved or changed since they were left; refuse what cannot be updated any more."""
-        changed = []
-        if any(bound.local.data_ptr() != bound.left[0] for bound in self.bound.values()):
+        """Notice weights that were moved or changed since the last check; refuse those that cannot be updated now."""
+        changed_names = []
+        if not self.are_where_bound():
             _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
-            now = bound.now()
-            if now == bound.left:
+            stamp = bound.current_stamp()
+            if stamp == bound.stamp:
                 continue
             form = _form(parameter)
             if form != bound.form:
-                found = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
+                text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
                 raise ConfigError(
-                    bound.name, found, "make a new optimizer after changing a weight's dtype, shape or memory format"
+                    bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
-            check_parameter(parameter, bound.name, self.place)
-            self._late.engine.bind_weight(bound.position, now[0])
-            bound.left = now
-            # Frameworks load the optimizer first, or the weights once more: what is there has not changed then.
-            if bound.expected is not None and digest(_flat(bound), parameter.dtype) == bound.expected:
-                bound.was_other = False
+            check_parameter(parameter, bound.name, self.required_device)
+            self._holder.engine.bind_weight(bound.position, stamp[0])
+            bound.stamp = stamp
+            # Frameworks load the optimizer first, or the weights once more: the weight is what its master says then.
+            if bound.expected_digest is not None and digest(_flat(bound), parameter.dtype) == bound.expected_digest:
+                bound.was_different = False
                 continue
-            bound.expected = None
-            self._late.engine.reload_master(bound.position)
-            # What a master has beyond its weight's 16 bits is lost; a float32 weight is its own master.
-            if parameter.dtype is not torch.float32 and self._late.engine.step_count(bound.position):
-                changed.append(bound.name)
-        if changed and not self._told_changed:
-            self._told_changed = True
+            bound.expected_digest = None
+            self._holder.engine.reload_master(bound.position)
+            # The master loses its bits beyond the weight's 16; a float32 weight is its own master.
+            if parameter.dtype is not torch.float32 and self._holder.engine.step_count(bound.position):
+                changed_names.append(bound.name)
+        if changed_names and not self._has_warned_of_changes:
+            self._has_warned_of_changes = True
             log.log(
                 logging.WARNING if world()[1] == 0 else logging.INFO,
                 "%d weights (%s, ...) were changed outside the optimizer; their masters are read anew from them, "
                 "their moments stay (said once)",
-                len(changed),
-                changed[0],
+                len(changed_names),
+                changed_names[0],
             )
 
     def are_where_bound(self) -> bool:
         """Return whether all weights lie where the engine knows them."""
-        return all(bound.local.data_ptr() == bound.left[0] for bound in self.bound.values())
+        return all(bound.local.data_ptr() == bound.stamp[0] for bound in self.bound.values())
 
-    def expect(self, following: Mapping[Bound, tuple[bytes, bool]]) -> None:
-        """Take note of 16-bit weights that follow from masters which were set; see `followers`."""
-        for bound, (expected, was_other) in following.items():
-            bound.expected, bound.was_other = expected, was_other
-            self._told_others = self._told_others and not was_other
+    def expect(self, digests: Mapping[BoundParameter, tuple[bytes, bool]]) -> None:
+        """Note which 16-bit weights newly set masters make; see `expected_digests`."""
+        for bound, (expected_digest, was_different) in digests.items():
+            bound.expected_digest, bound.was_different = expected_digest, was_different
+            self._has_differences |= was_different
 
-    def tell_others(self) -> None:
-        """Warn, before the first update after a load, of weights that were others, and were not loaded since."""
-        if self._told_others:
+    def warn_of_differences(self) -> None:
+        """Warn, before the first update after a load, of weights that were not those that the masters make."""
+        if not self._has_differences:
             return
-        self._told_others = True
+        self._has_differences = False
         bounds = self.bound.values()
-        others = [bound.name for bound in bounds if bound.expected is not None and bound.was_other]
-        if others:
+        names = [bound.name for bound in bounds if bound.expected_digest is not None and bound.was_different]
+        if names:
             log.warning(
                 "%d weights (%s, ...) "
                 "were not those that the loaded masters belong to, and have become what the masters say; "
                 "load the model's weights, too, or leave `master` out of what is loaded",
-                len(others),
-                others[0],
+                len(names),
+                names[0],
             )
 
-    def written(self, changed: Iterable[Bound]) -> None:
-        """Let torch know of weights that the engine has written to, and leave them."""
-        changed = [*changed]
-        increment_version([bound.parameter for bound in changed])
-        for bound in changed:
-            bound.left = bound.now()
-            bound.expected = None
+    def note_written(self, bounds: Iterable[BoundParameter]) -> None:
+        """Let torch know of weights that the engine has written to."""
+        bounds = [*bounds]
+        increment_version([bound.parameter for bound in bounds])
+        for bound in bounds:
+            bound.stamp = bound.current_stamp()
+            bound.expected_digest = None
 
     def gather(self) -> None:
-        """Have all ranks exchange the rows that each has updated; a collective, if there are any."""
-        cut = [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
-        if cut:
-            self._late.engine.finish(on_gpu=True)
-            shards.gather([bound.parameter for bound in cut], self.rows_over)
-            for bound in cut:
-                bound.left = bound.now()
+        """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows."""
+        bounds = [
+            bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over
+        ]
+        if bounds:
+            self._holder.engine.finish(on_gpu=True)
+            shards.gather([bound.parameter for bound in bounds], self.rows_over)
+            for bound in bounds:
+                bound.stamp = bound.current_stamp()
 
 
 def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """Return a digest of what a 16-bit weight of a dtype has in memory, from values that are in that order.
+    """Return a digest of a 16-bit weight's memory, given its values in that order.
 
-    Others than of that dtype are rounded as updates round masters: NaN, too, becomes the bits that it has there.
+    Values of another dtype are rounded as updates round masters: NaN becomes the same bits, too.
     """
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     numel = min(PIECE_NUMEL, values.numel())
     piece = torch.empty(numel, dtype=dtype, device="cpu")
     master = None if values.dtype is dtype else torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -220,22 +222,22 @@ def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
         else:
             copy_run(values, start, master[: part.numel()])
             store_rounded(master[: part.numel()], part)
-        found.update(part.view(torch.uint8).numpy().data)
-    return found.digest()
+        hasher.update(part.view(torch.uint8).numpy().data)
+    return hasher.digest()
 
 
-def followers(masters: Mapping[Bound, torch.Tensor]) -> dict[Bound, tuple[bytes, bool]]:
-    """Return digests of the 16-bit weights that masters make when they are set, and whether they are others now."""
-    found = {}
+def expected_digests(masters: Mapping[BoundParameter, torch.Tensor]) -> dict[BoundParameter, tuple[bytes, bool]]:
+    """Return digests of the 16-bit weights that masters make, and whether the weights are different now."""
+    digests = {}
     for bound, master in masters.items():
         dtype = bound.parameter.dtype
         if dtype is not torch.float32:
-            follower = digest(master, dtype)
-            found[bound] = follower, digest(_flat(bound), dtype) != follower
-    return found
+            expected_digest = digest(master, dtype)
+            digests[bound] = expected_digest, digest(_flat(bound), dtype) != expected_digest
+    return digests
 
 
-def _flat(bound: Bound) -> torch.Tensor:
+def _flat(bound: BoundParameter) -> torch.Tensor:
     """Return this rank's part of a weight in the order of its memory."""
     weight = bound.local.detach()
     return weight.as_strided((weight.numel(),), (1,))
@@ -245,19 +247,18 @@ def _form(parameter: torch.Tensor) -> Form:
     return parameter.dtype, parameter.shape, parameter.stride(), shards.local(parameter).shape
 
 
-def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
+def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
     """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
-    parameters = [shards.local(parameter) for parameter in named]
-    called = [*named.values()]
-    found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
-    for (address, nbytes, number), (beyond, _, other) in pairwise(found):
-        if beyond < address + nbytes:
-            shared = " and ".join(called[n] for n in sorted((number, other)))
-            raise ConfigError("params", f"{shared}, which share memory", "give tied weights as one parameter")
+    parameters, texts = [shards.local(parameter) for parameter in names], [*names.values()]
+    ranges = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
+    for (address, nbytes, number), (next_address, _, next_number) in pairwise(ranges):
+        if next_address < address + nbytes:
+            pair = " and ".join(texts[n] for n in sorted((number, next_number)))
+            raise ConfigError("params", f"{pair}, which share memory", "give tied weights as one parameter")
 
 
-def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None) -> None:
-    """Verify that a weight can be updated, and is on the one device that weights must be on, if any."""
+def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
+    """Verify that a weight can be updated, and is on the required device if there is one."""
     shards.cut_of(parameter, name, None)
     parameter = shards.local(parameter)
     if parameter.is_inference():
@@ -269,8 +270,8 @@ def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | No
         raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
     if parameter.device.type not in ("cpu", *BACKENDS):
         raise ConfigError(name, parameter.device, ADVICE)
-    if place is not None and parameter.device != place:
-        raise ConfigError(name, parameter.device, f"have all weights on {place}, or make a new optimizer")
+    if required is not None and parameter.device != required:
+        raise ConfigError(name, parameter.device, f"have all weights on {required}, or make a new optimizer")
     if parameter.is_neg():
         raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
     if parameter.numel() and not _is_dense(parameter):

@@ -179,6 +179,11 @@ class Machine:
         return {n: subgroup.slot for n, subgroup in enumerate(self._subgroups) if subgroup.slot is not None}
 
     @property
+    def live_slots(self) -> Mapping[int, int]:
+        """Those of them that hold the live version: what is beside it may be revoked, and is not cached then."""
+        return {n: slot for n, slot in self.slots.items() if n not in self._beside}
+
+    @property
     def phases(self) -> Sequence[Phase]:
         """Where each subgroup's state is."""
         return [subgroup.phase for subgroup in self._subgroups]

@@ -9,19 +9,19 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from offload.checkpoint.adopt import manifest_in_place
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import Exchange, Snapshot, save_error
+from offload.checkpoint.saves import Snapshot, StoreReuse, save_error
 from offload.checkpoint.stores import commit_to_replace
+from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.layout import Layout
 from offload.schedule.loop import pump
 from offload.schedule.operations import BeginSave, Release, Sweep, TakeUp
 from offload.schedule.staging import Phase
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
@@ -38,7 +38,7 @@ class Checkpoints:
         visits: Makes state ready for it.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
         self._thread = thread
         self._visits = visits
@@ -104,7 +104,7 @@ class Checkpoints:
                 copy=copy,
                 seed=tables.seed if rounds else None,
                 numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
-                ended=ended,
+                find_ended=ended,
             )
 
         with self._thread.turn():
@@ -277,7 +277,7 @@ class Checkpoints:
                 in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
 
             def applied() -> None:
-                restorer.take_steps()
+                restorer.restore_step_counts()
                 visits.step_number = checkpoint.step
                 checkpoint.lend(0, 0)
                 self._thread.drop_checkpoint_buffers()
@@ -308,25 +308,26 @@ class Checkpoints:
                 raise
             if isinstance(checkpoint, Checkpoint) and in_place is None:
                 # On the engine thread, where no interrupt comes between a lock and taking note of it.
-                self._thread.request(partial(parts.saves.resumed, checkpoint, rank, ranks))
+                self._thread.request(partial(parts.saves.keep_loaded, checkpoint, rank, ranks))
 
     def _adopt(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
         """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""
         parts = self._parts
         machine, layout = parts.machine, parts.plan.layout
-        exchange = Exchange(
+        reuse = StoreReuse(
             layout,
             machine.index.is_empty,
             lambda number, store, used: parts.open_tier(number, store, parts.tiers[number].depth, used),
             parts.replace_tier,
         )
-        adopted = parts.saves.adopt(checkpoint, manifest, machine.index, exchange, rank)
-        # Others that lie there may be of later steps, which this session now takes another way.
-        held = (record.step for records in adopted.held.values() for record in records.values())
-        self._visits.version = max(self._visits.version, *held, 0)
+        takeover = parts.saves.take_over(checkpoint, manifest, machine.index, reuse, rank)
+        # Tiles of other checkpoints there may be of later steps; this session now takes those steps another way.
+        versions = (record.step for records in takeover.pinned_records.values() for record in records.values())
+        self._visits.version = max(self._visits.version, *versions, 0)
         streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.is_resident(subgroup.index)]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
-        machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
+        records = {tile: takeover.records[tile] for tile in tiles}
+        machine.handle(TakeUp(takeover.limit_bytes, takeover.pinned_records, records))
         # No slot is in use, and nothing is started that reads into one before this request has ended.
         checkpoint.lend(*parts.memory.staging)
         try:

@@ -33,10 +33,10 @@ from offload.protocols import Device, DeviceLane
 from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
 from offload.session.checkpoints import Checkpoints
-from offload.session.ending import Ending
 from offload.session.gradients import Gradients
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
+from offload.session.shutdown import Shutdown
 from offload.session.speculation import Foreseen
 from offload.session.state import State
 from offload.session.step import PendingStep, StepAccount
@@ -97,7 +97,9 @@ class Engine:
                 device = AcceleratorDevice(device)
             device = device or NoDevice()
             try:
-                self._parts = parts = Parts(self.config, gradient_slots, device, rule, among and among[1], limits)
+                self._parts = parts = SessionParts(
+                    self.config, gradient_slots, device, rule, among and among[1], limits
+                )
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
                 thread.aborted = partial(_aborted, parts, visits)
@@ -105,8 +107,8 @@ class Engine:
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
                 # None of these holds this object, so an engine that is forgotten is closed.
-                self._ending = Ending(parts, thread)
-                self._finalizer = weakref.finalize(self, self._ending.forgotten)
+                self._shutdown = Shutdown(parts, thread)
+                self._finalizer = weakref.finalize(self, self._shutdown.forgotten)
                 try:
                     with named_shortage("the session cannot be opened"):
                         thread.open(tuple(parameters))
@@ -362,8 +364,8 @@ class Engine:
         when another call was interrupted, this returns within seconds: what hangs is left, which is logged, and put
         away when the device answers.
         """
-        self._ending.close()
-        if self._ending.work is not None:  # else it was put off, for a request under way that may be interrupted
+        self._shutdown.close()
+        if self._shutdown.work is not None:  # else it was put off, for a request under way that may be interrupted
             self._finalizer.detach()
 
     def __enter__(self) -> Engine:
@@ -373,7 +375,7 @@ class Engine:
         self.close()
 
 
-def _aborted(parts: Parts, visits: Visits, error: BaseException) -> StepAbortedError:
+def _aborted(parts: SessionParts, visits: Visits, error: BaseException) -> StepAbortedError:
     """Return what to raise for a step that has failed with an error."""
     if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
         error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames

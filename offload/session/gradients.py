@@ -10,7 +10,7 @@ import torch
 from offload.dtypes import DtypeCode
 from offload.errors import SessionBrokenError
 from offload.protocols import Mark
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits
 
@@ -24,7 +24,7 @@ class Gradients:
         visits: What reads gradients.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
         self._thread = thread
         self._visits = visits
@@ -95,9 +95,9 @@ class Gradients:
                 self._parts.lanes.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
             # And no gradient is here; a step that goes on is waited for, a few times.
-            if self._thread.speculation.restart() or self._visits.placing.due:
+            if self._thread.speculation.restart() or self._visits.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
-                    self._thread.request(self._visits.placing.review)
+                    self._thread.request(self._visits.placement_review.review)
 
     def stays(self, parameter: int | str) -> bool:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""

@@ -58,7 +58,7 @@ TILES_PER_PATH = 4
 NOTHING = Layout((), ())
 
 
-class Parts:
+class SessionParts:
     """The parts of one session.
 
     Made in two steps, so that whoever makes them can end them whatever comes in between: new ones hold nothing, and
@@ -103,12 +103,12 @@ class Parts:
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.memory = HostMemory(self.lanes)
-        self.closing: list[tuple[Tier, waits.Aside]] = []
+        self.closing: list[tuple[Tier, waits.BackgroundWork]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            wanted=gradient_slots,
-            passing=not config.keep_grads,
+            exist=gradient_slots,
+            needs_buffers=not config.keep_grads,
         )
         self._threads = config.threads or default_threads(self.lanes, sharing)
         self._store = uuid.uuid4()
@@ -387,7 +387,7 @@ class Parts:
     def _keep_slots(self) -> None:
         """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
         held: dict[int, set[int]] = {}
-        for records in [*self.machine.saver.held.values(), self.saves.named]:
+        for records in [*self.machine.saver.held.values(), self.saves.named_records]:
             for record in records.values():
                 held.setdefault(record.location.path, set()).add(record.location.offset)
         for number, tier in enumerate(self.tiers):
@@ -397,7 +397,7 @@ class Parts:
     def _close_tiers(self) -> None:
         """Close them side by side: one whose device hangs keeps no other open."""
         self.closing = [
-            (tier, waits.Aside(tier.close, "offload-close")) for tier in (*self.tiers, *self.others.values())
+            (tier, waits.BackgroundWork(tier.close, "offload-close")) for tier in (*self.tiers, *self.others.values())
         ]
         self.others.clear()
         for _, ending in self.closing:

@@ -30,7 +30,7 @@ from offload.layout import Subgroup
 from offload.memory.arenas import Arena, available_bytes
 from offload.protocols import WAKE
 from offload.schedule.operations import Admit, Begin, Hold, Run, Seal, Stop, Sweep, Visit
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.step import StepAccount
 
 log = logging.getLogger("offload")
@@ -73,7 +73,7 @@ class Speculation:
         parts: Its parts.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: SessionParts) -> None:
         self.hyperparameters: Callable[[], Foreseen | None] | None = None
         """Returns those of all groups, as the step will have them, or None; without it there is no speculation."""
         self.is_last_pass: Callable[[], bool] | None = None

@@ -11,9 +11,9 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.layout import Segment
 from offload.rules import MASTER, checked_step
-from offload.session.handout import Handout, copy_run, refuse_negative, refuse_uncopied, rooms_beside
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
+from offload.session.state_copy import StateCopy, copy_run, refuse_negative, refuse_uncopied, rooms_beside
 from offload.session.thread import EngineThread
 from offload.session.visits import Take, Visits
 
@@ -27,7 +27,7 @@ class State:
         visits: Have it in memory, subgroup by subgroup.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
         self._parts = parts
         self._thread = thread
         self._visits = visits
@@ -61,18 +61,18 @@ class State:
             numels = [layout.parameters[position].numel for position, _ in wanted]
             rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
             with named_shortage("state cannot be copied"):
-                handout = Handout(numels, rooms, parts.limits.large_copy_bytes)
-            with contextlib.closing(handout):
+                copy = StateCopy(numels, rooms, parts.limits.large_copy_bytes)
+            with contextlib.closing(copy):
 
                 def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
                     for name, values in views.items():
                         number = numbers.get((position, name))
                         if number is not None:
-                            handout.write(number, start, values)
+                            copy.write(number, start, values)
 
                 self.visit(read, positions)
                 found: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
-                for (position, name), tensor in zip(wanted, handout.tensors, strict=True):
+                for (position, name), tensor in zip(wanted, copy.tensors, strict=True):
                     found[position][name] = tensor
             return [found[position] for position in positions]
 

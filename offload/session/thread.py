@@ -30,7 +30,7 @@ from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Release, Stop, Sweep
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
 
@@ -65,7 +65,7 @@ class EngineThread:
         parts: What it works with.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self.pid = os.getpid()
         self.error: BaseException | None = None
@@ -84,7 +84,7 @@ class EngineThread:
         self.pending: PendingStep | None = None
         """The step that nobody has waited for to its end."""
         self._thread: threading.Thread | None = None
-        self._opening: waits.Aside | None = None
+        self._opening: waits.BackgroundWork | None = None
         self._starting = threading.Lock()
         self._serving = self._told_broken = False
         self._aborts_untold = False  # whether that has happened, and nobody was told of the step
@@ -100,9 +100,9 @@ class EngineThread:
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Make the session and serve it; whoever gets an error closes it."""
         caller = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
-        # Aside, so that no interrupt comes between what is made and taking note of it.
+        # On a thread of its own, so that no interrupt comes between what is made and taking note of it.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller))
-        self._opening = waits.Aside(work, "offload-open")
+        self._opening = waits.BackgroundWork(work, "offload-open")
         self._opening.start()
         waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
         if self._opening.error is not None:
@@ -420,7 +420,7 @@ class EngineThread:
 
     def _end_save(self, error: BaseException | None) -> None:
         self.drop_checkpoint_buffers()
-        for number in self._parts.saves.ended(error, broke=self.broken is not None):
+        for number in self._parts.saves.end_pending(error, broke=self.broken is not None):
             self._parts.machine.handle(Release(number))
 
     def drop_checkpoint_buffers(self) -> None:

@@ -20,8 +20,8 @@ from offload.measure import HISTORY, observe, typical
 from offload.plan import Rates, visit_order
 from offload.schedule.machine import update_visits
 from offload.schedule.operations import Begin, Reshare, Run, Stop, Sweep, Visit
-from offload.session.parts import Parts
-from offload.session.placing import Placing
+from offload.session.parts import SessionParts
+from offload.session.placement_review import PlacementReview
 from offload.session.step import StepAccount
 from offload.session.thread import EngineThread
 
@@ -43,14 +43,14 @@ class Visits:
         thread: Runs them.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
         self.version = 0
         """The newest version of any tile; no two of a tile have the same number."""
         self.step_number = 0
         """Steps that have ended."""
-        self.placing = Placing(parts, thread)
+        self.placement_review = PlacementReview(parts, thread)
         """Chooses again what the GPU updates."""
         self.last = StepAccount()
         """Of the last step that has ended."""
@@ -137,11 +137,10 @@ class Visits:
         with self._breaking():
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.confirmed(subgroups, self.account)
-            if self.placing.is_near:
+            if self.placement_review.is_near:
                 self.learn()
-                self.placing.review()
-            staged = {number: slot for number, slot in machine.slots.items() if number not in machine.beside}
-            order = visit_order([number for number in subgroups if number not in confirmed], staged)
+                self.placement_review.review()
+            order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(parts.plan, order, lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n))
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
@@ -211,7 +210,7 @@ class Visits:
                 seen = self._seen or [parts.rates]
                 self._seen = [*seen[1 - HISTORY :], observe(parts.rates, account.timeline)]
                 parts.rates = typical(self._seen)
-                self.placing.learnt()
+                self.placement_review.learnt()
             shares = parts.plan.shares(parts.rates)
         except Exception as error:
             log.warning("nothing is learnt from the last step: %r", error, exc_info=error)

@@ -59,7 +59,7 @@ UNNOTICED: dict[str, str] = {
     "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
         "who replaces state at home has its weights fetched first, behind the update"
     ),
-    "Overlap._show: self._late.device.give_up(copy)": (
+    "Overlap._show: self._holder.device.give_up(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),
     "PieceCopies._take: device.follow(lane, device.mark(other, timed=False))": (

@@ -192,7 +192,7 @@ class Run:
         limits = {"large_gradient_bytes": 7000, "bucket_count": 12, "in_transit_bytes": self.workload.transit_bytes}
         kind = limited(offload.AdamW, **limits)
         optimizer = kind(parameters, offload=offload.OffloadConfig(threads=1, **config), **SETTINGS)
-        device = optimizer._late.device
+        device = optimizer._holder.device
         if self.pace is not None and device is not None:
             for lane in LANES:
                 self.pace.set(device.stream(lane), lane)

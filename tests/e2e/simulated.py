@@ -33,7 +33,7 @@ class OnDevice(offload.AdamW):
 
     def _open(self, config: offload.OffloadConfig) -> None:
         super()._open(config)
-        watch(self.engine, self._late.device)  # type: ignore[arg-type]
+        watch(self.engine, self._holder.device)  # type: ignore[arg-type]
 
 
 class OnDeviceAdam(OnDevice):

@@ -143,23 +143,6 @@ def test_state_that_fits_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "words"),
-    [
-        (lambda: torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)), "complex64"),
-        (lambda: torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False), "int64"),
-        (lambda: torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), "float64"),
-        (lambda: torch.nn.Parameter(torch.zeros(3, 4).to_sparse()), "sparse"),
-        (lambda: torch.nn.Parameter(torch.zeros(3, 4)[:, :2]), "strides"),
-        (lambda: torch.nn.Parameter(torch.zeros(1).expand(3)), "strides"),
-        (lambda: torch.nn.Parameter(torch.zeros(3, device="meta")), "meta"),
-    ],
-)
-def test_parameters_that_cannot_be_offloaded(parameter: Any, words: str) -> None:
-    with pytest.raises(offload.ConfigError, match=words):
-        make([parameter()])
-
-
-@pytest.mark.parametrize(
     "settings",
     [{"lr": -1.0}, {"eps": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}, {"amsgrad": True}],
 )
@@ -180,6 +163,7 @@ def test_hyperparameters(settings: dict[str, Any]) -> None:
         ({}, torch.empty((), device="meta"), "number of updates"),
         ({}, -5, "number of updates"),
         ({}, 2.7, "number of updates"),
+        ({}, 1e30, "number of updates"),
         ({}, float("nan"), "number of updates"),
     ],
 )
@@ -370,16 +354,11 @@ def test_files_of_rates_that_are_none(tmp_path: Path, name: str) -> None:
         make(rates=tmp_path / name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("when", ["made", "added", "moved"])
-def test_weights_that_share_memory_are_refused(dtype: torch.dtype, when: str) -> None:
-    memory = torch.zeros(300, dtype=dtype)
+@pytest.mark.parametrize("when", ["added", "moved"])
+def test_weights_that_share_memory_are_refused(when: str) -> None:
+    memory = torch.zeros(300)
     first = torch.nn.Parameter(memory[:200])
-    second = torch.nn.Parameter(memory[100:] if when != "moved" else torch.ones(200, dtype=dtype))
-    if when == "made":
-        with pytest.raises(offload.ConfigError, match=r"params\[0\] and .*params\[1\], which share memory"):
-            offload.AdamW([first, second])
-        return
+    second = torch.nn.Parameter(memory[100:] if when != "moved" else torch.ones(200))
     with offload.AdamW([first, second] if when == "moved" else [first]) as optimizer:
         second.data = memory[100:]
         for parameter in (first, second):
@@ -388,19 +367,8 @@ def test_weights_that_share_memory_are_refused(dtype: torch.dtype, when: str) ->
             with pytest.raises(offload.ConfigError, match="which share memory"):
                 optimizer.step() if when == "moved" else optimizer.add_param_group({"params": [second]})
         assert not memory.any()
-        second.data = torch.ones(200, dtype=dtype)
+        second.data = torch.ones(200)
         optimizer.step()
-
-
-def test_weights_side_by_side_in_one_memory_are_not_refused() -> None:
-    memory = torch.zeros(300)
-    with offload.AdamW([torch.nn.Parameter(part) for part in (memory[:100], memory[100:], memory[:0])]) as optimizer:
-        assert len(optimizer.engine.plan.layout.parameters) == 3
-
-
-def test_a_negated_view_is_no_weight() -> None:
-    with pytest.raises(offload.ConfigError, match="resolve_neg"):
-        offload.AdamW([torch.nn.Parameter(torch._neg_view(torch.ones(3)))])
 
 
 def test_parameters_that_were_replaced() -> None:

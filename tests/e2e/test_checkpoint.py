@@ -106,18 +106,6 @@ def test_resume_is_exact_whatever_the_tiers(
             assert same(other.state(), later)
 
 
-def test_positions_in_place_of_names_are_told(tmp_path: Path) -> None:
-    weights = [torch.nn.Parameter(torch.zeros(8)) for _ in range(2)]
-    with offload.AdamW(weights) as optimizer:
-        optimizer.save_checkpoint(tmp_path / "ck", copy=True)
-        optimizer.wait_checkpoint()
-    with (
-        offload.AdamW([("a", weights[0]), ("b", weights[1])]) as optimizer,
-        pytest.raises(offload.CheckpointError, match="one was made from parameters"),
-    ):
-        optimizer.load_checkpoint(tmp_path / "ck")
-
-
 def test_what_a_load_will_refuse_is_told_when_it_is_saved(
     tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -604,17 +592,6 @@ def test_another_model_is_refused_and_changes_nothing(tmp_path: Path, paths: lis
     with pytest.raises(offload.CheckpointError, match="is of AdamW"):
         adam.load_checkpoint(tmp_path / "ck")
     adam.close()
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [("missing", "not there, or empty"), ("file", "not there, or empty"), ("empty", "not there, or empty")],
-)
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, where: str, message: str) -> None:
-    (tmp_path / "file").write_text("hello")
-    (tmp_path / "empty").mkdir()
-    with Run() as run, pytest.raises(offload.CheckpointError, match=message):
-        run.optimizer.load_checkpoint(tmp_path / where)
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, paths: list[Path]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -126,61 +125,8 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     header = b'{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     (tmp_path / "weights").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    header = b'{"state.a.exp_avg":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'
-    (tmp_path / "short").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with ours(net) as optimizer:
-        for name in ("text", "empty", "weights", "short", "missing"):
+        for name in ("text", "empty", "weights", "missing"):
             with pytest.raises(offload.CheckpointError, match=name):
                 optimizer.import_state(tmp_path / name)
         train(net, optimizer, 1)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda header: header.update({"state.\ud800.exp_avg": header["state.a.exp_avg"]}),
-        lambda header: header["state.a.exp_avg"].update(shape=[1 << 62, 4], data_offsets=[0, 0]),
-        lambda header: header["state.a.exp_avg"].update(shape=[10**400]),
-        lambda header: header["state.a.exp_avg"].update(shape=[-3, -1]),
-        lambda header: header["state.a.exp_avg"].update(shape=[3.0]),
-        lambda header: header["state.a.exp_avg"].update(shape=[1] * 1000),
-        lambda header: header["state.a.exp_avg"].update(data_offsets=[0, 10**400]),
-        lambda header: header["state.a.exp_avg"].update(data_offsets=["0", "12"]),
-        lambda header: header.update(__metadata__={"offload": "[]"}),
-        lambda header: header.update(__metadata__={"offload": "[" * 100_000}),
-        lambda header: header.update(__metadata__={"offload": '{"step": "x"}'}),
-        lambda header: header.update(__metadata__={"offload": '{"step": -1}'}),
-        lambda header: header.update(__metadata__={"offload": '{"metadata": []}'}),
-        lambda header: header.update(__metadata__={"offload": '{"metadata": {"groups": [{"params": []}]}}'}),
-        lambda header: header.update(__metadata__={"offload": '{"metadata": {"optimizer": "\\ud800"}}'}),
-        lambda header: header.update(__metadata__={"offload": 3}),
-        lambda header: header.update(__metadata__=[]),
-    ],
-)
-def test_headers_that_make_no_sense(tmp_path: Path, change: Any) -> None:
-    refuse_header(tmp_path, 1.0, change)
-
-
-@pytest.mark.parametrize("step", [float("nan"), float("inf"), -1.0, 0.5])
-def test_step_counts_that_are_none(tmp_path: Path, step: float) -> None:
-    refuse_header(tmp_path, step, lambda header: header.update(__metadata__={"offload": '{"step": 1}'}))
-
-
-def test_what_cannot_be_a_square_is_refused(tmp_path: Path) -> None:
-    refuse_header(tmp_path, 1.0, lambda header: None, exp_avg_sq=-1.0)
-
-
-def refuse_header(tmp_path: Path, step: float, change: Any, exp_avg_sq: float = 0.0) -> None:
-    header = {
-        "state.a.exp_avg": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
-        "state.a.exp_avg_sq": {"dtype": "F32", "shape": [3], "data_offsets": [12, 24]},
-        "state.a.step": {"dtype": "F32", "shape": [], "data_offsets": [24, 28]},
-    }
-    change(header)
-    content = json.dumps(header).encode()
-    values = torch.tensor([0.0] * 3 + [exp_avg_sq] * 3 + [step])
-    file = tmp_path / "state.safetensors"
-    file.write_bytes(len(content).to_bytes(8, "little") + content + values.numpy().tobytes())
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    with offload.AdamW([("a", parameter)]) as optimizer, pytest.raises(offload.CheckpointError):
-        optimizer.import_state(file)

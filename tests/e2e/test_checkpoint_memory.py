@@ -18,11 +18,9 @@ NOISE_BYTES = 4 << 20
 """What interpreter, torch and allocator take besides: a sixth of a subgroup's state there."""
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "threads": ("bfloat16", {"host_memory": 0, "io_backend": "threads"}),
     "io_uring": ("bfloat16", {"host_memory": 0, "io_backend": "io_uring"}),
-    "asyncio": ("float16", {"host_memory": 0, "io_backend": "asyncio"}),
-    "partly resident": ("bfloat16", {"host_memory": "50MB"}),
-    "masters are weights": ("float32", {"host_memory": 0}),
+    "partly resident": ("bfloat16", {"host_memory": "50MB", "io_backend": "threads"}),
+    "masters are weights": ("float32", {"host_memory": 0, "io_backend": "asyncio"}),
 }
 
 

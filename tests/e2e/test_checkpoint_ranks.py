@@ -278,7 +278,7 @@ def test_a_doubt_is_settled_while_rank_0_releases_that_checkpoint(
             assert released.wait(60)
         return content
 
-    def release(kept: commit.Kept, note: str) -> bool:
+    def release(kept: commit.KeptCheckpoint, note: str) -> bool:
         assert looked.wait(60)
         done = plain_release(kept, note)
         released.set()
@@ -379,8 +379,8 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
         with pytest.raises(KeyboardInterrupt), engine:
             raise KeyboardInterrupt
     engine.close()
-    assert engine._ending.work is not None
-    assert engine._ending.work.wait(60)
+    assert engine._shutdown.work is not None
+    assert engine._shutdown.work.wait(60)
     assert not is_checkpoint(tmp_path / "ck")
     ranks[1].engine.close()
 

@@ -18,10 +18,10 @@ from offload import cli
 def test_a_bucket_keeps_checkpoints(s3: S3Server, tmp_path: Path, copy: bool) -> None:
     prefix = f"ck-{uuid.uuid4()}"
     path, folder = f"s3://{BUCKET}/{prefix}/state", f"s3://{BUCKET}/{prefix}/run"
-    weight = torch.nn.Parameter(torch.randn(5000).bfloat16())
+    weight = torch.nn.Parameter(torch.randn(2000).bfloat16())
 
     def step(parameter: torch.nn.Parameter, optimizer: offload.AdamW, seed: int) -> None:
-        parameter.grad = torch.randn(5000, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        parameter.grad = torch.randn(2000, generator=torch.Generator().manual_seed(seed)).bfloat16()
         optimizer.step()
 
     config = offload.OffloadConfig(host_memory=0, paths=[path], subgroup_numel=1024)
@@ -33,7 +33,7 @@ def test_a_bucket_keeps_checkpoints(s3: S3Server, tmp_path: Path, copy: bool) ->
         step(weight, optimizer, 3)
     left = s3.keys(f"{prefix}/state")
     assert bool(left) is not copy, "only what the checkpoint refers to stays on the path"
-    other = torch.nn.Parameter(torch.zeros(5000).bfloat16())
+    other = torch.nn.Parameter(torch.zeros(2000).bfloat16())
     with offload.AdamW([("weight", other)]) as optimizer:
         assert optimizer.load_checkpoint(folder) == 2
         step(other, optimizer, 3)
@@ -49,14 +49,14 @@ def test_resuming_from_a_bucket_copies_nothing_and_gc_takes_only_what_is_named(
     config = offload.OffloadConfig(host_memory=0, paths=[path], subgroup_numel=1024)
 
     def step(parameter: torch.nn.Parameter, optimizer: offload.AdamW, seed: int) -> None:
-        parameter.grad = torch.randn(5000, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        parameter.grad = torch.randn(2000, generator=torch.Generator().manual_seed(seed)).bfloat16()
         optimizer.step()
 
     def gc(*arguments: str) -> list[dict[str, str]]:
         assert cli.main(["gc", path, "--json", *arguments]) == 0
         return json.loads(capsys.readouterr().out)
 
-    weight = torch.nn.Parameter(torch.randn(5000).bfloat16())
+    weight = torch.nn.Parameter(torch.randn(2000).bfloat16())
     with offload.AdamW([("weight", weight)], offload=config) as optimizer:
         step(weight, optimizer, 0)
         optimizer.save_checkpoint(folder)
@@ -64,7 +64,7 @@ def test_resuming_from_a_bucket_copies_nothing_and_gc_takes_only_what_is_named(
         step(weight, optimizer, 1)
     (first,) = gc()
     assert "needed by" in first["verdict"]
-    other = torch.nn.Parameter(torch.zeros(5000).bfloat16())
+    other = torch.nn.Parameter(torch.zeros(2000).bfloat16())
     with offload.AdamW([("weight", other)], offload=config) as optimizer:
         optimizer.load_checkpoint(folder)
         assert not [i for i in optimizer.timeline() if i.lane.startswith(("write", "save", "copy"))]

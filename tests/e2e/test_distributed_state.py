@@ -40,20 +40,14 @@ AllLarge = limited(offload.AdamW, large_copy_bytes=0)
 """Hands out all state in files, however small it is."""
 
 
-@pytest.fixture(params=[{"large_copy_bytes": 0}, {}], ids=["in files", "in memory"], autouse=True)
-def limits(request: pytest.FixtureRequest) -> dict[str, int]:
-    found: dict[str, int] = request.param
-    return found
-
-
 @pytest.fixture
-def make(tmp_path: Path, limits: dict[str, int]) -> Callable[..., Any]:
+def make(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that makes an optimizer of ours over a model, with its state on disk."""
 
     def made(model: Model, kind: Any = offload.AdamW, **settings: Any) -> Any:
         path = tempfile.mkdtemp(dir=tmp_path)
         config = {"host_memory": 0, "paths": [path], "subgroup_numel": 4096, **settings}
-        return limited(kind, **limits)(model.groups(), lr=1e-2, offload=config)
+        return limited(kind, large_copy_bytes=0)(model.groups(), lr=1e-2, offload=config)
 
     return made
 
@@ -119,12 +113,12 @@ def test_asking_for_state_changes_nothing(make: Callable[..., Any], kind: Any, d
 
 @pytest.mark.late(shared=True)
 @pytest.mark.parametrize("settings", [{}, {"gpu_memory": 0, "placement": "gpu"}, {"keep_grads": False}])
-def test_asking_for_state_changes_nothing_beside_a_gpu(settings: dict[str, Any], limits: dict[str, int]) -> None:
+def test_asking_for_state_changes_nothing_beside_a_gpu(settings: dict[str, Any]) -> None:
     """With `gpu_memory="auto"` the engine is not open before."""
     model, twin = Model(torch.bfloat16).to("late"), Model(torch.bfloat16).to("late")
     config = {"subgroup_numel": 1024, **settings}
     with (
-        limited(offload.AdamW, **limits)(model.groups(), offload=config) as optimizer,
+        AllLarge(model.groups(), offload=config) as optimizer,
         offload.AdamW(twin.groups(), offload=config) as other,
     ):
         assert len(get_optimizer_state_dict(model, optimizer)["state"]) == 6
@@ -186,8 +180,10 @@ def test_ours_to_ours(make: Callable[..., Any], tmp_path: Path, options: str, dt
         assert same(everything(again, other), everything(model, optimizer))
 
 
-@pytest.mark.parametrize("state_format", ["exact", "compact16", "compact8"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("state_format", "options"),
+    [*(("exact", name) for name in OPTIONS), ("compact16", "plain"), ("compact8", "flat")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_own_and_back(
     make: Callable[..., Any], tmp_path: Path, options: str, dtype: torch.dtype, state_format: str

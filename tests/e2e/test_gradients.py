@@ -146,85 +146,17 @@ def test_only_what_has_changed_is_gathered_anew(streaming: Any, monkeypatch: pyt
 
 # What is kept
 
-HOLDS: dict[str, Callable[[torch.Tensor], Callable[[], np.ndarray]]] = {}
 
-
-def holds(make: Callable[[torch.Tensor], Callable[[], np.ndarray]]) -> Callable[[torch.Tensor], Any]:
-    """Name a way to keep a gradient: from the gradient, make a function that reads what is kept."""
-    HOLDS[make.__name__] = make
-    return make
-
-
-@holds
-def the_tensor(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    return lambda: gradient.numpy().copy()
-
-
-@holds
-def a_slice(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    part = gradient[5:90]
-    return lambda: part.numpy().copy()
-
-
-@holds
-def its_data(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    data = gradient.data
-    return lambda: data.numpy().copy()
-
-
-@holds
-def a_numpy_array(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    array = gradient.numpy()[3:]
-    return lambda: array.copy()
-
-
-@holds
-def a_memoryview(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    view = memoryview(gradient.numpy())
-    return lambda: np.array(view)
-
-
-@holds
-def dlpack(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(gradient))
-    return lambda: tensor.numpy().copy()
-
-
-@holds
-def an_array_of_another_library(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    array = np.from_dlpack(gradient)
-    return lambda: np.array(array)
-
-
-@holds
-def its_storage(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    storage = gradient.untyped_storage()
-    return lambda: np.array(bytearray(storage.tolist()))
-
-
-@holds
-def a_saved_tensor(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
-    leaf = torch.ones_like(gradient, requires_grad=True)
-    product = (leaf * gradient).sum()
-
-    def read() -> np.ndarray:
-        (found,) = torch.autograd.grad(product, leaf, retain_graph=True)
-        return found.numpy().copy()
-
-    return read
-
-
-@pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("reset", ["none", "optimizer", "by hand"])
-def test_what_is_kept_of_a_gradient_stays(streaming: Any, hold: str, reset: str) -> None:
+def test_what_is_kept_of_a_gradient_stays(streaming: Any, reset: str) -> None:
     parameter = make()
     with offload.AdamW([parameter], offload=streaming()) as optimizer:
         slot = optimizer.engine.gradients.slot(0).data_ptr()
         kept, copies = [], []
         for step in range(3):
             backward(parameter, step)
-            kept.append(HOLDS[hold](parameter.grad))
-            copies.append(kept[-1]())
+            kept.append(parameter.grad.numpy()[3:])
+            copies.append(kept[-1].copy())
             expected = norm_of(parameter.grad)
             assert float(optimizer.clip_grad_norm_(1e9)) == expected
             optimizer.step()
@@ -235,26 +167,24 @@ def test_what_is_kept_of_a_gradient_stays(streaming: Any, hold: str, reset: str)
                 parameter.grad = None
             else:
                 parameter.grad = None
-            for read, copied in zip(kept, copies, strict=True):
-                np.testing.assert_array_equal(read(), copied)
-        del kept, read
-        gc.collect()  # a closure may be part of a cycle
+            for array, copied in zip(kept, copies, strict=True):
+                np.testing.assert_array_equal(array, copied)
+        del kept, array
         backward(parameter, 9)
         assert parameter.grad.data_ptr() == slot
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_what_is_kept_outlives_the_session(streaming: Any, hold: str) -> None:
+def test_what_is_kept_outlives_the_session(streaming: Any) -> None:
     parameter = make()
     optimizer = offload.AdamW([parameter], offload=streaming())
     backward(parameter, 0)
-    read = HOLDS[hold](parameter.grad)
-    copied = read()
+    array = parameter.grad.numpy()[3:]
+    copied = array.copy()
     parameter.grad = None
     optimizer.close()
     del optimizer
     gc.collect()
-    np.testing.assert_array_equal(read(), copied)
+    np.testing.assert_array_equal(array, copied)
 
 
 def test_gradients_nobody_keeps_lie_in_their_slots(streaming: Any) -> None:
@@ -323,32 +253,6 @@ def test_a_gradient_that_is_negated_when_it_is_read(where: str, comes: str) -> N
 # What is clipped
 
 
-def clipped(again: bool = False) -> tuple[torch.nn.Parameter, offload.AdamW]:
-    parameter = make()
-    optimizer = offload.AdamW([parameter])
-    backward(parameter, 1)
-    optimizer.clip_grad_norm_(0.1)
-    return parameter, optimizer
-
-
-def test_the_gradient_of_a_group_that_is_added_after_the_clip_is_refused() -> None:
-    _, optimizer = clipped()
-    with optimizer:
-        another = make()
-        backward(another, 1)
-        optimizer.add_param_group({"params": [another]})
-        with pytest.raises(offload.ConfigError, match="was replaced"):
-            optimizer.step()
-
-
-def test_a_gradient_that_was_replaced_after_the_clip_is_refused() -> None:
-    parameter, optimizer = clipped()
-    with optimizer:
-        parameter.grad = parameter.grad * 1
-        with pytest.raises(offload.ConfigError, match="was replaced"):
-            optimizer.step()
-
-
 def scaled(where: str, monkeypatch: pytest.MonkeyPatch, scaler: bool = False) -> tuple[list[Any], offload.AdamW]:
     """Return two weights and their optimizer, for whose next step there is a factor."""
     parameters, settings = [make(), make()], None
@@ -367,32 +271,19 @@ def scaled(where: str, monkeypatch: pytest.MonkeyPatch, scaler: bool = False) ->
     return parameters, optimizer
 
 
-def replace(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-    parameter.grad = gradient.clone() * 2
-
-
 def replace_data(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
     gradient.data = gradient.data + 1
-
-
-def add_noise(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-    gradient.add_(1)
-
-
-def clip_values(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-    torch.nn.utils.clip_grad_value_([parameter], 1e-3)
 
 
 def clip_as_torch(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
     torch.nn.utils.clip_grad_norm_([parameter], 1e-3)
 
 
-CHANGES = [replace, replace_data, add_noise, clip_values, clip_as_torch]
 PLACES = ["host", "ranks", GPU]
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [replace_data, clip_as_torch])
 @pytest.mark.parametrize("scaler", [False, True])
 def test_a_gradient_that_changed_when_it_had_its_factor_is_refused(
     monkeypatch: pytest.MonkeyPatch, where: str, change: Any, scaler: bool
@@ -410,19 +301,16 @@ def test_a_gradient_that_changed_when_it_had_its_factor_is_refused(
 
 
 @pytest.mark.parametrize("where", [*PLACES, LEFT])
-@pytest.mark.parametrize("arrives", ["onto", "with a graph", "beside", "assigned"])
+@pytest.mark.parametrize("arrives", ["onto", "assigned"])
 def test_more_gradient_after_the_clip_is_refused_wherever_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, where: str, arrives: str
 ) -> None:
     parameters, optimizer = scaled(where, monkeypatch)
     with optimizer:
-        if arrives in ("beside", "assigned"):
+        if arrives == "assigned":
             optimizer.zero_grad()
             backward(parameters[0], 1)
             optimizer.clip_grad_norm_(0.1)
-        if arrives == "with a graph":
-            (parameters[1] * 2).sum().backward(create_graph=True)
-        elif arrives == "assigned":
             parameters[1].grad = torch.ones_like(parameters[1])
         else:
             backward(parameters[1], 2)
@@ -466,50 +354,3 @@ def test_a_skipped_step_leaves_no_factor_behind_wherever_gradients_lie(
         backward(parameters[0], 3)
         optimizer.step()
         assert optimizer.state_for(parameters[0])["exp_avg"].norm() > 1
-
-
-def test_a_norm_that_is_only_asked_for_leaves_gradients_to_the_caller() -> None:
-    parameter = make()
-    with offload.AdamW([parameter]) as optimizer:
-        backward(parameter, 1)
-        optimizer.clip_grad_norm_(float("inf"))
-        parameter.grad = torch.full_like(parameter, 2)
-        optimizer.step()
-        assert torch.allclose(optimizer.state_for(parameter)["exp_avg"], torch.full((NUMEL,), 0.2))
-
-
-@pytest.mark.parametrize("holds", ["to the end", "to the clip"])
-def test_more_gradient_after_the_clip_is_refused_wherever_it_lies(holds: str) -> None:
-    parameter = make()
-    with offload.AdamW([parameter]) as optimizer:
-        backward(parameter, 1)
-        held = [parameter.grad]
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(parameter, 2)  # beside its slot, which is still held
-        optimizer.clip_grad_norm_(0.1)
-        if holds == "to the clip":
-            held.clear()
-        backward(parameter, 3)
-        with pytest.raises(offload.ConfigError, match="after the last backward"):
-            optimizer.step()
-
-
-def test_a_skipped_step_leaves_no_factor_behind() -> None:
-    parameter, optimizer = clipped()
-    with optimizer:
-        parameter.grad = None  # as model.zero_grad does
-        backward(parameter, 2)
-        optimizer.step()
-        unclipped = optimizer.state_for(parameter)["exp_avg"]
-        assert unclipped.norm() > 1
-
-
-def test_a_wider_gradient_than_its_slot_is_not_narrowed() -> None:
-    parameter = make(torch.bfloat16)
-    with offload.AdamW([parameter], lr=1e-3) as optimizer:
-        parameter.grad_dtype = None
-        parameter.grad = torch.full((NUMEL,), 0.25, dtype=torch.float32)
-        (parameter * 1).sum().backward()
-        optimizer.step()
-        assert torch.equal(optimizer.state_for(parameter)["exp_avg"], torch.full((NUMEL,), 0.125).mul(1))

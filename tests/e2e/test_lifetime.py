@@ -170,7 +170,7 @@ def test_the_collector_may_close_on_a_thread_of_the_session(tmp_path: Path, monk
     path.mkdir()
     parameter, optimizer = make(path)
     step(optimizer, 0)
-    ending = optimizer.engine._ending
+    ending = optimizer.engine._shutdown
     optimizer.myself = optimizer  # type: ignore[attr-defined]
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     assert reached.wait(LONG_S)
@@ -405,7 +405,7 @@ def test_a_signal_handler_that_closes_in_a_request_ends_the_session_after_it(tmp
         "EngineThread.check_usable = check\n"
         "o.step()\n"
         "EngineThread.check_usable = plain\n"
-        "assert o.engine._ending.freed and p[0] != 1\n"
+        "assert o.engine._shutdown.freed and p[0] != 1\n"
         "try:\n"
         "    o.step()\n"
         "except offload.SessionBrokenError as error:\n"

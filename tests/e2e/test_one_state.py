@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mirror import same_bits
 
 import offload
@@ -166,8 +163,9 @@ def is_same(one: Found, other: Found, count: int | None = None) -> bool:
 
 
 CASES = [
-    *product(["adamw"], TYPES, FORMATS, FORMATS),
-    *product([rule for rule in RULES if rule != "adamw"], TYPES[:1], ["exact"], FORMATS),
+    *product(["adamw"], TYPES, ["exact"], FORMATS),
+    *product(["adamw"], TYPES[:1], FORMATS[1:], FORMATS),
+    *product([rule for rule in RULES if rule != "adamw"], TYPES[:1], ["exact"], ["exact", "compact8"]),
 ]
 
 
@@ -188,24 +186,21 @@ def test_every_way_of_loading_makes_the_same_bits(
 
 @pytest.mark.parametrize("dtype", TYPES[:2])
 @pytest.mark.parametrize("into", FORMATS)
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
-def test_masters_of_any_bits(into: str, dtype: torch.dtype, bits: list[int]) -> None:
-    """Zeros with a sign, subnormals, ties, overflows, infinities and NaN among them, whatever is drawn."""
+def test_masters_of_any_bits(into: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Zeros with a sign, subnormals, ties, overflows, infinities and NaN among them, and what is drawn."""
     ends = [0, 1, 0x7F, 0x80, 0x81, 0x7FFF, 0x8000, 0x8001, 0x1000, 0xFFFF]
     tops = [0, 0x8000, 0x3F80, 0xBF81, 0x477F, 0xC77F, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7F81, 0x3300, 0x3880]
-    words = [top << 16 | end for top, end in product(tops, ends)] + bits
-    words = (words * (4500 // len(words) + 1))[: 70 * 64]
-    master = torch.tensor(words, dtype=torch.int64).to(torch.int32).view(torch.float32).view(70, 64)
+    words = torch.tensor([top << 16 | end for top, end in product(tops, ends)])
+    drawn = torch.randint(1 << 32, (70 * 64 - len(words),), generator=torch.Generator().manual_seed(1))
+    master = torch.cat([words, drawn]).to(torch.int32).view(torch.float32).view(70, 64)
     options = {"weight_decay": 0.1}
-    with tempfile.TemporaryDirectory() as folder:
-        parameters = parameters_of([torch.zeros(70, 64, dtype=dtype)])
-        with made(offload.AdamW, parameters, "exact", **options) as optimizer:
-            zeros = torch.zeros(70, 64)
-            optimizer.state[parameters[0]] = {"step": 3, "master": master, "exp_avg": zeros, "exp_avg_sq": zeros}
-            assert same_bits(parameters[0].detach(), master.to(dtype))
-            found = keep(optimizer, parameters, Path(folder))
-        loaded = {name: load(way, found, offload.AdamW, into, options) for name, way in (WAYS | OF_MASTERS).items()}
+    parameters = parameters_of([torch.zeros(70, 64, dtype=dtype)])
+    with made(offload.AdamW, parameters, "exact", **options) as optimizer:
+        zeros = torch.zeros(70, 64)
+        optimizer.state[parameters[0]] = {"step": 3, "master": master, "exp_avg": zeros, "exp_avg_sq": zeros}
+        assert same_bits(parameters[0].detach(), master.to(dtype))
+        found = keep(optimizer, parameters, tmp_path)
+    loaded = {name: load(way, found, offload.AdamW, into, options) for name, way in (WAYS | OF_MASTERS).items()}
     for name, seen in loaded.items():
         assert same_bits(seen[0][0][0], found.weights[0]), name
         assert all(is_same(a, b) for a, b in zip(seen, loaded["checkpoint"], strict=True)), name
@@ -213,8 +208,7 @@ def test_masters_of_any_bits(into: str, dtype: torch.dtype, bits: list[int]) -> 
 
 
 @pytest.mark.late(shared=True)
-@pytest.mark.parametrize("gpu_memory", [0, "1MB"])
-@pytest.mark.parametrize("into", FORMATS)
+@pytest.mark.parametrize(("into", "gpu_memory"), [("exact", 0), ("compact16", "1MB"), ("compact8", 0)])
 def test_weights_on_a_device(into: str, gpu_memory: Any, tmp_path: Path) -> None:
     found = saved(offload.AdamW, {}, torch.bfloat16, "exact", tmp_path)
     seen = []

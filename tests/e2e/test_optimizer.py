@@ -68,21 +68,6 @@ def test_trains_as_the_reference_does(streaming: Any) -> None:
     assert_equal(model, mirror)
 
 
-def test_grad_is_a_view_of_its_slot(streaming: Any) -> None:
-    model = make_model()
-    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
-        addresses = []
-        for step in range(2):
-            backward(model, step)
-            addresses.append([p.grad.data_ptr() for p in model.parameters()])
-            slots = [optimizer.engine.gradients.slot(n).data_ptr() for n in range(len(addresses[0]))]
-            assert addresses[-1] == slots
-            optimizer.step()
-            optimizer.zero_grad()
-        assert addresses[0] == addresses[1]
-        assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_are_what_they_are_without_us(streaming: Any, dtype: torch.dtype) -> None:
     ours, plain = make_model(dtype), make_model(dtype)
@@ -111,31 +96,6 @@ def test_float32_gradients_accumulate_in_float32(streaming: Any) -> None:
         optimizer.step()
         mirror.step([total])
     assert_equal(model, mirror)
-
-
-def test_torch_clipping_in_place_is_noticed(streaming: Any) -> None:
-    model = make_model()
-    mirror = mirror_of(model)
-    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
-        backward(model, 1)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        gradients = gradients_of(model)
-        assert float(optimizer.clip_grad_norm_(1e9)) == mirror.norm(gradients)
-        optimizer.step()
-    mirror.step(gradients)
-    assert_equal(model, mirror)
-
-
-def test_clipping_twice_clips_what_is_left(streaming: Any) -> None:
-    model = make_model()
-    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
-        backward(model, 1)
-        first = float(optimizer.clip_grad_norm_(0.01))
-        assert first > 0.01
-        assert float(optimizer.clip_grad_norm_(0.01)) == pytest.approx(0.01, rel=1e-3)
-        optimizer.zero_grad()
-        backward(model, 1)
-        assert float(optimizer.clip_grad_norm_(0.01)) == first
 
 
 def test_grad_scaler_unscales_and_skips(streaming: Any) -> None:
@@ -228,19 +188,6 @@ def test_a_weight_changed_behind_our_back_is_noticed(streaming: Any, caplog: pyt
         assert same_bits(optimizer.state_for(parameter)["master"], mirror.masters[0][0])
 
 
-def test_replaced_storage_is_followed(streaming: Any) -> None:
-    parameter = torch.nn.Parameter(torch.randn(3000).bfloat16())
-    with offload.AdamW([parameter], lr=1e-2, offload=streaming()) as optimizer:
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        replaced = torch.zeros(3000).bfloat16()
-        parameter.data = replaced
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert parameter.data_ptr() == replaced.data_ptr()
-        assert float(parameter.detach().max()) < 0
-
-
 def test_refresh_masters_for_writes_that_nobody_sees(streaming: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(100).bfloat16())
     with offload.AdamW([parameter], offload=streaming()) as optimizer:
@@ -249,75 +196,6 @@ def test_refresh_masters_for_writes_that_nobody_sees(streaming: Any) -> None:
         parameter.data.fill_(3.0)
         optimizer.refresh_masters()
         assert float(optimizer.state_for(parameter)["master"][0]) == 3.0
-
-
-def test_state_dict_round_trip_is_exact(streaming: Any, tmp_path: Path) -> None:
-    model = make_model()
-    optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=streaming())
-    for step in range(3):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "saved.pt")
-    other = make_model(seed=7)
-    weights, state = torch.load(tmp_path / "saved.pt")
-    other.load_state_dict(weights)
-    resumed = offload.AdamW(other.parameters(), lr=5.0, offload=offload.OffloadConfig(subgroup_numel=2048))
-    resumed.load_state_dict(state)
-    assert resumed.param_groups[0]["lr"] == 1e-2
-    for step in range(3, 6):
-        for each, its in ((model, optimizer), (other, resumed)):
-            backward(each, step)
-            its.step()
-            its.zero_grad()
-    for left, right in zip(model.parameters(), other.parameters(), strict=True):
-        assert same_bits(left.detach(), right.detach())
-        for name, tensor in optimizer.state_for(left).items():
-            assert same_bits(tensor, resumed.state_for(right)[name])
-    optimizer.close()
-    resumed.close()
-
-
-def test_state_dict_is_exchanged_with_torch(streaming: Any) -> None:
-    ours, theirs = make_model(torch.float32), make_model(torch.float32)
-    torch_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    for step in range(3):
-        backward(theirs, step)
-        torch_optimizer.step()
-        torch_optimizer.zero_grad()
-    ours.load_state_dict(theirs.state_dict())
-    with offload.AdamW(ours.parameters(), lr=1.0, offload=streaming()) as optimizer:
-        optimizer.load_state_dict(torch_optimizer.state_dict())
-        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert same_bits(optimizer.state_for(parameter)["exp_avg"], torch_optimizer.state[other]["exp_avg"])
-            assert same_bits(parameter.detach(), other.detach())
-        torch.optim.AdamW(theirs.parameters()).load_state_dict(optimizer.state_dict())
-        for step in range(3, 6):
-            for each, its in ((ours, optimizer), (theirs, torch_optimizer)):
-                backward(each, step)
-                its.step()
-                its.zero_grad()
-    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(parameter, other, rtol=1e-5, atol=1e-6)
-
-
-def test_load_state_dict_refuses_what_does_not_match(streaming: Any) -> None:
-    model = make_model()
-    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
-        backward(model, 0)
-        optimizer.step()
-        good = optimizer.state_dict()
-        before = copy.deepcopy(good)
-        wrong_shape = copy.deepcopy(good)
-        wrong_shape["state"][0]["exp_avg"] = torch.zeros(3)
-        fewer = copy.deepcopy(good)
-        fewer["param_groups"][0]["params"].pop()
-        for bad in (wrong_shape, fewer):
-            with pytest.raises(offload.ConfigError):
-                optimizer.load_state_dict(bad)
-        for key, entry in optimizer.state_dict()["state"].items():
-            for name, tensor in entry.items():
-                assert torch.equal(tensor, before["state"][key][name])
 
 
 def test_schedulers_and_groups(streaming: Any) -> None:
@@ -405,19 +283,6 @@ def test_autograd_notices_that_weights_changed(streaming: Any) -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_closure_and_hooks(streaming: Any) -> None:
-    model = make_model()
-    seen: list[str] = []
-    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
-        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("save"))
-        loss = optimizer.step(lambda: backward(model, 1))
-        optimizer.state_dict()
-        assert loss > 0
-        assert seen == ["before", "after", "save"]
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
@@ -512,58 +377,6 @@ def test_clipping_after_grad_scaler_uses_the_unscaled_norm(streaming: Any) -> No
         assert float(optimizer.clip_grad_norm_(0.1)) == expected
 
 
-@pytest.mark.parametrize("skip", ["model", "none", "zero"])
-@pytest.mark.parametrize("spike", [1e6, float("nan")])
-def test_a_skipped_step_takes_its_clip_factor_along(streaming: Any, skip: str, spike: float) -> None:
-    model = make_model()
-    mirror = mirror_of(model)
-    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
-        backward(model, 0, scale=spike)
-        optimizer.clip_grad_norm_(1.0)
-        if skip == "none":
-            for parameter in model.parameters():
-                parameter.grad = None
-        else:
-            model.zero_grad(set_to_none=skip == "model")
-        backward(model, 1)
-        gradients = gradients_of(model)
-        norm = float(optimizer.clip_grad_norm_(1e-3))
-        assert norm == mirror.norm(gradients)
-        optimizer.step()
-        mirror.step(gradients, min(1.0, 1e-3 / (norm + 1e-6)))
-    assert_equal(model, mirror)
-
-
-def test_more_gradient_after_clipping_is_refused(streaming: Any) -> None:
-    model = make_model()
-    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
-        backward(model, 0)
-        optimizer.clip_grad_norm_(1e-3)
-        backward(model, 1)
-        with pytest.raises(offload.ConfigError, match="last backward"):
-            optimizer.step()
-        optimizer.zero_grad()
-        backward(model, 1)
-        optimizer.step()
-
-
-def test_gradients_that_somebody_keeps_stay_what_they_were(streaming: Any) -> None:
-    model = make_model()
-    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
-        backward(model, 0)
-        kept = [p.grad for p in model.parameters()]
-        copies = [gradient.clone() for gradient in kept]
-        optimizer.zero_grad()
-        backward(model, 1)
-        assert all(torch.equal(left, right) for left, right in zip(kept, copies, strict=True))
-        mirror = mirror_of(model, lr=1e-3)
-        gradients = gradients_of(model)
-        assert float(optimizer.clip_grad_norm_(1e9)) == mirror.norm(gradients)
-        optimizer.step()
-        mirror.step(gradients)
-    assert_equal(model, mirror)
-
-
 def test_a_gradient_with_a_graph_keeps_it(streaming: Any) -> None:
     parameter = torch.nn.Parameter(torch.randn(100))
     with offload.AdamW([parameter], offload=streaming()):
@@ -573,16 +386,6 @@ def test_a_gradient_with_a_graph_keeps_it(streaming: Any) -> None:
         penalty.backward()
         expected = 36 * parameter.detach() ** 3
         assert torch.allclose(parameter.grad, expected, rtol=1e-4)
-
-
-def test_a_changed_memory_format_is_refused(streaming: Any) -> None:
-    model = torch.nn.Conv2d(8, 16, 3)
-    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
-        model(torch.randn(1, 8, 8, 8)).sum().backward()
-        optimizer.step()
-        model.to(memory_format=torch.channels_last)
-        with pytest.raises(offload.ConfigError, match="memory format"):
-            optimizer.step()
 
 
 def test_load_state_dict_of_a_fresh_optimizer_makes_it_fresh(streaming: Any) -> None:
@@ -604,10 +407,7 @@ def test_load_state_dict_of_a_fresh_optimizer_makes_it_fresh(streaming: Any) -> 
     assert_equal(model, mirror)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"amsgrad": True}, {"decoupled_weight_decay": False}, {"betas": (2, 3)}, {"lr": float("nan")}, {"params": [0]}],
-)
+@pytest.mark.parametrize("changes", [{"amsgrad": True}, {"decoupled_weight_decay": False}])
 def test_load_state_dict_refuses_settings_it_cannot_honour(streaming: Any, changes: dict[str, Any]) -> None:
     model = make_model()
     with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:

@@ -111,12 +111,12 @@ class OnGpu(Training):
             self.settle()
 
     def settle(self) -> None:
-        if self.optimizer._late.opened is not None:
+        if self.optimizer._holder.engine_if_open is not None:
             settle(self.optimizer.engine)
 
     def step(self) -> None:
         self.settle()
-        opened = self.optimizer._late.opened
+        opened = self.optimizer._holder.engine_if_open
         is_ahead = opened is not None and opened._parts.machine.is_open
         self.optimizer.step()
         self.arrivals = [*self.arrivals[-2:], [bound.arrivals for bound in self.optimizer._weights.bound.values()]]

@@ -274,7 +274,7 @@ def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
         for step in range(1, 4):
             loss.backward()
             optimizer.step()
-            copies = [*optimizer._overlap._hidden.values()]
+            copies = [*optimizer._overlap.hidden_copies.values()]
             assert copies
             loss = loss_of(model, step)
             assert {id(copy) for copy in copies} <= {id(tensor) for tensor in given_up}

@@ -50,7 +50,7 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
             optimizer.param_groups[0]["params"][0].grad = torch.ones(400_000, dtype=torch.bfloat16)
             optimizer.step()
         learnt = optimizer.engine.rates
-        # What is learnt of the CPU depends on what ran beside it (tests/unit/test_observe.py).
+        # What is learnt of the CPU depends on what ran beside it (tests/unit/test_learnt_rates.py).
         assert learnt.paths[0].read_bytes_per_s != rates.paths[0].read_bytes_per_s
         assert learnt.paths[0].latency_s <= rates.paths[0].latency_s  # steps that moved much bound it
         assert learnt.reaction_s > 0

@@ -131,7 +131,7 @@ def test_a_close_in_a_handler_that_asks_comes_after_what_it_has_interrupted(
 
     def look() -> None:
         seen.append(optimizer.state_for(parameter)["exp_avg"])
-        assert not optimizer.engine._ending.freed
+        assert not optimizer.engine._shutdown.freed
 
     handlers, plain = iter([look, optimizer.close]), EngineThread.check_usable
 
@@ -143,7 +143,7 @@ def test_a_close_in_a_handler_that_asks_comes_after_what_it_has_interrupted(
     parameter.grad = torch.ones(5000).bfloat16()
     monkeypatch.setattr(EngineThread, "check_usable", check)
     optimizer.step()
-    assert optimizer.engine._ending.freed
+    assert optimizer.engine._shutdown.freed
     assert len(seen) == 1
     with pytest.raises(offload.SessionBrokenError, match="closed"):
         optimizer.step()

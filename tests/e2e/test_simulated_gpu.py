@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from limited import limited
 from mirror import Mirror, same, states
 from simulated import OnDevice, OnDeviceAdam, add_early, hung_commit
-from test_exact import GROUPS, make_groups
+from test_placement_bits import GROUPS, make_groups
 
 import offload
 from offload._native import CompletionQueue
@@ -457,7 +457,7 @@ def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
         torch.autograd.backward(parameters, gradients)
         device.mark(DeviceLane.LEAVING).wait()
         assert device.done == before + len(parameters)
-        for number, position in enumerate(parts.gradients.positions):  # type: ignore[attr-defined]
+        for number, position in enumerate(parts.gradients.records):  # type: ignore[attr-defined]
             assert (position.slot == number + 1).all()
         device.mark(DeviceLane.GRADIENTS).wait()
         assert device.done == before + len(parameters) + 1  # one kernel sums all of them
@@ -519,20 +519,6 @@ def test_memory_of_another_stream_is_not_used_again_before_its_gradient_has_been
         assert same(states(optimizer, parameters), on_cpu(range(1), clip=False))
 
 
-def test_more_gradient_after_clipping_is_refused(tmp_path: Path) -> None:
-    parameters = weights()
-    settings = config(tmp_path, keep_grads=False)
-    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings) as optimizer:
-        backward(parameters, 0)
-        optimizer.clip_grad_norm_(1.0)
-        backward(parameters, 1)
-        with pytest.raises(offload.ConfigError, match="after the last backward"):
-            optimizer.step()
-        optimizer.zero_grad()
-        train(optimizer, parameters, range(1))
-        assert same(states(optimizer, parameters), on_cpu(range(1)))
-
-
 @pytest.mark.parametrize("fail_at", [3, 30, 60, 90])
 @pytest.mark.parametrize("keep_grads", [False, True])
 def test_a_gpu_that_fails_breaks_the_session(tmp_path: Path, fail_at: int, keep_grads: bool) -> None:
@@ -563,7 +549,7 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
     ) as optimizer:
         assert optimizer.state_dict()["state"] == {}
         optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does with every optimizer
-        assert optimizer._late.opened is None
+        assert optimizer._holder.engine_if_open is None
         train(optimizer, parameters, range(3))
         assert optimizer.engine.plan.home_bytes[Home.GPU] == optimizer.engine.plan.state_bytes
         assert same(states(optimizer, parameters), on_cpu(range(3)))
@@ -650,11 +636,11 @@ def test_every_thread_works_for_its_own_device(tmp_path: Path, keep_grads: bool)
     optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
     optimizer.wait_checkpoint()
     assert same(states(optimizer, parameters), on_cpu(range(3)))
-    closing = threading.Thread(target=optimizer.engine._ending.forgotten)
+    closing = threading.Thread(target=optimizer.engine._shutdown.forgotten)
     closing.start()  # as the collector would, on any thread
     closing.join()
     optimizer.close()
-    assert optimizer.engine._ending.freed
+    assert optimizer.engine._shutdown.freed
     assert not device.pinned
 
 

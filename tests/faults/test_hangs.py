@@ -134,7 +134,7 @@ def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 
 def ended(training: Training) -> bool:
-    end = training.engine._ending.work
+    end = training.engine._shutdown.work
     assert end is not None
     return end.wait(LONG_S)
 
@@ -223,7 +223,7 @@ def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck]) -> 
     assert optimizer.engine._parts.closing[1][1].wait(LONG_S)
     assert not list(paths[1].iterdir())
     stuck[0].thawed.set()
-    assert optimizer.engine._ending.work.wait(LONG_S)  # type: ignore[union-attr]
+    assert optimizer.engine._shutdown.work.wait(LONG_S)  # type: ignore[union-attr]
     assert not list(paths[0].iterdir())
 
 

@@ -526,7 +526,7 @@ def test_a_rank_releases_nothing_that_rank_0_still_holds(
     monkeypatch.setattr(waits, "SETTLE_S", 0.0)
     folder = tmp_path / "ck"
     write(path, 1, folder)
-    kept = commit.Kept(str(folder), read_commit(open_folder(folder)).id, 1, (), None)
+    kept = commit.KeptCheckpoint(str(folder), read_commit(open_folder(folder)).id, 1, (), None)
     manifest = folder / manifest_name(kept.id, 1)
     manifest.touch()
     assert not commit.release(kept, "")
@@ -681,8 +681,8 @@ def test_the_histories_notice_a_loss(tmp_path: Path) -> None:
         "    found = real(pin, store)\n"
         "    return stores.Standing.RELEASED if found is stores.Standing.MISSING else found\n"
         "stores.standing = standing\n"
-        "from offload.checkpoint import adopt, commit\n"
-        "adopt.standing = commit.standing = standing\n"
+        "from offload.checkpoint import commit, takeover\n"
+        "takeover.standing = commit.standing = standing\n"
         "import histories\n"
         "sys.exit(histories.main())\n"
     )

@@ -157,7 +157,7 @@ def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) ->
         step = extra["step"]
         (root / "resumed").write_text(str(step))
         saves = optimizer.engine._parts.saves
-        if any(kept.number is not None for kept in saves.kept):
+        if any(kept.save_number is not None for kept in saves.kept):
             (root / "adopted").touch()
     if fingerprint(layers, optimizer) != expected[step]:
         print(f"life {seed}: resumed at step {step} with other bits", file=sys.stderr)

@@ -155,8 +155,8 @@ def test_each_optimizer_is_given_its_own_models(tmp_path: Path) -> None:
         for optimizer in prepared[3:]:
             enable(accelerator, optimizer)
             assert optimizer.plan.hidden_in == "forward"
-        followed = [{following.model for following in ours._overlap.following} for ours in (first, second)]
-        assert followed == [{*models[:2]}, {models[2]}]
+        found = [{followed.model for followed in ours._overlap.models} for ours in (first, second)]
+        assert found == [{*models[:2]}, {models[2]}]
 
 
 def test_a_model_that_cannot_be_waited_for_is_told_where_forward_was_asked_for(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_gradients_that_leave_are_clipped_all_together(
     accelerator = Accelerator(cpu=True)
     enable(accelerator, accelerator.prepare(optimizer))
     parameters = set_gradients(optimizer)
-    monkeypatch.setattr(optimizer._late, "config", dataclasses.replace(optimizer.config, keep_grads=False))
+    monkeypatch.setattr(optimizer._holder, "config", dataclasses.replace(optimizer.config, keep_grads=False))
     for given, norm_type in ((parameters[1:], 2), (parameters, 1)):
         with pytest.raises(offload.ConfigError, match="keep_grads"):
             accelerator.clip_grad_norm_(given, 0.5, norm_type)

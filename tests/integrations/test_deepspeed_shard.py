@@ -279,7 +279,7 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
     def learn(self: visits.Visits) -> None:
         plain(self)
         plans.add(self._parts.plan.placements)
-        self._parts.rates, self.placing.due = next(shown), True
+        self._parts.rates, self.placement_review.due = next(shown), True
 
     monkeypatch.setattr(parts, "quick_probe", lambda *arguments: next(shown))
     monkeypatch.setattr(visits.Visits, "learn", learn)

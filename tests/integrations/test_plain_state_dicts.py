@@ -60,7 +60,7 @@ def test_accelerate(tmp_path: Path, path: Path, dtype: torch.dtype) -> None:
         assert second[-1].param_groups[0]["lr"] == first[-1].param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-true"])
 def test_lightning(tmp_path: Path, path: Path, precision: str) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch import Trainer
@@ -90,7 +90,7 @@ def test_lightning(tmp_path: Path, path: Path, precision: str) -> None:
     assert fit("again", 6, tmp_path / "whole" / "step=4.ckpt") == whole
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [True])
 def test_trainer(tmp_path: Path, path: Path, bf16: bool) -> None:
     pytest.importorskip("transformers")
     from trainer_runs import Tokens, model

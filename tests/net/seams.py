@@ -80,7 +80,7 @@ def on_device(kind: type[Any], device: SimulatedDevice) -> type[Any]:
 
 def settle(optimizer: Any) -> None:
     """Wait until the engine has nothing to do: what can be updated during backward has been."""
-    if optimizer._late.opened is not None:
+    if optimizer._holder.engine_if_open is not None:
         settle_engine(optimizer.engine)
 
 

@@ -530,7 +530,7 @@ class Session(forwards.Session):
                 done = self.thread.speculation.confirmed(subgroups, self.account)
                 self.steps += 1
                 self.stands_for[number] = self.steps
-                order = visit_order([s for s in subgroups if s not in done], self.machine.slots)
+                order = visit_order([s for s in subgroups if s not in done], self.machine.live_slots)
                 visits = update_visits(self.plan, order, self.machine.is_fresh)
                 self.executor.visit_with(partial(self.update_from, told=told))
                 self.scribbled.difference_update(subgroups)

@@ -217,7 +217,7 @@ class Session(saves.Session):
             lanes=NO_LANES,
             is_whole=True,
             queue=SimpleNamespace(exchange=self.exchange),
-            saves=SimpleNamespace(ended=self.saved),
+            saves=SimpleNamespace(end_pending=self.saved),
             memory=SimpleNamespace(drop_checkpoint_buffers=lambda: None),
         )
 

@@ -135,7 +135,7 @@ def test_every_module_is_in_a_layer():
         ("offload.measure.probe", "from offload.session.engine import Engine"),
         ("offload.sim.executor", "def late():\n    from offload.session.engine import Engine"),
         ("offload.sim.executor", "from offload import session"),
-        ("offload.checkpoint.saves", "from offload.session.parts import Parts"),
+        ("offload.checkpoint.saves", "from offload.session.parts import SessionParts"),
         ("offload.measure.probe", "from offload.checkpoint.stores import Pin"),
         ("offload.errors", "from offload.protocols import TileId"),
         ("offload.layout", "import offload"),

@@ -56,7 +56,7 @@ def test_completions_come_in_time_or_not_at_all() -> None:
     assert [record[0] for record in waits.completions(queue, lambda: "")] == [7]
 
 
-def test_what_is_done_aside_is_done_once() -> None:
+def test_background_work_is_done_once() -> None:
     begun, go_on, runs = threading.Event(), threading.Event(), []
 
     def work() -> None:
@@ -65,27 +65,27 @@ def test_what_is_done_aside_is_done_once() -> None:
         assert go_on.wait(LONG_S)
         raise KeyError("as if")
 
-    aside = waits.Aside(work, "test")
-    aside.start()
-    aside.start()
-    assert not aside.wait(0.0)
+    background = waits.BackgroundWork(work, "test")
+    background.start()
+    background.start()
+    assert not background.wait(0.0)
     assert begun.wait(LONG_S)
-    assert aside.forestall()
+    assert background.forestall()
     go_on.set()
-    assert aside.wait(LONG_S)
-    aside.start()
+    assert background.wait(LONG_S)
+    background.start()
     (thread,) = runs
     assert thread.daemon
     assert thread is not threading.current_thread()
-    assert isinstance(aside.error, KeyError)
+    assert isinstance(background.error, KeyError)
 
 
 def test_what_is_forestalled_is_never_done() -> None:
     runs: list[None] = []
-    aside = waits.Aside(lambda: runs.append(None), "test")
-    assert not aside.forestall()
-    aside.start()
-    assert not aside.wait(0.0)
+    background = waits.BackgroundWork(lambda: runs.append(None), "test")
+    assert not background.forestall()
+    background.start()
+    assert not background.wait(0.0)
     assert runs == []
 
 
@@ -95,7 +95,7 @@ def test_without_another_thread_it_is_done_here(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     runs: list[threading.Thread] = []
-    aside = waits.Aside(lambda: runs.append(threading.current_thread()), "test")
-    aside.start()
-    assert aside.done
+    background = waits.BackgroundWork(lambda: runs.append(threading.current_thread()), "test")
+    background.start()
+    assert background.done
     assert runs == [threading.current_thread()]

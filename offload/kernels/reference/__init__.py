@@ -177,7 +177,7 @@ def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: 
     """Put new state, in fp32, into a segment's tensors as its format says.
 
     Args:
-        segment: Whose.
+        segment: The segment.
         state: fp32, shape [numel] each.
         random: From `random_bits`; None to round to nearest.
     """

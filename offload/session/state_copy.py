@@ -80,7 +80,7 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
-class Handout:
+class StateCopy:
     """New fp32 tensors that are filled piece by piece.
 
     Args:

@@ -1,4 +1,4 @@
-"""What torch takes and keeps: betas, schedules beyond 1, names, other keys of state, sums that start above 0."""
+"""What torch takes and keeps: options, betas, schedules beyond 1, other keys of state, sums that start above 0."""
 
 from __future__ import annotations
 
@@ -137,16 +137,6 @@ def test_a_beta_of_one_is_refused_where_something_is_updated() -> None:
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b", 3], "abc", 7])
-def test_names_of_a_state_dict_are_checked(names: Any) -> None:
-    with offload.SGD(params_of()) as optimizer:
-        saved = optimizer.state_dict()
-        saved["param_groups"][0]["param_names"] = names
-        with pytest.raises(offload.ConfigError, match="param_names"):
-            optimizer.load_state_dict(saved)
-        assert "param_names" not in optimizer.param_groups[0]
-
-
 def test_other_keys_are_a_dict_of_dicts() -> None:
     params = params_of()
     with offload.SGD(params) as optimizer:
@@ -271,3 +261,53 @@ def test_a_start_of_zero_writes_nothing() -> None:
         assert not optimizer.state
         optimizer.reset_state()
         assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [offload.AdamW, offload.Adam, offload.Lion, offload.Adagrad, offload.SGD])
+def test_options_that_change_nothing_are_taken_and_others_named(kind: Any) -> None:
+    for options in (
+        {"fused": True},
+        {"foreach": False, "fused": None},
+        {"capturable": False, "differentiable": False},
+    ):
+        kind(params_of(), **options).close()
+    for name in ("capturable", "differentiable"):
+        with pytest.raises(offload.ConfigError, match=name):
+            kind(params_of(), **{name: True})
+    with pytest.raises(TypeError, match=rf"{kind.__name__}.*'fuzed'"):
+        kind(params_of(), fuzed=True)
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_training_step_may_be_compiled(tmp_path: Path, backend: str) -> None:
+    plain, compiled = small(), small()
+    finals = []
+    for trained, wrap in ((plain, lambda step: step), (compiled, torch.compile(backend=backend))):
+        optimizer = offload.AdamW(trained.parameters(), lr=0.01, offload=config(PLACES["paths"], tmp_path))
+
+        def step(inputs: torch.Tensor, trained: Any = trained, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = trained(inputs).square().mean()
+            loss.backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        with optimizer:
+            run = wrap(step)
+            losses = [run(batch(number)).item() for number in range(4)]
+        finals.append((losses, [parameter.detach().clone() for parameter in trained.parameters()]))
+    assert finals[0][0] == pytest.approx(finals[1][0], rel=1e-6)
+    for a, b in zip(finals[0][1], finals[1][1], strict=True):
+        torch.testing.assert_close(a, b)
+    assert finals[0][0][0] != finals[0][0][-1]

@@ -15,7 +15,7 @@ import logging
 from offload.errors import OffloadError
 from offload.measure import HISTORY
 from offload.plan import Placement, Plan, choose_plan, estimate
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.units import format_seconds
 
@@ -28,7 +28,7 @@ MOST_CHANGES = 3
 """Two choices may each look better by the rates that the other one shows."""
 
 
-class Placing:
+class PlacementReview:
     """When a session's placement is chosen again.
 
     Args:
@@ -39,7 +39,7 @@ class Placing:
         due: Whether it is time to; see `review`.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self.due = False
         self._parts = parts
         self._thread = thread

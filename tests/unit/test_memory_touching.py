@@ -164,7 +164,7 @@ def test_memory_that_nobody_wants_any_more_is_not_taken(monkeypatch: pytest.Monk
 
 
 def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on, done, plain = threading.Event(), threading.Event(), [], waits.Aside.wait
+    reached, go_on, done, plain = threading.Event(), threading.Event(), [], waits.BackgroundWork.wait
 
     def piece(at: int, size: int) -> None:
         done.append(at)
@@ -175,12 +175,12 @@ def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reached.wait(60)
         raise KeyboardInterrupt
 
-    def wait_for_last_pieces(thread: waits.Aside) -> bool:
+    def wait_for_last_pieces(thread: waits.BackgroundWork) -> bool:
         go_on.set()
         return plain(thread)
 
     monkeypatch.setattr(waits, "wait_for", wait)
-    monkeypatch.setattr(waits.Aside, "wait", wait_for_last_pieces)
+    monkeypatch.setattr(waits.BackgroundWork, "wait", wait_for_last_pieces)
     allow(monkeypatch, {0, 1})
     with pytest.raises(KeyboardInterrupt):
         touch(piece, 10_000 * PIECE_BYTES)

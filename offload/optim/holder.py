@@ -1,4 +1,4 @@
-"""The engine under an optimizer, and the GPU that it is for; it may be opened later than the optimizer is made."""
+"""Holds the engine of an optimizer and the device of its weights; may open the engine after the first backward."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from offload.session.engine import Engine
 log = logging.getLogger("offload")
 
 
-class LateEngine:
-    """An engine that may be opened late: before the first backward pass nobody knows what it leaves free on the GPU.
+class EngineHolder:
+    """Holds an optimizer's engine; can defer opening it until the first backward has shown what is free on the GPU.
 
     Args:
-        config: Of this rank.
-        rule: Of the optimizer.
-        opens: Describes parameters and calls `start`.
+        config: This rank's settings.
+        rule: The optimizer's rule.
+        on_open: Called with the settings to open with; describes the parameters and calls `start`.
         limits: See `Engine`.
 
     Attributes:
-        device: The one that all weights lie on.
-        opened: The engine, once there is one.
-        waits: Whether it is left until somebody needs it.
+        device: The device that all weights lie on.
+        engine_if_open: The engine; None before it is opened.
+        is_deferred: Whether the engine is opened only when somebody needs it.
     """
 
     def __init__(
-        self, config: OffloadConfig, rule: UpdateRule, opens: Callable[[OffloadConfig], None], limits: Limits
+        self, config: OffloadConfig, rule: UpdateRule, on_open: Callable[[OffloadConfig], None], limits: Limits
     ) -> None:
         self.config = config
         self.rule = rule
         self._limits = limits
         self.use(NoDevice())
-        self.opened: Engine | None = None
-        self.waits = False
-        self._opens = opens
+        self.engine_if_open: Engine | None = None
+        self.is_deferred = False
+        self._on_open = on_open
         self._closed = False
 
     def use(self, device: Device) -> None:
-        """Take a device, which is closed if no engine is opened for it."""
+        """Set the device of the weights; it is closed with the holder if no engine is opened for it."""
         self.device: Device = device
-        self._unopened = weakref.finalize(self, device.close)
+        self._close_device = weakref.finalize(self, device.close)
 
     @property
     def engine(self) -> Engine:
         """The engine; see `open`."""
-        return self.opened or self.open()
+        return self.engine_if_open or self.open()
 
     def open(self) -> Engine:
-        """Return the engine; if it was left until now, it is opened with no state at home on the GPU."""
-        if self.opened is None and self.waits and not self._closed:
+        """Return the engine; opens it, if it was deferred, with no state at home on the GPU."""
+        if self.engine_if_open is None and self.is_deferred and not self._closed:
             log.info("no state is at home on the GPU, as it is asked for before the first step")
-            self._opens(dataclasses.replace(self.config, gpu_memory=0))
-        if self.opened is None:
+            self._on_open(dataclasses.replace(self.config, gpu_memory=0))
+        if self.engine_if_open is None:
             self.check_open()
             raise ConfigError("optimizer", "not open", "use it between its constructor and close()")
-        return self.opened
+        return self.engine_if_open
 
     def check_open(self) -> None:
         """Raise `SessionBrokenError` if the engine has been closed."""
@@ -72,19 +72,19 @@ class LateEngine:
             raise SessionBrokenError("the session is closed; make a new optimizer to go on")
 
     def open_after_backward(self) -> None:
-        """Open the engine, if it was left until now: it is known now what backward leaves free."""
+        """Open the engine, if it was deferred: backward has shown by now how much of the GPU is free."""
         if not self._closed:
             # Before anything changes: refused while a CUDA graph is captured.
             self.device.mark(DeviceLane.CALLER, timed=False)
-            if self.opened is None:
-                self._opens(self.config)
+            if self.engine_if_open is None:
+                self._on_open(self.config)
 
     def start(self, parameters: Sequence[Parameter], config: OffloadConfig, gradient_slots: bool) -> None:
-        """Open the engine; if that fails, it is closed, and the device with it."""
-        self._unopened.detach()
+        """Open the engine; if opening fails, the engine and the device are closed."""
+        self._close_device.detach()
         self._closed = True
         config = dataclasses.replace(config, shard=False)  # the parameters say which pieces they are
-        self.opened = Engine(
+        self.engine_if_open = Engine(
             parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule, limits=self._limits
         )
         self._closed = False
@@ -92,7 +92,7 @@ class LateEngine:
     def close(self) -> None:
         """Close the engine, or the device if there is none; idempotent."""
         self._closed = True
-        if self.opened is not None:
-            self.opened.close()
+        if self.engine_if_open is not None:
+            self.engine_if_open.close()
         else:
-            self._unopened()
+            self._close_device()

@@ -305,7 +305,7 @@ def test_the_plan_counts_the_buffers(tmp_path: Path) -> None:
     with OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:
         accumulate(parameters, 2)
         slots = optimizer.engine._parts.gradients
-        used, taken = slots.used_bytes(optimizer.engine.plan), sum(found.slot.nbytes for found in slots.positions)
+        used, taken = slots.used_bytes(optimizer.engine.plan), sum(found.slot.nbytes for found in slots.records)
         assert taken + BUFFERS * buffer_bytes(taken) <= used <= (taken + 4096) + BUFFERS * buffer_bytes(taken + 4096)
         assert of(optimizer).arena.nbytes <= used - taken  # type: ignore[union-attr]
 
@@ -337,13 +337,13 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
             raise KeyboardInterrupt
 
         thread = optimizer.engine._thread
-        optimizer.engine._visits.placing.due = True
+        optimizer.engine._visits.placement_review.due = True
         with monkeypatch.context() as patch:
             patch.setattr(thread, "request", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.zero_grad()
-        optimizer.engine._visits.placing.due = False
-        assert not optimizer._route._left
+        optimizer.engine._visits.placement_review.due = False
+        assert not optimizer._route.departures
         assert not optimizer.engine._parts.gradients.in_transit  # type: ignore[attr-defined]
 
 

@@ -234,7 +234,7 @@ def test_bits_do_not_depend_on_when_and_how_often_placement_changes(
         monkeypatch.setattr(placing, "MOST_CHANGES", 100)
         monkeypatch.setattr(placing, "WORTH_A_CHANGE", -1.0)
         monkeypatch.setattr(visits, "typical", lambda seen: seen[-1])
-        monkeypatch.setattr(placing.Placing, "learnt", lambda self: setattr(self, "due", True))
+        monkeypatch.setattr(placing.PlacementReview, "learnt", lambda self: setattr(self, "due", True))
         store = Path(folder) / "store"
         store.mkdir()
         folders = {"paths": [store], "host_memory": 40_000} if streams else {}

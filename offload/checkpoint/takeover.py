@@ -1,9 +1,9 @@
-"""Going on from a checkpoint where it lies, instead of copying its state.
+"""Taking over a checkpoint where it lies, instead of copying its state.
 
 Its tiles are this session's newest versions from then on. A store whose session has ended, on one of this session's
-paths, becomes this session's own: new versions go to the slots in it that no checkpoint names. What lies in other
-stores is only read, until it is next flushed or saved, and goes to this session's stores then, so that a checkpoint
-refers to stores of its own session alone. A store is locked or said to be read for as long as that takes.
+paths, becomes this session's own: new versions go to the slots in it that no checkpoint names. Tiles in other stores
+are only read, until they are next flushed or saved; they go to this session's stores then, so that a checkpoint
+refers to stores of its own session alone. For as long as that takes, a store is locked or marked as being read.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record
 
 Place = tuple[str, uuid.UUID]
-"""A store and the path that it lies on; a session's stores on all its paths have one name."""
+"""A path and the store on it; a session's stores on all its paths have one name."""
 
 
 def manifest_in_place(
     checkpoint: Checkpoint, layout: Layout, names: Sequence[str], rank: int, ranks: int
 ) -> Manifest | None:
-    """Return the manifest of this rank's state if its tiles are just what this layout is cut into, else None.
+    """Return the manifest of this rank's state if it has the same tiles as this layout, else None.
 
-    A copy is never gone on from: whoever has it may move or delete it.
+    Returns None for a self-contained copy, too: whoever has it may move or delete it.
 
     Args:
-        checkpoint: An open one.
-        layout: This session's.
-        names: What each parameter is called there.
+        checkpoint: The checkpoint, open.
+        layout: This session's layout.
+        names: Name of each parameter in the checkpoint.
         rank: This rank.
         ranks: Number of ranks.
     """
@@ -47,23 +47,23 @@ def manifest_in_place(
         manifest = manifests[rank]
     else:
         return None
-    there = manifest.layout
+    saved = manifest.layout
 
     def places(layout: Layout) -> list[tuple[object, ...]]:
         return [(p.numel, p.dtype, p.start, p.unsharded_numel, p.box) for p in layout.parameters]
 
-    alike = (
-        there.subgroups == layout.subgroups
-        and [p.name for p in there.parameters] == list(names)
-        and places(there) == places(layout)
+    is_alike = (
+        saved.subgroups == layout.subgroups
+        and [p.name for p in saved.parameters] == list(names)
+        and places(saved) == places(layout)
         and all(manifest.stores[ref.store].path is not None for ref in manifest.tiles.values())
     )
-    return manifest if alike else None
+    return manifest if is_alike else None
 
 
 @dataclass(slots=True)
-class Pinned:
-    """What a checkpoint names in one store."""
+class PinnedTiles:
+    """The tiles that one rank's part of a checkpoint has in one store."""
 
     id: str
     folder: str
@@ -72,38 +72,38 @@ class Pinned:
 
     @property
     def step(self) -> int:
-        """The step after which it was taken."""
+        """Number of the step after which the checkpoint was taken."""
         return self.manifest.step
 
 
 @dataclass(slots=True)
-class Adopted:
-    """What a session has taken over of a checkpoint's stores.
+class Takeover:
+    """The tiles and stores of a checkpoint that a session has taken over.
 
     Attributes:
         records: Every tile of the checkpoint, where this session finds it.
-        limits: Paths whose store is one that was there, and how far it may grow.
-        held: What checkpoints name in these, by the numbers of saves.
+        limit_bytes: How far stores that were taken over may grow, by path number.
+        pinned_records: Tiles that checkpoints have in these stores, by the numbers of saves.
     """
 
     records: dict[TileId, Record] = field(default_factory=dict)
-    limits: dict[int, int] = field(default_factory=dict)
-    held: dict[int, dict[TileId, Record]] = field(default_factory=dict)
+    limit_bytes: dict[int, int] = field(default_factory=dict)
+    pinned_records: dict[int, dict[TileId, Record]] = field(default_factory=dict)
 
 
 def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId, Record]:
     """Return the records of a manifest's tiles in some stores, given the path number of each."""
-    found = {}
+    records = {}
     for tile, ref in manifest.tiles.items():
         store = manifest.stores[ref.store]
         number = None if store.path is None else numbers.get((store.path, store.store))
         if number is not None:
-            found[tile] = Record(Location(number, ref.offset, manifest.tile_bytes[tile]), ref.step, ref.checksum)
-    return found
+            records[tile] = Record(Location(number, ref.offset, manifest.tile_bytes[tile]), ref.step, ref.checksum)
+    return records
 
 
-def located(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
-    """Return a manifest in which a store is on `path` if it was written there under another name."""
+def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
+    """Return a manifest that calls the path of a store `path`, where it had another name for the same directory."""
 
     def locate(ref: StoreRef) -> StoreRef:
         return StoreRef(store, path) if ref.store == store and ref.path and is_same(ref.path, path) else ref
@@ -113,56 +113,56 @@ def located(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
 
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
-) -> list[Pinned] | None:
-    """Return what checkpoints name in a store that the caller has locked, in order of their steps.
+) -> list[PinnedTiles] | None:
+    """Return the tiles that checkpoints have in a store; the caller has locked it.
 
     Args:
-        path: Where the store lies.
-        store: Which one.
+        path: The path of the store.
+        store: The store.
         number: The number of its path in the session.
         checkpoint: The one to go on from, which is open here and so reads the store.
-        layout: The session's.
+        layout: The session's layout.
 
     Returns:
-        None if it cannot be known for sure which slots are free, so that none may be written to: a pin's checkpoint
-        is missing, or of another layout, or names nothing in the store as it is called now, or somebody may still
-        read one that was released.
+        None if nobody can tell for sure which slots are free, so that none may be written to: a pin's checkpoint is
+        missing, or of another layout, or names no tile in the store under its present name, or somebody may still
+        read a checkpoint that was released.
     """
-    found: list[Pinned] = []
-    dead = False
+    pinned: list[PinnedTiles] = []
+    has_released = False
     try:
         place = store_folder(path, store)
         for pin in read_pins(place):
             folder, manifests = checkpoint.path, checkpoint.manifests
             if pin.id != checkpoint.id:
-                known = standing(pin, f"{path}/offload-{store}")
-                if known is Standing.MISSING:
+                verdict = standing(pin, f"{path}/offload-{store}")
+                if verdict is Standing.MISSING:
                     return None
-                if known is Standing.RELEASED:
-                    dead = True
+                if verdict is Standing.RELEASED:
+                    has_released = True
                     continue
                 folder = pin.folder
                 id, manifests = read_manifests(open_folder(folder))
                 if id != pin.id:
                     return None
-            before = len(found)
-            for manifest in (located(manifest, path, store) for manifest in manifests):
+            count = len(pinned)
+            for manifest in (relocated(manifest, path, store) for manifest in manifests):
                 records = records_in(manifest, {(path, store): number})
                 if records and manifest.layout.subgroups != layout.subgroups:
                     return None
                 if records:
-                    found.append(Pinned(pin.id, folder, manifest, records))
-            if len(found) == before:
+                    pinned.append(PinnedTiles(pin.id, folder, manifest, records))
+            if len(pinned) == count:
                 return None
-        if dead and place.is_read(own=1):
+        if has_released and place.is_read(own=1):
             return None
     except (OSError, CheckpointError):
         return None
-    if checkpoint.id not in [pinned.id for pinned in found]:
+    if checkpoint.id not in [one.id for one in pinned]:
         return None
-    return found
+    return pinned
 
 
-def used_bytes(pinned: Sequence[Pinned]) -> int:
-    """Return where the last slot ends that checkpoints name."""
+def used_bytes(pinned: Sequence[PinnedTiles]) -> int:
+    """Return the end of the last slot that checkpoints name."""
     return max(r.location.offset + r.location.nbytes + SECTOR_BYTES for one in pinned for r in one.records.values())

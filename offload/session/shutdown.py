@@ -9,14 +9,14 @@ import threading
 from functools import partial
 
 from offload import waits
-from offload.session.parts import Parts
+from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.tiers import innermost
 
 log = logging.getLogger("offload")
 
 
-class Ending:
+class Shutdown:
     """The end of one session.
 
     What may hang runs on a thread of its own, which holds all that lanes still use: lanes end before the memory that
@@ -28,13 +28,13 @@ class Ending:
         thread: Ends before them.
     """
 
-    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
         self.freed = False
-        self.work: waits.Aside | None = None
+        self.work: waits.BackgroundWork | None = None
         """Ends the thread and frees the parts."""
-        self._stop = waits.Aside(thread.stop, "offload-stop")
+        self._stop = waits.BackgroundWork(thread.stop, "offload-stop")
         self._told_left = False
         self._gives_up = False  # a close was interrupted: the next one waits for nothing that may never come
 
@@ -62,9 +62,9 @@ class Ending:
         self._finish_save()
         self._parts.lanes.given_up = True
         if self.work is None or (self.work.done and self.work.error is not None):
-            self._stop = waits.Aside(self._thread.stop, "offload-stop")
+            self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
-            self.work = waits.Aside(partial(self._parts.on_device, work), "offload-end")
+            self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
         limits = self._parts.limits
         settle_s = 0.0 if self._told_left else limits.settle_s
@@ -107,7 +107,7 @@ class Ending:
         pending.wait_for_ranks(limits.settle_s if is_raising else limits.close_s)
         pending.wait()
 
-    def _end_all(self, stop: waits.Aside) -> None:
+    def _end_all(self, stop: waits.BackgroundWork) -> None:
         """End the engine thread, then free everything; on a thread of its own."""
         stop.start()
         stop.wait()

@@ -1,0 +1,119 @@
+"""What ranks agree on before a save: whose weights are whose, and what a checkpoint calls them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from recorded_engine import RecordedEngine, bound_to
+
+from offload.errors import CheckpointError
+from offload.optim import ranks
+from offload.optim.ranks import Agreement, agree_on_save
+from offload.optim.shards import Cut
+from offload.optim.weights import Bound
+
+Weights = list[Bound]
+
+
+def make(value: float = 1.0, numel: int = 6, **names: str) -> Weights:
+    """Return weights of one rank, each of one value, by their names."""
+    parameters = [torch.nn.Parameter(torch.full((numel,), value)) for _ in names]
+    bounds = [*bound_to(RecordedEngine(), parameters).bound.values()]
+    for bound, name in zip(bounds, names.values(), strict=True):
+        bound.name = name
+    return bounds
+
+
+def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[Agreement | CheckpointError]:
+    """Have each rank agree with the others: once to hear what each says, then with what all have said."""
+    said: dict[int, Any] = {}
+    found: list[Agreement | CheckpointError] = []
+    for heard in (False, True):
+        for rank, bounds in enumerate(everyone):
+
+            def gather(out: list[Any], mine: Any, rank: int = rank, heard: bool = heard) -> None:
+                said[rank] = said[rank] if heard else mine
+                out[:] = [said[n] for n in range(len(out))] if heard else [mine] * len(out)
+
+            monkeypatch.setattr(ranks, "world", lambda rank=rank: (len(everyone), rank))
+            monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+            try:
+                agreed = agree_on_save(bounds)
+            except CheckpointError as error:
+                agreed = error  # type: ignore[assignment]
+            if heard:
+                found.append(agreed)
+    return found
+
+
+def cut(bound: Bound, start: int) -> Bound:
+    """Return a weight of which this rank has three elements."""
+    bound.cut = Cut(None, (), ((start, 3),), start, True)
+    return bound
+
+
+def test_one_process_agrees_with_itself() -> None:
+    agreed = agree_on_save(make(a="_orig_mod.a", b="_orig_mod.b"))
+    assert (agreed.ranks, agreed.rank, agreed.replica, agreed.prefix) == (1, 0, False, "")
+    assert agreed.names == {"_orig_mod.a": "a", "_orig_mod.b": "b"}
+    assert agreed.id != agree_on_save([]).id
+    assert not agreed.ended()
+
+
+def test_ranks_with_the_same_weights_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = agree(monkeypatch, [make(a="module.a"), make(a="module.a"), make(a="module.a")])
+    assert [each.replica for each in found] == [False, True, True]
+    assert [each.prefix for each in found] == [""] * 3
+    assert {each.id for each in found} == {found[0].id}  # rank 0's
+    assert all(each.names == {"module.a": "a"} for each in found)
+    assert all(not each.ended() for each in found)
+
+
+def test_ranks_with_weights_of_their_own_names_save_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = agree(monkeypatch, [make(a="module.a"), make(b="module.b")])
+    assert [each.replica for each in found] == [False, False]
+    assert all(each.names == {"module.a": "a", "module.b": "b"} for each in found)  # all ranks' alike
+
+
+def test_pieces_of_one_weight_are_no_clash(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = [make(float(rank), a="a") for rank in range(2)]
+    for rank, (bound,) in enumerate(everyone):
+        cut(bound, 3 * rank)
+    found = agree(monkeypatch, everyone)
+    assert [(each.replica, each.prefix) for each in found] == [(False, ""), (False, "")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [make(2.0, a="layer.a"), make(numel=7, a="layer.a"), [cut(bound, 0) for bound in make(2.0, a="layer.a")]],
+    ids=["values", "size", "piece"],
+)
+def test_other_weights_of_the_same_name_are_refused_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, other: Weights
+) -> None:
+    mine = make(a="layer.a")
+    if other[0].cut is not None:
+        cut(mine[0], 0)
+    for error in agree(monkeypatch, [mine, other]):
+        assert isinstance(error, CheckpointError)
+        assert "ranks 0 and 1 have different weights that are both called layer.a" in str(error)
+
+
+def test_weights_that_nobody_has_named_are_saved_by_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "param_groups[0].params[0]"
+    found = agree(monkeypatch, [make(1.0, a=name), make(2.0, a=name)])
+    assert [each.prefix for each in found] == ["rank0.", "rank1."]
+    assert [each.names for each in found] == [{name: f"rank{rank}.{name}"} for rank in range(2)]
+    assert "each rank saves its own" in caplog.text
+
+
+def test_a_process_that_has_ended_is_seen_where_it_was() -> None:
+    this = ranks.Process.this()
+    assert this is not None
+    assert this.pid == os.getpid()
+    assert ranks.Process.this() == this

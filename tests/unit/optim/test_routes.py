@@ -1,0 +1,301 @@
+"""How a gradient gets from `.grad` to the engine: what the engine is told by each route, and what `.grad` is then."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recorded_engine import RecordedEngine, bound_to
+
+from offload.config import OffloadConfig
+from offload.dtypes import DtypeCode
+from offload.errors import ConfigError
+from offload.optim import ranks, routes
+from offload.optim.late import LateEngine
+from offload.optim.overlap import Overlap
+from offload.optim.routes import AtStep, Departing, Reduced, Route, Slots, choose_route
+from offload.optim.scaling import Scaling
+from offload.optim.weights import Bound
+from offload.session.engine import Engine
+from offload.session.gradients import Gradients
+
+BF16, FP32 = DtypeCode.BFLOAT16, DtypeCode.FLOAT32
+NUMEL = 100
+
+
+class Routed:
+    """A route of one kind for one parameter of 100 elements, and the engine behind it."""
+
+    def __init__(self, kind: type[Route] = Slots, shape: tuple[int, ...] = (NUMEL,), **slot: Any) -> None:
+        self.engine = RecordedEngine()
+        self.memory = memory = torch.zeros(NUMEL, **slot)
+        self.engine.slot = lambda position: memory  # type: ignore[method-assign]
+        self.parameter = torch.nn.Parameter(torch.zeros(shape))
+        weights = bound_to(self.engine, [self.parameter])
+        self.bound: Bound = weights.of(self.parameter)
+        self.scaling = Scaling()
+        late: Any = self.engine
+        self.route = kind(late, weights, self.scaling, Overlap(late, weights))
+        self.route.attach(self.bound)
+
+    def backward(self, value: float = 1.0) -> None:
+        (self.parameter * value).sum().backward()
+
+
+def test_the_engine_that_is_recorded_has_what_an_engine_has() -> None:
+    names = {name for name in vars(RecordedEngine) if not name.startswith("_")}
+    assert names - {"said"} <= {*dir(Engine), *dir(Gradients), *dir(LateEngine)}
+
+
+def test_the_first_gradient_is_read_where_it_lies_and_the_next_is_added_in_its_slot() -> None:
+    routed = Routed()
+    routed.backward(2.0)
+    (call,) = routed.engine.said()
+    assert call[:2] == ("arrived", 0)
+    assert call[2] != routed.memory.data_ptr()
+    assert routed.parameter.grad.data_ptr() == routed.memory.data_ptr()  # filled by the engine
+    routed.backward(3.0)
+    assert routed.engine.said() == [("arrived", 0, routed.memory.data_ptr(), FP32)]
+    assert (routed.memory == 3).all()  # as this engine has filled nothing
+    assert routed.bound.arrivals == 2
+    assert routed.route.bind() == [routed.bound]
+    assert routed.engine.said() == [("bind", 0, routed.memory.data_ptr(), FP32, True)]
+    assert routed.route.read() == []  # the engine owns it
+
+
+def test_a_gradient_that_changed_since_it_arrived_is_gathered_again() -> None:
+    routed = Routed()
+    routed.backward()
+    routed.parameter.grad.mul_(2)
+    routed.engine.said()
+    routed.route.bind()
+    assert routed.engine.said() == [("bind", 0, routed.memory.data_ptr(), FP32, False)]
+
+
+def test_a_gradient_that_is_held_keeps_the_slot_and_the_next_lies_elsewhere() -> None:
+    routed = Routed()
+    routed.backward()
+    held = routed.parameter.grad
+    routed.parameter.grad = None
+    routed.engine.said()
+    routed.backward()
+    assert routed.engine.said() == []
+    assert routed.parameter.grad.data_ptr() != routed.memory.data_ptr()
+    routed.route.bind()
+    assert routed.engine.said() == [("bind", 0, routed.parameter.grad.data_ptr(), FP32, False)]
+    assert [t.data_ptr() for t in routed.route.read()] == [routed.parameter.grad.data_ptr()]
+    del held
+    gc.collect()
+    routed.parameter.grad = None
+    routed.backward()
+    assert routed.parameter.grad.data_ptr() == routed.memory.data_ptr()
+
+
+@pytest.mark.parametrize("stride", [(20, 1), (1, 5)])
+def test_a_gradient_in_another_order_is_copied_to_its_slot(stride: tuple[int, int]) -> None:
+    routed = Routed(shape=(5, 20))
+    routed.parameter.grad = torch.arange(100.0).as_strided((5, 20), stride)
+    expected = routed.parameter.grad.clone()
+    address = routed.parameter.grad.data_ptr()
+    routed.route.arrived(routed.bound)
+    in_place = stride == (20, 1)
+    wanted = ("arrived", 0, address if in_place else routed.memory.data_ptr(), FP32)
+    assert routed.engine.said() == [wanted]
+    assert routed.parameter.grad.data_ptr() == routed.memory.data_ptr()
+    assert in_place or torch.equal(routed.parameter.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda gradient: gradient.requires_grad_(), 0),  # part of a graph: the step looks at it
+        (lambda gradient: gradient, 1),
+    ],
+)
+def test_a_gradient_that_is_part_of_a_graph_stays(spoil: Callable[[torch.Tensor], torch.Tensor], said: int) -> None:
+    routed = Routed()
+    gradient = routed.parameter.grad = spoil(torch.ones(NUMEL))
+    routed.route.arrived(routed.bound)
+    assert len(routed.engine.said()) == said
+    assert (routed.parameter.grad is gradient) == (said == 0)
+
+
+@pytest.mark.parametrize(
+    ("slot", "weight", "gradient", "said"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, [BF16]),
+        (torch.float32, torch.bfloat16, torch.float32, [FP32]),
+        (torch.float32, torch.bfloat16, torch.bfloat16, [BF16]),  # widened by the engine
+        (torch.bfloat16, torch.bfloat16, torch.float32, []),  # wider than its slot: it is not narrowed
+    ],
+)
+def test_a_gradient_of_another_dtype(slot: Any, weight: Any, gradient: Any, said: list[Any]) -> None:
+    routed = Routed(dtype=slot)
+    routed.parameter.data = torch.zeros(NUMEL, dtype=weight)
+    routed.parameter.grad_dtype = None
+    routed.parameter.grad = torch.ones(NUMEL, dtype=gradient)
+    routed.route.arrived(routed.bound)
+    assert [dtype for *_, dtype in routed.engine.said()] == said
+    assert routed.parameter.grad.dtype == (slot if said else gradient)
+
+
+@pytest.mark.parametrize("kind", [Slots, Reduced, AtStep])
+@pytest.mark.parametrize(
+    ("gradient", "words"),
+    [
+        (torch.ones(NUMEL).to_sparse(), "dense gradients"),
+        (torch.ones(NUMEL, device="meta"), "floating dtype on the weight's device"),
+        (torch.ones(NUMEL, dtype=torch.float64), "floating dtype"),
+    ],
+)
+def test_a_gradient_that_cannot_be_read(kind: type[Route], gradient: torch.Tensor, words: str) -> None:
+    routed = Routed(kind)
+    object.__setattr__(routed.bound, "parameter", Held(routed.parameter, gradient))
+    with pytest.raises(ConfigError, match=words):
+        routed.route.bind()
+
+
+class Held:
+    """A parameter with a gradient that torch would not let it have."""
+
+    device_mesh = placements = None
+
+    def __init__(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        self._parameter, self.grad = parameter, grad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter, name)
+
+
+@pytest.mark.parametrize("kind", [Reduced, AtStep])
+def test_a_gradient_is_bound_where_it_lies_when_the_step_begins(kind: type[Route]) -> None:
+    routed = Routed(kind)
+    assert routed.route.bind() == []
+    assert [note for _, note in routed.route.notes()] == [None]
+    routed.backward()
+    assert routed.engine.said() == []
+    gradient = routed.parameter.grad
+    (note,) = (note for _, note in routed.route.notes())
+    assert (note.of(), note[1:]) == (gradient, (gradient._version, gradient.data_ptr()))
+    assert routed.route.bind() == [routed.bound]
+    assert routed.engine.said() == [("bind", 0, gradient.data_ptr(), FP32, False)]
+    assert [tensor.data_ptr() for tensor in routed.route.read()] == [gradient.data_ptr()]
+    routed.route.release()
+    assert routed.route.read() == []
+
+
+def test_a_negated_gradient_is_bound_as_a_copy() -> None:
+    routed = Routed(AtStep)
+    routed.parameter.grad = torch._neg_view(torch.ones(NUMEL))
+    routed.route.bind()
+    copied = routed.route.read()[-1]
+    assert (copied == -1).all()
+    assert not copied.is_neg()
+    assert routed.engine.said() == [("bind", 0, copied.data_ptr(), FP32, False)]
+
+
+@pytest.mark.parametrize("kind", [Slots, Reduced])
+@pytest.mark.parametrize("holds", ["nothing", "the tensor", "a view", "its data"])
+def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Route], holds: str) -> None:
+    routed = Routed(kind)
+    routed.backward()
+    gradient = routed.parameter.grad
+    held = {"the tensor": gradient, "a view": gradient[1:], "its data": gradient.data}.get(holds)
+    del gradient
+    routed.route.bind()
+    kept = routed.route.read()
+    reachable = routed.route.take([routed.bound])
+    assert routed.parameter.grad is None
+    assert len(kept) == (kind is Reduced)  # a slot is the engine's
+    assert reachable == ([] if held is None else [routed.bound])
+
+
+def test_gradients_of_ranks_are_final_when_backward_ends() -> None:
+    routed = Routed(Reduced)
+    routed.engine.speculates = True
+    seen: list[Any] = []
+
+    def reduces_at_the_end(_: torch.Tensor) -> None:  # as DDP, whose hook comes later, and so its callback
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: seen.append(routed.engine.said()))
+
+    routed.parameter.register_post_accumulate_grad_hook(reduces_at_the_end)
+    routed.backward()
+    assert seen == [[]]  # until then it is a rank's own
+    assert routed.engine.said() == [("final", 0, routed.parameter.grad.data_ptr())]
+    routed.engine.speculates = False
+    routed.backward()
+    assert routed.engine.said() == []
+
+
+def test_nothing_is_heard_of_once_detached_or_broken() -> None:
+    routed = Routed()
+    routed.engine.broken = RuntimeError()  # type: ignore[assignment]
+    routed.backward()
+    assert (routed.engine.said(), routed.bound.arrivals) == ([], 0)
+    routed.engine.broken = None
+    routed.route.detach()
+    routed.backward()
+    assert (routed.engine.said(), routed.bound.arrivals) == ([], 0)
+
+
+def test_a_hook_keeps_no_route_alive() -> None:
+    routed = Routed()
+    parameter, engine = routed.parameter, routed.engine
+    del routed
+    gc.collect()
+    parameter.sum().backward()
+    assert engine.said() == []
+
+
+# Which route there is
+
+
+class Gpu:
+    """A device of which no more is asked than that it is one."""
+
+
+GIVEN = OffloadConfig()
+BACKWARD = 'use "off"'
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "config", "kind", "is_early"),
+    [
+        (None, 1, {}, Slots, True),
+        (None, 2, {}, Reduced, False),
+        (None, 2, {"shard": True}, Reduced, False),
+        (Gpu(), 1, {}, AtStep, False),
+        (Gpu(), 2, {}, AtStep, False),
+        (Gpu(), 1, {"keep_grads": False}, Departing, True),
+        (None, 2, {"keep_grads": False}, "keep_grads: False .*2 processes", False),
+        (None, 1, {"overlap": "backward"}, Slots, True),
+        (None, 2, {"overlap": "backward"}, BACKWARD, False),
+        (None, 2, {"overlap": "backward", "shard": True}, Reduced, False),
+        (Gpu(), 1, {"overlap": "backward"}, "set keep_grads=False", False),
+        (Gpu(), 1, {"overlap": "backward", "keep_grads": False}, Departing, True),
+        (Gpu(), 2, {"overlap": "backward"}, "set keep_grads=False", False),
+    ],
+)
+def test_the_route_of_a_device_and_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, device: Any, world: int, config: dict[str, Any], kind: Any, is_early: bool
+) -> None:
+    for module in (ranks, routes):
+        monkeypatch.setattr(module, "world", lambda: (world, 0))
+    late: Any = RecordedEngine(dataclasses.replace(GIVEN, **config), device)
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    weights = bound_to(late, parameters)
+    if isinstance(kind, str):
+        with pytest.raises(ConfigError, match=kind):
+            choose_route(late, weights, Scaling(), Overlap(late, weights), parameters)
+        assert late.closed
+        return
+    route = choose_route(late, weights, Scaling(), Overlap(late, weights), parameters)
+    assert type(route) is kind
+    assert route.is_early is is_early
+    assert late.waits == (device is not None)  # for what backward leaves free
+    assert not late.closed
