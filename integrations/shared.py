@@ -72,6 +72,26 @@ def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
 
 
+def overlap_forward(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
+    """Give an optimizer of ours its models, if `overlap` says that steps go on into their next forward pass.
+
+    Args:
+        optimizer: Ours; with "auto" it is not given models that it refuses.
+        models: Modules as they are called; those without parameters of the optimizer are left out.
+
+    Raises:
+        ConfigError: A model cannot be given, with "forward" and "both".
+    """
+    is_auto, updated = optimizer.config.overlap == "auto", {p for g in optimizer.param_groups for p in g["params"]}
+    for model in models if is_auto or optimizer.config.overlaps_forward else ():
+        if not updated.isdisjoint(model.parameters()):
+            try:
+                optimizer.overlap_forward(model)
+            except ConfigError:
+                if not is_auto:
+                    raise
+
+
 def logged(optimizer: Any) -> dict[str, float]:
     """Return what is logged of the last step."""
     metrics = optimizer.metrics()

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from offload import ConfigError
-from offload.integrations.shared import POINTER, clipper, ours, pointer, release, save, tell_last_pass
+from offload.integrations.shared import (
+    POINTER,
+    clipper,
+    ours,
+    overlap_forward,
+    pointer,
+    release,
+    save,
+    tell_last_pass,
+)
 
 try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
@@ -80,6 +89,8 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         optimizer.__class__ = Prepared  # the object is the one that the accelerator knows
         prepared.append(optimizer)
         tell_last_pass(ours(optimizer), accelerator)
+        if accelerator.state.dynamo_plugin.backend == "NO":  # else only the caller has what is called
+            overlap_forward(ours(optimizer), accelerator._models)
     return optimizer
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
-from offload.integrations.shared import POINTER, logged, ours, pointer, release, save
+from offload.integrations.shared import POINTER, logged, ours, overlap_forward, pointer, release, save
 
 try:
     Callback: Any = import_module("lightning.pytorch").Callback
@@ -21,6 +21,8 @@ except ImportError:
         raise ConfigError("lightning", f"cannot be imported: {error}", "pip install lightning") from error
 _FSSPEC = import_module("fsspec.core")  # Lightning reads and writes checkpoints by it
 url_to_fs, split_protocol = _FSSPEC.url_to_fs, _FSSPEC.split_protocol
+
+AVERAGING = "StochasticWeightAveraging", "WeightAveraging"
 
 SUFFIX = ".offload-"
 """What comes between a checkpoint's name and a number in the name of the folder beside it."""
@@ -59,6 +61,19 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         if len(found) != 1 or ours(trainer.optimizers[0]) is None:
             allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
             raise ConfigError("optimizers", ", ".join(found) or "none", allowed)
+        optimizer = ours(trainer.optimizers[0])
+        kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+        is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
+        if kinds.isdisjoint(AVERAGING) and not is_compiled:
+            # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
+            overlap_forward(optimizer, pl_module.children())
+        elif optimizer.config.overlaps_forward:
+            instead = f'use "off" or "backward" beside {" and ".join(AVERAGING)}, and where all of it is compiled'
+            raise ConfigError("overlap", optimizer.config.overlap, instead)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning; whoever comes next may look at weights."""
+        ours(trainer.optimizers[0]).finish()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         """See Lightning."""
@@ -133,10 +148,11 @@ def _state(strategy: Any, optimizer: Any) -> dict[str, Any]:
 def _teardown(strategy: Any) -> None:
     """Stand in for `Strategy.teardown`, which reads all state of all optimizers to move it to host memory."""
     optimizers, strategy.optimizers = strategy.optimizers, []
-    try:
-        type(strategy).teardown(strategy)
-    finally:
-        strategy.optimizers = optimizers
+    with contextlib.ExitStack() as rest:
+        rest.callback(setattr, strategy, "optimizers", optimizers)
+        rest.callback(type(strategy).teardown, strategy)
+        for optimizer in filter(None, map(ours, optimizers)):
+            optimizer.finish()  # training may have ended by an error, and weights are moved, too
 
 
 def _clip(precision: Any, optimizer: Any, clip_val: float) -> None:

@@ -176,9 +176,27 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
             return ours.clip_grad_norm_(max_norm)
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
+        trainer.add_callback(_overlapping(trainer))
     if _ours(trainer) is not None:
         shared.tell_last_pass(_ours(trainer), accelerator)
     return optimizer
+
+
+def _overlapping(trainer: Any) -> Any:
+    """Return a callback that gives the optimizer its model, and ends training when all weights are updated."""
+
+    class Overlapping(import_module("transformers").TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
+            ours = _ours(trainer)
+            if ours is not None:
+                shared.overlap_forward(ours, [trainer.model_wrapped])  # as it is called: wrapped, compiled
+
+        def on_train_end(self, *arguments: Any, **options: Any) -> None:
+            ours = _ours(trainer)
+            if ours is not None:
+                ours.finish()
+
+    return Overlapping()
 
 
 def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *arguments: Any, **options: Any) -> None:

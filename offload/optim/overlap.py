@@ -47,7 +47,7 @@ class Overlap:
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
-        self._use_order: dict[torch.Tensor, None] = {}
+        self._use_order: dict[torch.Tensor, bool] = {}  # by first use: whether gradients were enabled in any
         self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
     @property
@@ -83,8 +83,9 @@ class Overlap:
 
     def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that a forward pass uses some weights now, and wait for them."""
+        trains = torch.is_grad_enabled()
         for parameter in parameters:
-            self._use_order.setdefault(parameter)
+            self._use_order[parameter] = trains or self._use_order.get(parameter, False)
         if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
@@ -98,11 +99,12 @@ class Overlap:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
         The order is that in which forward passes since the last step used them. A parameter that has a gradient, but
-        was not used there, was used around the hooks (by a model that was compiled before it was hooked, by a call of
-        `forward` itself), and may be again: no hook waits for it.
+        was not used there with gradients enabled, was used around the hooks (by a model that was compiled before it
+        was hooked, by a call of `forward` itself), and may be again: no hook waits for it.
         """
         hooked = {parameter for model in self.models for parameter in model.parameters}
-        order = {parameter: number for number, parameter in enumerate(self._use_order) if parameter in hooked}
+        trained = [parameter for parameter, trains in self._use_order.items() if trains and parameter in hooked]
+        order = {parameter: number for number, parameter in enumerate(trained)}
         self._use_order = {}
         later = [bound for bound in active if bound.parameter in order]
         at_once = [bound for bound in active if bound.parameter not in order]
@@ -206,13 +208,14 @@ class FollowedModel:
         self._overlap = overlap
         self._parameters_of: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+        self._compiled_parts: set[torch.nn.Module] = set()
         self._called_modules: set[torch.nn.Module] = set()
         self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._handles: list[Any] = []
         self._walk(model)
         self.parameters = {parameter for own in self._parameters_of.values() for parameter in own}
         for module in self._parameters_of:
-            hook = _Hook(self, module, FollowedModel.before_forward)
+            hook = _Hook(self, module, FollowedModel.before_forward, module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         untyped: Any
         for untyped in model.modules():
@@ -235,20 +238,26 @@ class FollowedModel:
         if self in self._overlap.models:
             self._overlap.models.remove(self)
 
-    def _walk(self, module: torch.nn.Module) -> None:
-        """Find all modules with their parameters and children; a compiled module counts as one without children."""
+    def _walk(self, module: torch.nn.Module, is_part: bool = False) -> None:
+        """Find all modules with their parameters and children.
+
+        A compiled module waits as one without children. Its parts may be called by themselves, too.
+        """
         if module in self._parameters_of:
             return
+        if is_part:
+            self._compiled_parts.add(module)
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         own = module.parameters() if is_compiled else module._parameters.values()
         self._parameters_of[module] = tuple(parameter for parameter in own if parameter is not None)
         self._children_of[module] = () if is_compiled else tuple(module.children())
-        for child in self._children_of[module]:
-            self._walk(child)
+        for child in module.children():
+            self._walk(child, is_compiled or is_part)
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Wait for the weights that a module is about to use; a forward pre-hook."""
-        if module not in self._called_modules:
+        # What evaluation alone calls may be used past itself in training.
+        if module not in self._called_modules and torch.is_grad_enabled():
             self._called_modules.add(module)
             self._needs.clear()
         needs = self._needs.get(module)  # another thread may empty it at any time
@@ -276,14 +285,21 @@ class _Hook:
         followed: FollowedModel,
         module: torch.nn.Module,
         wait: Callable[[FollowedModel, torch.nn.Module], None],
+        is_compiled_part: bool = False,
     ) -> None:
+        self._is_compiled_part = is_compiled_part
         self._followed = weakref.ref(followed)
         self._module = weakref.ref(module)
         self._wait = wait
         self._pid = os.getpid()
 
-    @_disable_dynamo
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        # The compiled module has waited for all of its parts, and breaks of its graph would cost time.
+        if not (self._is_compiled_part and torch.compiler.is_compiling()):
+            self._call(module)
+
+    @_disable_dynamo
+    def _call(self, module: torch.nn.Module) -> None:
         followed, own_module = self._followed(), self._module()
         if followed is not None and own_module is module and os.getpid() == self._pid:
             self._wait(followed, module)

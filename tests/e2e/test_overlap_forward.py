@@ -621,6 +621,89 @@ def test_compiled_models_and_blocks(config: Callable[..., offload.OffloadConfig]
     assert_all_same(found)
 
 
+class Shortcut(torch.nn.Module):
+    """Trains with the weights of a layer that is called in evaluation alone, as fused losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(TOKENS, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return torch.nn.functional.linear(x, self.head.weight, self.head.bias) if self.training else self.head(x)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_evaluation_calls_what_training_does_not(
+    config: Callable[..., offload.OffloadConfig], is_compiled: bool
+) -> None:
+    """By itself, and what is compiled as one in its parts."""
+    found = []
+    for mode in MODES:
+        model = Shortcut()
+        called: Any = torch.compile(model, backend="eager", fullgraph=True) if is_compiled else model
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config(subgroup_numel=1024)) as optimizer:
+            follow(optimizer, called, mode)
+            losses = []
+            for step in range(5):
+                loss_of(called, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step in (1, 3):
+                    model.eval()
+                    with torch.no_grad():
+                        losses.append(loss_of(model, -1))
+                    model.train()
+            found.append([*losses, *everything(optimizer, model)])
+    assert_all_same(found)
+
+
+@pytest.mark.parametrize("asked", ["forward", "backward", "both", "auto"])
+def test_the_one_setting_hides_steps_and_changes_no_bits(
+    config: Callable[..., offload.OffloadConfig], asked: str
+) -> None:
+    found, hidden = [], []
+    for overlap in ("off", asked):
+        model = Model()
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config(overlap=overlap)) as optimizer:
+            if overlap in ("forward", "both", "auto"):
+                optimizer.overlap_forward(model)
+            losses = train(model, optimizer, 12)
+            hidden.append(optimizer.plan.hidden_in)
+            found.append([torch.tensor(losses), *everything(optimizer, model)])
+    assert hidden[0] == ""
+    if asked != "auto":  # which decides about backward by times
+        assert hidden[1] == {"both": "forward and backward"}.get(asked, asked)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_a_setting_without_its_model_is_refused_and_loses_nothing(
+    config: Callable[..., offload.OffloadConfig], overlap: str
+) -> None:
+    found = []
+    for setting in ("off", overlap):
+        model = Model()
+        optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config(overlap=setting))
+        loss_of(model, 0).backward()
+        if setting == overlap:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"overlap_forward\(model\) before the first step"):
+                    optimizer.step()
+            assert optimizer.engine.step_number == 0
+            optimizer.overlap_forward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses = train(model, optimizer, 6)
+        found.append([torch.tensor(losses), *everything(optimizer, model)])
+        optimizer.close()
+    assert_same(*found)
+    with offload.AdamW(Model().parameters(), offload=config(overlap=overlap)):
+        pass  # without a step nothing is asked for
+
+
 def test_it_ends_when_it_is_removed(config: Callable[..., offload.OffloadConfig]) -> None:
     model = chain()
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
@@ -689,6 +772,8 @@ def test_what_was_used_around_the_hooks_is_updated_at_once(config: Callable[...,
         optimizer.overlap_forward(model, check=True)
         for seed in range(3):
             loss_of(model.forward, seed).backward()
+            with torch.no_grad():
+                loss_of(model, seed)  # runs them, and says nothing of training
             optimizer.step()
             assert not model.bias.isnan().any()  # the model's own
             assert model.blocks[0].up.weight.isnan().all()

@@ -1,6 +1,6 @@
 """Trains a small model with Accelerate; run as a program by `test_accelerate.py`.
 
-    python accelerate_runs.py FOLDER STEPS [resume] [kill=N] [kept=N] [limit=N]
+    python accelerate_runs.py FOLDER STEPS [resume] [kill=N] [kept=N] [limit=N] [overlap=...]
 
 Saves every second step. Prints one line of JSON.
 """
@@ -33,6 +33,7 @@ def main(folder: str, steps: int, *rest: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 1))
     config = {**SETTINGS, "paths": [path], "checkpoints_kept": options.get("kept")}
+    config["overlap"] = options.get("overlap", "off")
     ours = offload.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
     schedule = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
     model, optimizer, schedule = accelerator.prepare(model, ours, schedule)
@@ -54,10 +55,13 @@ def main(folder: str, steps: int, *rest: str) -> None:
         losses.append(loss.item())
         if step % 2 == 1:
             accelerator.save_state()
+    optimizer.finish()
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     kept = [Path(name).parent.name for name in optimizer.engine.checkpoints.kept]
     rate = optimizer.param_groups[0]["lr"]
-    line = json.dumps({"losses": losses, "norms": norms, "weights": digest, "lr": rate, "kept": kept})
+    hidden_in = optimizer.plan.hidden_in
+    found = {"losses": losses, "norms": norms, "weights": digest, "lr": rate, "kept": kept, "hidden_in": hidden_in}
+    line = json.dumps(found)
     os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
     accelerator.end_training()
 

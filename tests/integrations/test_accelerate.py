@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -77,6 +78,17 @@ def test_a_killed_loop_resumes_exactly(tmp_path: Path, rest: list[str], left: li
 
 
 @pytest.mark.slow
+def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path) -> None:
+    off = run(tmp_path / "off", 6)
+    both = run(tmp_path / "both", 6, 'overlap="both"')
+    assert off is not None
+    assert both is not None
+    assert both[0].pop("hidden_in") == "forward and backward"
+    assert off[0].pop("hidden_in") == ""
+    assert both == off
+
+
+@pytest.mark.slow
 def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
     rest = ["limit=1", "kept=2"]
     whole = run(tmp_path / "whole", 6, *rest, ranks=2, python=sys.executable)
@@ -129,6 +141,35 @@ def test_a_prepared_optimizer_has_what_ours_has(optimizer: offload.AdamW, tmp_pa
     assert prepared.state_dict().keys() == {"state", "param_groups"}
     with pytest.raises(AttributeError, match="nothing"):
         prepared.nothing()
+
+
+@pytest.mark.not_overlapped("steps go on where the test says so")
+def test_each_optimizer_is_given_its_own_models(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [torch.nn.Linear(4, 4) for _ in range(3)]
+    config, pair = {**SETTINGS, "paths": [tmp_path]}, [*models[0].parameters(), *models[1].parameters()]
+    first = offload.AdamW(pair, offload={**config, "overlap": "forward"})
+    second = offload.AdamW(models[2].parameters(), offload={**config, "overlap": "auto"})
+    prepared = accelerator.prepare(*models, first, second)
+    with first, second:
+        for optimizer in prepared[3:]:
+            enable(accelerator, optimizer)
+            assert optimizer.plan.hidden_in == "forward"
+        found = [{followed.model for followed in ours._overlap.models} for ours in (first, second)]
+        assert found == [{*models[:2]}, {models[2]}]
+
+
+def test_a_model_that_cannot_be_waited_for_is_told_where_forward_was_asked_for(tmp_path: Path) -> None:
+    scripted = torch.jit.script(torch.nn.Linear(4, 4))
+    for overlap, says in (("forward", "ScriptModule"), ("auto", "")):
+        accelerator = Accelerator(cpu=True)
+        config = {**SETTINGS, "paths": [tmp_path], "overlap": overlap}
+        with offload.AdamW(scripted.parameters(), offload=config) as ours:
+            accelerator.prepare(scripted)
+            optimizer = accelerator.prepare(ours)
+            with pytest.raises(offload.ConfigError, match=says) if says else contextlib.nullcontext():
+                enable(accelerator, optimizer)
+            assert ours.plan.hidden_in == ""
 
 
 def test_a_part_of_the_parameters_is_clipped_alone(optimizer: offload.AdamW) -> None:

@@ -251,6 +251,8 @@ def config(**sections: Any) -> dict[str, Any]:
             "multi_tier_offload.overlap",
             "overlap_comm",
         ),
+        (config(multi_tier_offload={"overlap": "forward"}), "multi_tier_offload.overlap", '"off" or "backward"'),
+        (config(multi_tier_offload={"overlap": "both"}), "multi_tier_offload.overlap", '"off" or "backward"'),
     ],
 )
 def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning_runs import SETTINGS, Module
+from lightning_runs import SETTINGS, Module, rows
 
 import offload
 from offload.integrations.lightning import OffloadCallback
@@ -290,6 +290,57 @@ def test_what_a_trainer_does_beside(tmp_path: Path, path: Path) -> None:
     fit(tmp_path / "other", other, max_steps=6)
     assert all(map(torch.equal, weights(module), weights(other)))
     assert not all(map(torch.equal, weights(module), expected))
+
+
+class Direct(Small):
+    """Has a weight that its training uses, and which evaluation uses in a call of the module."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        super().__init__(path, **config)
+        self.factor = torch.nn.Parameter(torch.ones(32))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        x = rows(self.trainer.global_step)
+        return (self.layers(self.factor * x) - x[:, :1]).square().mean()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.factor * batch)
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.losses.append(self(rows(1000)).square().mean().item())
+
+
+@pytest.mark.not_overlapped("steps go on where the test says so")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path, path: Path, is_compiled: bool) -> None:
+    found = []
+    for overlap in ("off", "both"):
+        module = Direct(path, overlap=overlap)
+        if is_compiled:
+            module.layers = torch.compile(module.layers, backend="eager")
+        trainer = fit(tmp_path / overlap, module, ModelCheckpoint(tmp_path / overlap / "run"), max_steps=6)
+        hidden_in = "forward and backward" if overlap == "both" else ""
+        assert trainer.optimizers[0].plan.hidden_in == hidden_in
+        found.append(([parameter.detach().clone() for parameter in module.parameters()], module.losses))
+        trainer.optimizers[0].close()
+    (weights_off, losses_off), (weights_both, losses_both) = found
+    assert losses_off == losses_both
+    assert all(map(torch.equal, weights_off, weights_both))
+
+
+@pytest.mark.not_overlapped("steps go on where the test says so")
+def test_steps_do_not_go_on_where_weights_are_averaged_or_all_is_compiled(tmp_path: Path, path: Path) -> None:
+    averaging = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    with pytest.raises(offload.ConfigError, match="StochasticWeightAveraging"):
+        fit(tmp_path, Small(path, overlap="forward"), averaging, max_steps=-1, max_epochs=2)
+    whole: Any = torch.compile(Small(path, overlap="both"), backend="eager")
+    with pytest.raises(offload.ConfigError, match="all of it is compiled"):
+        fit(tmp_path, whole)
+    trainer = fit(tmp_path, Small(path, overlap="auto"), averaging, max_steps=-1, max_epochs=2)
+    assert trainer.optimizers[0].plan.hidden_in in ("", "backward")
+    trainer.optimizers[0].close()
+    trainer = fit(tmp_path, Small(path, overlap="auto"))
+    assert trainer.optimizers[0].plan.hidden_in.startswith("forward")
 
 
 @pytest.mark.not_overlapped("looks at .grad after the step")

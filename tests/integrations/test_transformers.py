@@ -121,6 +121,21 @@ def test_a_checkpoint_of_torchs_is_gone_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path) -> None:
+    """While the Trainer logs, evaluates and saves; the model that is called may be a compiled one."""
+    rest = ('eval_strategy="steps"', "eval_steps=3")
+    off = run(tmp_path / "off", "offload_adamw", 6, *rest)
+    both = run(tmp_path / "both", "offload_adamw", 6, "overlap=both", *rest)
+    compiling = ("torch_compile=true", 'torch_compile_backend="eager"')
+    compiled = run(tmp_path / "compiled", "offload_adamw", 6, "overlap=both", *rest, *compiling)
+    assert len(off["evaluated"]) == 2
+    assert off["hidden_in"] == ""
+    for other in (both, compiled):
+        assert other.pop("hidden_in") == "forward and backward"
+        assert other == {name: value for name, value in off.items() if name != "hidden_in"}
+
+
+@pytest.mark.slow
 def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
     def ranks(folder: str, *rest: str) -> subprocess.Popen[str]:
         return start(tmp_path / folder, "offload_adamw", 6, "save_total_limit=1", *rest, ranks=2)

@@ -1,6 +1,6 @@
 """Trains a small model in Hugging Face's `Trainer`; run as a program by `test_transformers.py`.
 
-    python trainer_runs.py FOLDER OPTIM STEPS [resume] [kill=N] [key=value of TrainingArguments ...]
+    python trainer_runs.py FOLDER OPTIM STEPS [resume] [kill=N] [overlap=...] [key=value of TrainingArguments ...]
 
 Prints one line of JSON: losses, gradient norms and a digest of the weights.
 """
@@ -56,7 +56,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     kill = int(options.pop("kill", 0))
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True)
-    offload_transformers.enable({**SETTINGS, "paths": [path]})
+    offload_transformers.enable({**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")})
     args = TrainingArguments(
         output_dir=folder,
         optim=optim,
@@ -75,7 +75,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     )
     trained = model()
     callbacks = [Kill(kill)] if kill else None
-    trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), callbacks=callbacks)
+    trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint="resume" in rest or None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
@@ -87,6 +87,8 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
             "weights": digest,
             "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             "rank": trainer.args.process_index,
+            "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+            "hidden_in": str(getattr(getattr(optimizer, "plan", None), "hidden_in", "")),
         }
     )
     os.write(1, f"\n{line}\n".encode())  # at once: ranks share what they write to
