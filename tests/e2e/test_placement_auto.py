@@ -20,7 +20,7 @@ import offload
 from offload.errors import OffloadError
 from offload.measure import HISTORY
 from offload.plan import GpuRates, PathRates, Placement, Plan, Rates, choose_plan
-from offload.session import parts, placing, visits
+from offload.session import parts, placement_review, visits
 from offload.sim import SimulatedDevice
 
 FIRST = HISTORY + 1
@@ -122,7 +122,7 @@ def test_rates_that_swing_do_not_swing_the_placement(
         train(optimizer, parameters, range(100))
         assert same(states(optimizer, parameters), on_cpu(range(100)))
     said = [record for record in caplog.records if "from now on, and not" in record.message]
-    assert 1 < len(said) <= placing.MOST_CHANGES
+    assert 1 < len(said) <= placement_review.MOST_CHANGES
 
 
 def test_a_choice_that_is_little_better_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +231,10 @@ def test_bits_do_not_depend_on_when_and_how_often_placement_changes(
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
         made(monkeypatch, drawn[0], lambda count: drawn[count % len(drawn)])
-        monkeypatch.setattr(placing, "MOST_CHANGES", 100)
-        monkeypatch.setattr(placing, "WORTH_A_CHANGE", -1.0)
+        monkeypatch.setattr(placement_review, "MOST_CHANGES", 100)
+        monkeypatch.setattr(placement_review, "WORTH_A_CHANGE", -1.0)
         monkeypatch.setattr(visits, "typical", lambda seen: seen[-1])
-        monkeypatch.setattr(placing.PlacementReview, "learnt", lambda self: setattr(self, "due", True))
+        monkeypatch.setattr(placement_review.PlacementReview, "learnt", lambda self: setattr(self, "due", True))
         store = Path(folder) / "store"
         store.mkdir()
         folders = {"paths": [store], "host_memory": 40_000} if streams else {}
