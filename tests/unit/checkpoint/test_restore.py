@@ -88,7 +88,7 @@ def test_state_and_counts_are_taken_by_the_names_that_the_checkpoint_has() -> No
     source = Source({"b": 6, "bare": 4, "more": 9})  # what else it has is not asked for
     restorer, views, tables = make(source, [A, B], a="bare")
     assert restorer.names == ["bare", "b"]
-    restorer.take_steps()
+    restorer.restore_step_counts()
     assert (tables.steps, tables.seed) == ([11, 10], 1)
     restorer.restore(visit(0))
     assert {name for name, *_ in source.asked} == {"bare", "b"}
@@ -102,7 +102,7 @@ def test_what_stochastic_rounding_depends_on_is_the_checkpoint_s() -> None:
     source = Source({"a": 4, "b": 6})
     source.rounding = 42, {"a": 8, "b": 9}
     restorer, _, tables = make(source, [A, B])
-    restorer.take_steps()
+    restorer.restore_step_counts()
     assert (tables.seed, tables.numbers) == (42, [8, 9])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from written import STORE, layout_of, manifest_of, write_checkpoint
 
-from offload.checkpoint.adopt import located, manifest_in_place, pinned_in, records_in, used_bytes
+from offload.checkpoint.takeover import manifest_in_place, pinned_in, records_in, relocated, used_bytes
 from offload.checkpoint.manifest import CommitRecord, StoreRef, TileRef
 from offload.checkpoint.stores import Pin, store_folder, write_pins
 from offload.dtypes import DtypeCode
@@ -93,7 +93,7 @@ def test_a_store_is_found_on_a_path_that_is_called_something_else(tmp_path: Path
     link, path, gone = str(tmp_path / "link"), str(tmp_path / "p"), str(tmp_path / "gone")
     other = uuid.UUID(int=8)
     stores = tuple(StoreRef(store, where) for where in (link, path, gone, None) for store in (STORE, other))
-    found = located(manifest_of(LAYOUT, stores=stores), path, STORE)
+    found = relocated(manifest_of(LAYOUT, stores=stores), path, STORE)
     assert [ref.path for ref in found.stores] == [path, link, path, path, gone, gone, None, None]
     assert [ref.store for ref in found.stores] == [STORE, other] * 4
 
