@@ -176,8 +176,8 @@ class Engine:
         `h2d`, `d2h`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
         `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
         `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
-        `speculate` also `ahead/confirmed_bytes` and `ahead/revoked_bytes`: state that had been updated before the
-        step began, and that the step took over, or did not.
+        `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
+        before the step was sealed, and that the step took over, or did not.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -195,8 +195,8 @@ class Engine:
         }
         found |= parts.lanes.metrics()
         if self.speculates:
-            found["ahead/confirmed_bytes"] = account.confirmed_bytes
-            found["ahead/revoked_bytes"] = account.revoked_bytes
+            found["speculation/confirmed_bytes"] = account.confirmed_bytes
+            found["speculation/revoked_bytes"] = account.revoked_bytes
         totals = lane_totals(timeline)
         for lane in (ENGINE, "cpu", *parts.lanes.names):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))

@@ -112,7 +112,7 @@ def first_budgets(
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),
         gradient_bytes=gradient_bytes,
-        ahead=config.overlaps_backward,
+        speculates=config.overlaps_backward,
         follow_rates=all(path.share is None for path in config.path_configs),
         checkpoints=config.checkpoints,
         checkpoints_required=bool(config.checkpoints_kept),

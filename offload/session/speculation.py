@@ -188,7 +188,7 @@ class Speculation:
                 if foreseen is not None:
                     groups, self._kept = foreseen
                     active = np.flatnonzero(self._expected).tolist()
-                    self._parts.tables.begin_ahead(groups, self._scale, active)
+                    self._parts.tables.expect_step(groups, self._scale, active)
             except unreadable:  # which may be put right before the step; else that says so
                 foreseen = None
             if foreseen is None:
@@ -230,7 +230,7 @@ class Speculation:
     def _may_have(self, subgroup: Subgroup) -> bool:
         """Return whether a subgroup can be updated before its step is sealed."""
         parts, number = self._parts, subgroup.index
-        if not parts.plan.may_be_ahead(number) or parts.machine.is_fresh(number):
+        if not parts.plan.may_speculate(number) or parts.machine.is_fresh(number):
             return False
         return not parts.plan.layout.begins_within_block(subgroup)  # where no fingerprint can begin
 
@@ -255,7 +255,7 @@ class Speculation:
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
         self._parts.lanes.await_sent(subgroup)
-        address, table = self._parts.views.table_ahead(run, self._image_of(subgroup), self._slots, sums)
+        address, table = self._parts.views.speculative_table(run, self._image_of(subgroup), self._slots, sums)
         self._made[subgroup] = _Made(address, table, sums)
         return table
 
@@ -335,7 +335,7 @@ class Speculation:
         def is_alike(number: int) -> bool:
             image = self._image_of(number) if parts.plan.weights_on_gpu else None
             # Of gradients that are on their way nobody can tell.
-            return parts.gradients.has_landed(layout.subgroups[number].segments) and tables.is_as_ahead(
+            return parts.gradients.has_landed(layout.subgroups[number].segments) and tables.matches_speculative(
                 number, made[number].address, made[number].table, bound, image
             )
 
@@ -423,7 +423,7 @@ class Speculation:
         if self._imaged.issuperset(self._order):
             return True
         chosen = dict.fromkeys((*self._order, *self._imaged))
-        wanted = [number for number in chosen if self._parts.plan.may_be_ahead(number)]
+        wanted = [number for number in chosen if self._parts.plan.may_speculate(number)]
         places, end, needed = {}, 0, sum(subgroups[number].weight_bytes for number in wanted)
         try:
             self._free_images()

@@ -130,7 +130,7 @@ class Tables:
         self.now: Told = ((), 0.0, 0.0, frozenset())
         self.expected = self.now
 
-    def begin_ahead(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
+    def expect_step(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
         self.expected = tuple(groups), scale, 1.0, frozenset(active)
 
     def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
@@ -142,14 +142,14 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def table_ahead(
+    def speculative_table(
         self, run: Run, image: int, slots: object, sums: npt.NDArray[np.uint64]
     ) -> tuple[int, npt.NDArray[Any]]:
         table = table_of(self._plan, run.visit.subgroup, self.expected)
         self._session.under_way[run.op] = table, sums
         return 0, table
 
-    def is_as_ahead(
+    def matches_speculative(
         self, subgroup: int, address: int, table: npt.NDArray[Any], gradients: object, image: int | None
     ) -> bool:
         return table_of(self._plan, subgroup, self.now).tobytes() == table.tobytes()
@@ -395,7 +395,7 @@ class Session(forwards.Session):
 
     def begin_visit(self, run: Run) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.table_ahead`
+            self.executor.visitor(run)  # makes a table: see `Tables.speculative_table`
         else:
             self.visitors[run.op] = self.executor.visitor
 
