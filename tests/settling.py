@@ -12,14 +12,20 @@ LONG_S = 120.0
 def settle(engine: offload.Engine) -> None:
     """Wait until what can be made ahead has been made: else it is a matter of luck how much of it there is."""
     engine._thread.wait_pending()  # only a step that is over says what can be made ahead of the next one
-    machine, ahead = engine._parts.machine, engine._thread.speculation
+    machine, speculation = engine._parts.machine, engine._thread.speculation
     until_s = time.monotonic() + LONG_S
-    while ahead._wanted:
-        able = [number for number in [*ahead._left] if number in machine.staging.turns]  # what there is room for
-        final = [number for number in able if ahead._left[number] <= 0]
-        if machine.broken is not None or (machine._held and machine.is_open and not machine.in_flight):
+    while speculation._is_armed:
+        able = [
+            number for number in [*speculation._missing_gradients] if number in machine.staging.priorities
+        ]  # what there is room for
+        final = [number for number in able if speculation._missing_gradients[number] <= 0]
+        if machine.broken is not None or (machine._is_on_hold and machine.is_open and not machine.in_flight):
             return  # no more is made
-        if machine.is_open and not machine.in_flight and all(number in machine.beside for number in final):
+        if (
+            machine.is_open
+            and not machine.in_flight
+            and all(number in machine.speculative_versions for number in final)
+        ):
             return
         assert time.monotonic() < until_s, "what can be made ahead is not made"
         time.sleep(0.001)

@@ -303,9 +303,9 @@ def test_updates_are_made_while_backward_goes_on(place: Place, tmp_path: Path) -
 
         def wait() -> None:
             until_s = time.monotonic() + 20
-            while not machine.beside and time.monotonic() < until_s:
+            while not machine.speculative_versions and time.monotonic() < until_s:
                 time.sleep(0.001)
-            made.append(len(machine.beside))
+            made.append(len(machine.speculative_versions))
 
         for _ in range(3):
             plain(training, random.Random(0))

@@ -174,7 +174,7 @@ def run(training: Ranks, kinds: list[Callable[[Ranks], None]]) -> list[torch.Ten
         before = plain
         for kind in kinds:
             ahead = optimizer.engine._thread.speculation
-            foreseen = kind is before is plain and ahead._wanted
+            foreseen = kind is before is plain and ahead._is_armed
             kind(training)
             training.settle()
             optimizer.step()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from written import STORE, layout_of, manifest_of, write_checkpoint
 
-from offload.checkpoint.takeover import manifest_in_place, pinned_in, records_in, relocated, used_bytes
 from offload.checkpoint.manifest import CommitRecord, StoreRef, TileRef
 from offload.checkpoint.stores import Pin, store_folder, write_pins
+from offload.checkpoint.takeover import manifest_in_place, pinned_in, records_in, relocated, used_bytes
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter
 from offload.protocols import SECTOR_BYTES, TileId
