@@ -135,7 +135,7 @@ class Machine:
         self._sweep: Sweep | None = None
         self._speculative_versions: dict[int, list[tuple[TileId, Record]] | None] = {}
         """Subgroups with a speculative version, and where its tiles lie once all are written."""
-        self._is_on_hold = False
+        self.is_on_hold = False  # whether no further visit of the open sweep begins
         self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep
         self._stopped = False
         self._unfinished = 0
@@ -216,7 +216,7 @@ class Machine:
                 case Admit(subgroups):
                     self._admit(subgroups)
                 case Hold():
-                    self._is_on_hold = True
+                    self.is_on_hold = True
                 case Seal(confirmed, rest):
                     self._seal(confirmed, rest)
                 case BeginSave(save):
@@ -325,7 +325,7 @@ class Machine:
     def _open(self, sweep: Sweep) -> None:
         """Begin an open sweep: those of its visits for whose speculative versions the stores have room."""
         invariant(self._sweep is None and self.finished_sweep is None, "a sweep begins while another is under way")
-        self._sweep, self._is_on_hold = sweep, self.broken is not None
+        self._sweep, self.is_on_hold = sweep, self.broken is not None
         for place, visit in enumerate(sweep.visits):
             subgroup = visit.subgroup
             is_streamed = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
@@ -425,11 +425,12 @@ class Machine:
                 self._flush(subgroup, for_save=True)
 
     def _take_over(self, event: TakeOver) -> None:
+        """Go on from checkpoints' stores: their records are held, and some of them are the newest versions."""
         invariant(self.idle and not self._in_flight, "state is exchanged while it is in use")
         for path, limit_bytes in event.stores.items():
             holders = Counter(r.location for records in event.held_records.values() for r in records.values())
             self.index.take_over(path, limit_bytes, {x: n for x, n in holders.items() if x.path == path})
-        invariant(self.index.fits(), "stores that were taken up have no room for the plan")
+        invariant(self.index.fits(), "stores that were taken over have no room for the plan")
         self.saver.held_records.update({number: dict(records) for number, records in event.held_records.items()})
         for tile, record in event.records.items():
             subgroup = tile.subgroup
@@ -508,7 +509,7 @@ class Machine:
         self._flushes[subgroup].error = error
         if subgroup in self._speculative_versions:  # else it was revoked before
             del self._speculative_versions[subgroup]
-            self._is_on_hold = True
+            self.is_on_hold = True
 
     def _let_on(self, number: int) -> None:
         """Let the visit run that waits for a subgroup's state, if there is one."""
@@ -611,7 +612,7 @@ class Machine:
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
-            if self._sweep is not None and not (self._is_on_hold and self._sweep.is_open):
+            if self._sweep is not None and not (self.is_on_hold and self._sweep.is_open):
                 self._runs.start(self._sweep)
         if self.is_open:
             if self.broken is not None and self._gives_up():
@@ -629,7 +630,7 @@ class Machine:
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
-        if self._is_on_hold and self.is_open:
+        if self.is_on_hold and self.is_open:
             return
         line = self.staging.line
         while line:

@@ -173,7 +173,7 @@ class Saver:
         counts: Counter[int] = Counter()
         whole: list[tuple[TileId, Record]] = []
 
-        def unwritten(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
+        def to_write(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
             """Return the tiles that have to be written; a version that a checkpoint has is held again."""
             todo = []
             for tile, offset, nbytes in tiles:
@@ -189,7 +189,7 @@ class Saver:
         for subgroup in () if request.empty else plan.layout.subgroups:
             number = subgroup.index
             if plan.is_resident(number):
-                items = unwritten(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
+                items = to_write(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
                 if items:
                     save.todo[number], save.unwritten[number] = deque(items), len(items)
             elif number in unsaved:
@@ -200,7 +200,7 @@ class Saver:
                     record = known(self._index.get(tile), f"{tile} is clean and was never written")
                     whole.append((tile, record))
                     counts[nbytes] += not self._index.is_held(record.location)
-            save.weights += unwritten(subgroup.weight_tiles, versions[number], buffered=True, home=False)
+            save.weights += to_write(subgroup.weight_tiles, versions[number], buffered=True, home=False)
         save.reserve = +counts
         if not self._index.reserve(save.reserve):
             needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in save.reserve.items())

@@ -245,7 +245,7 @@ class SessionParts:
         if known_rates is not None:
             self.rates = known_rates
             return
-        caller.wait()  # or the probe slows forward and backward, and these the probe
+        caller.wait()  # forward and backward would slow the probe, and the probe them
         self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         if plan != self.plan:

@@ -201,7 +201,7 @@ def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
 
 @contextlib.contextmanager
 def named_shortage(doing: str) -> Iterator[None]:
-    """Turn what Python, torch and native code raise where the system gives no more into an `OffloadError`."""
+    """Turn errors for want of memory, threads or files, of Python, torch and native code, into `OffloadError`."""
     try:
         yield
     except OffloadError:

@@ -414,7 +414,7 @@ def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: P
     with pytest.raises(ConfigError, match="overlap"):
         offload.AdamW([weight], offload=config)
     with pytest.raises(ConfigError, match="overlap"):
-        offload.OffloadConfig(overlap="forward")
+        offload.OffloadConfig(overlap="sideways")
 
 
 def same_bits_for(
