@@ -277,10 +277,10 @@ def interleaved_update_s(node: Node, numels: Sequence[int], stride: int, ranks: 
         begun_s = executor.now_s
         executor.begin()
         machine.handle(Begin(Sweep(step, step, update_visits(plan, range(count)))))
-        pump(machine, executor, lambda machine: machine.finished is not None)
+        pump(machine, executor, lambda machine: machine.finished_sweep is not None)
         update_s = executor.now_s - begun_s
         pump(machine, executor, lambda machine: machine.in_flight == 0)
-        machine.take_finished()
+        machine.take_finished_sweep()
     return update_s
 
 
@@ -484,11 +484,11 @@ def streamed_update(
         for machine, numbers in zip(machines, members, strict=True):
             mine = sorted(range(len(numbers)), key=lambda local, n=numbers: turns.index(n[local]))
             machine.handle(Begin(Sweep(step, step, tuple(Visit(local) for local in mine))))
-        pump(together, executor, lambda _: all(machine.finished for machine in machines))  # type: ignore[arg-type]
+        pump(together, executor, lambda _: all(machine.finished_sweep for machine in machines))  # type: ignore[arg-type]
         update_s, waits = executor.now_s - begun_s, executor.waits()
         pump(together, executor, lambda _: not any(machine.in_flight for machine in machines))  # type: ignore[arg-type]
         for machine in machines:
-            machine.take_finished()
+            machine.take_finished_sweep()
         read, written = (a - b for a, b in zip(executor.moved_bytes(), moved, strict=True))
         found.append(Streamed(update_s, tuple(waits[number] for number in order), read, written))
         order, first, last = order[::-1] if cached else order, last, first

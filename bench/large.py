@@ -33,7 +33,16 @@ UNCLIPPED = 1000.0
 
 WAYS = ("read", "write")
 
-PLANNED = ("forward_s", "backward_s", "step_s", "iteration_s", "hidden_iteration_s", "bound_s", "lanes", "ahead")
+PLANNED = (
+    "forward_s",
+    "backward_s",
+    "step_s",
+    "iteration_s",
+    "hidden_iteration_s",
+    "bound_s",
+    "lanes",
+    "speculation",
+)
 SUMMED_UP = ("steps", "seconds", "tokens_per_s", "forward_s", "backward_s", "step_s", "optimizer_step_s", "lanes")
 """What the report has of a plan and of a summary: neither their folders nor this machine's."""
 
@@ -105,9 +114,9 @@ def main() -> None:
             "iteration_s": said["hidden_iteration_s"]["both"],
             "waiting_iteration_s": said["iteration_s"],
             "peak_bytes": said["node"]["used_bytes"]
-            + said["ahead"]["memory_bytes"]
+            + said["speculation"]["memory_bytes"]
             + line_through(beyond, shape.layers),
-            **{f"{way}_bytes": said["ahead"]["storage_bytes"] for way in WAYS},  # all of it, both ways
+            **{f"{way}_bytes": said["speculation"]["storage_bytes"] for way in WAYS},  # all of it, both ways
         }
         print(f"{shape.numel:,} parameters; predicted: {predicted}", flush=True)
         progress("the large model")

@@ -114,7 +114,7 @@ class Training:
         found["whole_s"] = sum(found[name] for name in NAMES)
         found["predicted"] = predicted_s / found["whole_s"]
         found["forward_bytes"] = sum(i.nbytes for i in self._moves() if began_s < i.finished_s <= arrives_s)
-        found["confirmed_bytes"] = self.optimizer.metrics().get("ahead/confirmed_bytes", math.nan)
+        found["confirmed_bytes"] = self.optimizer.metrics().get("speculation/confirmed_bytes", math.nan)
         if following is not None:
             following.remove()
         self.optimizer.engine.speculate(None)

@@ -39,6 +39,6 @@ def assert_replays(machine: Recorded) -> None:
     for name in ("plan", "failed", "finished", "moved", "phases", "slots", "in_flight"):
         assert getattr(again, name) == getattr(machine, name), name
     # An error of the machine's own is equal to no other.
-    assert repr((again.broken, again.saver.ended)) == repr((machine.broken, machine.saver.ended))
-    assert again.saver.held == machine.saver.held
+    assert repr((again.broken, again.saver.finished_save)) == repr((machine.broken, machine.saver.finished_save))
+    assert again.saver.held_records == machine.saver.held_records
     assert vars(again.index) == vars(machine.index)

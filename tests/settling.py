@@ -10,16 +10,17 @@ LONG_S = 120.0
 
 
 def settle(engine: offload.Engine) -> None:
-    """Wait until what can be made ahead has been made: else it is a matter of luck how much of it there is."""
-    engine._thread.wait_pending()  # only a step that is over says what can be made ahead of the next one
-    machine, ahead = engine._parts.machine, engine._thread.speculation
+    """Wait until all speculative versions have been made: else it is a matter of luck how much of it there is."""
+    engine._thread.wait_pending()  # only a step that is over says what is opened for the next one
+    machine, speculation = engine._parts.machine, engine._thread.speculation
     until_s = time.monotonic() + LONG_S
-    while ahead._wanted:
-        able = [number for number in [*ahead._left] if number in machine.staging.turns]  # what there is room for
-        final = [number for number in able if ahead._left[number] <= 0]
-        if machine.broken is not None or (machine._held and machine.is_open and not machine.in_flight):
+    while speculation._is_armed:
+        missing = dict(speculation._missing_gradients)
+        final = [n for n, count in missing.items() if count <= 0 and n in machine.staging.priorities]
+        if machine.broken is not None or (machine.is_on_hold and machine.is_open and not machine.in_flight):
             return  # no more is made
-        if machine.is_open and not machine.in_flight and all(number in machine.beside for number in final):
+        versions = machine.speculative_versions
+        if machine.is_open and not machine.in_flight and all(number in versions for number in final):
             return
-        assert time.monotonic() < until_s, "what can be made ahead is not made"
+        assert time.monotonic() < until_s, "a speculative version is not made"
         time.sleep(0.001)

@@ -176,7 +176,7 @@ class OffloadedOptimizer:
         None where nobody can tell: weights have moved, or the loss scale is not the last step's, which is what the
         engine expects.
         """
-        kept = self.shard.read_ahead()
+        kept = self.shard.read_by_speculation()
         if kept is None or float(self.loss_scale) != self._stepped_scale:
             return None
         return group_scalars(self.optimizer), kept

@@ -106,8 +106,8 @@ class Shard:
             self.gradients = DeviceGradients(self.pieces, self.engine, weights[0].device, dtypes)
         self._bind_weights()
 
-    def read_ahead(self) -> list[torch.Tensor] | None:
-        """Return what updates ahead of the step read: gradients, and fp32 weights, which are masters.
+    def read_by_speculation(self) -> list[torch.Tensor] | None:
+        """Return what speculative updates read: gradients, and fp32 weights, which are masters.
 
         None if weights are not where they are bound, or gradients are not in host memory.
         """

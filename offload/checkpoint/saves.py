@@ -544,7 +544,7 @@ class Saves:
                 end = used_bytes(pinned)
                 takeover.limit_bytes[number] = end + min(index.limit_bytes(number), tier.free_bytes())
                 counts = Counter(record.location for one in pinned for record in one.records.values())
-                trial.take_up(number, takeover.limit_bytes[number], counts)
+                trial.take_over(number, takeover.limit_bytes[number], counts)
             if not trial.fits():
                 locked.give_up()
                 takeover.limit_bytes.clear()

@@ -770,7 +770,10 @@ def _as_dict(
         "step_s": answer.step_s,
         "iteration_s": answer.iteration_s,
         "hidden_iteration_s": dict(answer.overlapped_s),
-        "ahead": {"memory_bytes": plan.ahead_memory_bytes, "storage_bytes": plan.ahead_storage_bytes},
+        "speculation": {
+            "memory_bytes": plan.speculative_memory_bytes,
+            "storage_bytes": plan.speculative_storage_bytes,
+        },
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
         "bound_by": cost.bound_by,
@@ -811,7 +814,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
             line += f"; with the step hidden {hidden}"
         lines.append(line)
     if "backward" in answer.overlapped_s:
-        memory, storage = format_bytes(plan.ahead_memory_bytes), format_bytes(plan.ahead_storage_bytes)
+        memory, storage = format_bytes(plan.speculative_memory_bytes), format_bytes(plan.speculative_storage_bytes)
         lines.append(f"hidden in backward, a step takes {memory} more of a rank's memory and {storage} of its paths")
     if answer.prediction is not None:
         lines += str(answer.prediction).splitlines()[1:]

@@ -49,8 +49,8 @@ class Tables:
         self._starts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of pieces, in the unsharded parameters
         self._scalars: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._flags: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._ahead = self._scalars, self._flags  # of the step that is expected
-        self._weights_ahead = self.weights  # ... as they lay when it was
+        self._expected_rows = self._scalars, self._flags  # of the step that is expected
+        self._expected_weights = self.weights  # ... as they lay when it was
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
         self._reload: list[npt.NDArray[np.bool_]] = []
         self._layout = Layout((), ())
@@ -85,10 +85,10 @@ class Tables:
         self._scalars, self._flags, has_active = self._rows(groups, clip / scale, active)
         return tuple(np.flatnonzero(has_active).tolist())
 
-    def begin_ahead(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
+    def expect_step(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
         """Prepare the scalars of the expected update, without clipping."""
-        self._ahead = self._rows(groups, 1.0 / scale, active)[:2]
-        self._weights_ahead = self.weights.copy()  # the caller keeps these weights alive; later ones may be gone
+        self._expected_rows = self._rows(groups, 1.0 / scale, active)[:2]
+        self._expected_weights = self.weights.copy()  # the caller keeps these weights alive; later ones may be gone
 
     def _rows(
         self, groups: Sequence[Any], factor: float, active: Sequence[int]
@@ -186,7 +186,7 @@ class Tables:
             **rounding,
         )
 
-    def fill_ahead(
+    def fill_speculative(
         self,
         subgroup: int,
         address: int,
@@ -214,10 +214,10 @@ class Tables:
             fresh=False,
             update=True,
             weights_address=image_address if on_gpu else None,
-            weights=self._weights_ahead,
+            weights=self._expected_weights,
             gradients=slots[0],
             gradient_dtypes=slots[1],
-            rows=self._ahead,
+            rows=self._expected_rows,
         )
         table["flags"] &= ~np.uint32(SegmentFlag.LOAD_MASTER)
         layout, offset = self._layout.subgroups[subgroup], self._columns[subgroup][2]
@@ -226,25 +226,25 @@ class Tables:
         table["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
         return table
 
-    def is_as_ahead(
+    def matches_speculative(
         self,
         subgroup: int,
         address: int,
-        ahead: npt.NDArray[Any],
+        speculative: npt.NDArray[Any],
         gradients: npt.NDArray[np.uint64],
         image_address: int | None,
     ) -> bool:
-        """Return whether the last step begun would update a subgroup just as a table of `fill_ahead` does.
+        """Return whether the last step begun would update a subgroup just as a table of `fill_speculative` does.
 
         Args:
             subgroup: The subgroup.
             address: Address of its state in memory.
-            ahead: The table of `fill_ahead`.
+            speculative: The table of `fill_speculative`.
             gradients: Address of each parameter's gradient in that step.
             image_address: Address of an image of its weights; None for weights in host memory.
         """
         layout = self._layout.subgroups[subgroup]
-        expected = checked(ahead).copy()  # of the whole row: by a rule's names, fields in between would be lost
+        expected = checked(speculative).copy()  # of the whole row: by a rule's names, fields in between would be lost
         expected["read"] = 0
         expected[_new_weights(layout)] = 0
         table = self.fill(

@@ -95,17 +95,17 @@ class StateViews:
         self._tables.changed(subgroup)
         return table
 
-    def table_ahead(
+    def speculative_table(
         self,
         run: Run,
         image_address: int,
         slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
         sums: npt.NDArray[np.uint64],
     ) -> tuple[int, npt.NDArray[Any]]:
-        """Return the state's address and the kernel's table for a run ahead; see `Tables.fill_ahead`."""
+        """Return the state's address and the kernel's table for a speculative run; see `Tables.fill_speculative`."""
         address = self._address(run)
         on_gpu = self.plan.weights_on_gpu
-        return address, self._tables.fill_ahead(
+        return address, self._tables.fill_speculative(
             run.visit.subgroup, address, image_address, slots, sums, on_gpu=on_gpu
         )
 

@@ -155,8 +155,8 @@ class _Session:
         executor.end_turn()
         if timeline:
             observe(known, timeline)
-        pump(machine, executor, lambda machine: machine.finished is not None)
-        machine.take_finished()
+        pump(machine, executor, lambda machine: machine.finished_sweep is not None)
+        machine.take_finished_sweep()
         self._check()
         return list(executor.timeline)
 

@@ -123,7 +123,7 @@ class Budgets:
         staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
         paths: What each path offers.
         gradient_bytes: Bytes of the gradient slots, named in the plan.
-        ahead: Whether memory is for new weights of what is streamed, which updates during backward make.
+        speculates: Whether memory is for new weights of what is streamed, which updates during backward make.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
         gpu_staging_bytes: GPU memory for staging slots: state at home elsewhere passes through them to be updated.
@@ -140,7 +140,7 @@ class Budgets:
     staging_bytes: int | None = None
     paths: tuple[PathBudget, ...] = ()
     gradient_bytes: int = 0
-    ahead: bool = False
+    speculates: bool = False
     follow_rates: bool = False
     gpu_bytes: int = 0
     gpu_staging_bytes: int = 0
@@ -188,8 +188,8 @@ class Plan:
         """Return whether a subgroup's state is at home in memory, of the host or the GPU."""
         return self.homes[subgroup] is not Home.STREAMED
 
-    def may_be_ahead(self, subgroup: int) -> bool:
-        """Return whether a subgroup can be updated ahead of a step: streamed, by the CPU, from host memory."""
+    def may_speculate(self, subgroup: int) -> bool:
+        """Return whether a subgroup can be updated before its step: streamed, by the CPU, from host memory."""
         if self.is_resident(subgroup):
             return False
         # An fp32 weight is the master: where it lies on a GPU, the step fetches it.
@@ -197,8 +197,8 @@ class Plan:
         return not (self.weights_on_gpu and (self.updates_on_gpu(subgroup) or is_master))
 
     @property
-    def _ahead(self) -> Iterable[Subgroup]:
-        return (subgroup for subgroup in self.layout.subgroups if self.may_be_ahead(subgroup.index))
+    def _speculative(self) -> Iterable[Subgroup]:
+        return (subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
 
     def at_home_on_gpu(self, subgroup: int) -> bool:
         """Return whether a subgroup's state is at home in GPU memory."""
@@ -250,19 +250,19 @@ class Plan:
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @cached_property
-    def ahead_memory_bytes(self) -> int:
+    def speculative_memory_bytes(self) -> int:
         """Bytes of host memory that updates during backward take, if all that may be are made: for new weights."""
-        return sum(subgroup.weight_bytes for subgroup in self._ahead)
+        return sum(subgroup.weight_bytes for subgroup in self._speculative)
 
     @cached_property
-    def ahead_storage_bytes(self) -> int:
-        """Bytes that they take on the paths besides: of each tile with its header a version beside the live one."""
-        return sum((nbytes + SECTOR_BYTES) * count for s in self._ahead for nbytes, count in s.tile_sizes)
+    def speculative_storage_bytes(self) -> int:
+        """Bytes that they take on the paths besides: a speculative version of each tile, with its header."""
+        return sum((nbytes + SECTOR_BYTES) * count for s in self._speculative for nbytes, count in s.tile_sizes)
 
     @property
     def image_bytes(self) -> int:
         """Bytes of host memory that are for new weights made during backward."""
-        return self.ahead_memory_bytes if self.budgets.ahead else 0
+        return self.speculative_memory_bytes if self.budgets.speculates else 0
 
     @property
     def state_bytes(self) -> int:
@@ -339,9 +339,9 @@ class Plan:
         return self.storage_bytes + self.checkpoint_bytes + self._end_bytes
 
     @cached_property
-    def has_room_ahead(self) -> bool:
-        """Whether the paths have room for `ahead_storage_bytes` besides; else part of the state is made ahead."""
-        return self.checkpoint_bytes + self.ahead_storage_bytes <= self._spare_bytes
+    def has_room_to_speculate(self) -> bool:
+        """Whether the paths have room for `speculative_storage_bytes` besides; else only part is speculated on."""
+        return self.checkpoint_bytes + self.speculative_storage_bytes <= self._spare_bytes
 
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
@@ -455,8 +455,10 @@ class Plan:
                 part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
                 lines.append(f"               {part:>10}  on {path.name}")
         if self.image_bytes:
-            room = "" if self.has_room_ahead else ", which is more than there is: part is updated during backward"
-            size = format_bytes(self.ahead_storage_bytes)
+            room = (
+                "" if self.has_room_to_speculate else ", which is more than there is: part is updated during backward"
+            )
+            size = format_bytes(self.speculative_storage_bytes)
             lines.append(f"               {size:>10}  versions made during backward, beside the live ones{room}")
         if self.checkpoint_bytes:
             room = "" if self.has_room_for_checkpoints else ", which is more than there is"

@@ -92,7 +92,7 @@ def with_backward_s(
         factor: By which all of the prediction is longer.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    ahead = [s for s in plan.layout.subgroups if plan.may_be_ahead(s.index)]
+    ahead = [s for s in plan.layout.subgroups if plan.may_speculate(s.index)]
     streamed_bytes, moved_bytes = sum(s.state_bytes for s in ahead), sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
@@ -147,7 +147,7 @@ def predict(
 
     def has_finished(machine: Machine) -> bool:
         report((number - 1) * len(everything) + len(machine.moved), steps * len(everything))
-        return machine.finished is not None
+        return machine.finished_sweep is not None
 
     for number in range(1, steps + 1):
         executor.record_timeline = timeline and number == steps
@@ -157,7 +157,7 @@ def predict(
         executor.inject(Begin(Sweep(number, number, visits)), begun_s)
         pump(machine, executor, has_finished)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
-        machine.take_finished()
+        machine.take_finished_sweep()
         heard_s = executor.now_s + rates.reaction_s  # whoever waits for it hears of it; the GPU waits for itself
         step_s = max(heard_s, executor.device_ends_s) - begun_s
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # what ends behind forward and backward

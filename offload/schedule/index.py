@@ -1,8 +1,8 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
 A slot is taken by `claim`, then named by `commit`, given back by `abandon` or written off by `lose`. Checkpoints set
-room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes `take_up`s stores and `adopt`s
-tiles.
+room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes may `take_over` stores and
+`adopt` tiles.
 
 Invariants:
   * a slot is free, claimed (a write is on its way) or in use: live (an index entry names it), held (checkpoints name
@@ -161,12 +161,12 @@ class TileIndex:
             slot_counts: How many, by payload bytes.
             spare: Whether to leave the room that checkpoints may still need.
         """
-        wanted = dict(self._unmade)
+        unmade = dict(self._unmade)
         for nbytes, count in slot_counts.items():
-            wanted[nbytes] = wanted.get(nbytes, 0) + count
+            unmade[nbytes] = unmade.get(nbytes, 0) + count
         usable = any(store.usable for store in self._stores)
-        kept = self._promised_bytes() if spare else 0
-        if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted, leaves=spare) < kept):
+        promised_bytes = self._promised_bytes() if spare else 0
+        if any(slot_counts.values()) and (not usable or self._spare_bytes(unmade, leaves=spare) < promised_bytes):
             return False
         self._change_unmade(slot_counts, 1)
         return True
@@ -204,7 +204,7 @@ class TileIndex:
 
     # Going on from a checkpoint where it lies
 
-    def take_up(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
+    def take_over(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
         """Replace a store that is still empty by one that an earlier session has written.
 
         Args:

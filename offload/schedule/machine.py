@@ -10,9 +10,9 @@ Books of their own stand beside it: `offload.schedule.staging` (phases of subgro
 `offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add).
 
 A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
-version beside the live one, and that is written to slots of its own at once. The live version stays where it is on
-storage until `Seal` makes versions live or revokes them, and begins what is left of the step; nothing of a revoked
-version is used again.
+speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
+where it is on storage until `Seal` makes speculative versions live or revokes them, and begins what is left of the
+step; nothing of a revoked version is used again.
 
 Invariants, verified by `check`, with those of the books:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
@@ -55,7 +55,7 @@ from offload.schedule.operations import (
     Stop,
     Sweep,
     Taken,
-    TakeUp,
+    TakeOver,
     Transfer,
     Visit,
     WriteTile,
@@ -86,12 +86,12 @@ def update_visits(
 
 @dataclass(slots=True)
 class _Flush:
-    left: int
+    unwritten: int  # tiles
     step: int  # the version that is written
     records: list[tuple[TileId, Record]] = field(default_factory=list)
     for_save: bool = False  # nothing but a save needs it
-    beside: bool = False  # of a version beside the live one, which no seal has confirmed
-    room: Counter[int] = field(default_factory=Counter)  # slots that are reserved for it, its sweep having ended
+    speculative: bool = False  # the version that is written is speculative, and not confirmed yet
+    reserved: Counter[int] = field(default_factory=Counter)  # slots, from when its sweep has been sealed
     error: Exception | None = None
 
 
@@ -115,15 +115,15 @@ class Machine:
         self.plan = plan
         self.index = index
         self.broken: Exception | None = None
-        self.finished: Sweep | None = None
-        """The last sweep that ended, well or (with `failed` set) not, until it is `Taken`."""
+        self.finished_sweep: Sweep | None = None
+        """The last sweep once it has ended, or (with `failed` set) was given up; None once it is `Taken`."""
         self.failed = False
         """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
         is set, and the sweep counts."""
         self.moved: list[int] = []
         """Subgroups that the current (or last) sweep has changed, in that order, those first that it was sealed with;
         none after a `Stop` between sweeps, or where an open sweep breaks."""
-        self.ended: list[int] = []
+        self.ended_visits: list[int] = []
         """Subgroups whose visit has ended in the current (or last) sweep, in that order: weights that it changes are
         there, or on their way on the lane of pushes."""
         self._on_warning = on_warning
@@ -133,16 +133,16 @@ class Machine:
         self._in_flight: dict[int, Operation] = {}
         self._flushes: dict[int, _Flush] = {}
         self._sweep: Sweep | None = None
-        self._beside: dict[int, list[tuple[TileId, Record]] | None] = {}
-        """Subgroups with a version beside the live one, and where its tiles lie once all are written."""
-        self._held = False
-        self._room: Counter[int] = Counter()  # slots that are reserved for the open sweep
+        self._speculative_versions: dict[int, list[tuple[TileId, Record]] | None] = {}
+        """Subgroups with a speculative version, and where its tiles lie once all are written."""
+        self.is_on_hold = False  # whether no further visit of the open sweep begins
+        self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
-        self._out: list[Operation] = []
-        self._runs = Runs(plan, self.staging, self._take_op, self._issue)
-        self.saver = Saver(index, self._take_op, self._issue, self._let_on)
+        self._decided: list[Operation] = []
+        self._runs = Runs(plan, self.staging, self._new_op, self._issue)
+        self.saver = Saver(index, self._new_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
 
@@ -164,9 +164,9 @@ class Machine:
         return self._runs.count
 
     @property
-    def beside(self) -> Collection[int]:
-        """Subgroups that have a version beside the live one."""
-        return self._beside.keys()
+    def speculative_versions(self) -> Collection[int]:
+        """Subgroups that have a speculative version."""
+        return self._speculative_versions.keys()
 
     @property
     def in_flight(self) -> int:
@@ -180,8 +180,8 @@ class Machine:
 
     @property
     def live_slots(self) -> Mapping[int, int]:
-        """Those of them that hold the live version: what is beside it may be revoked, and is not cached then."""
-        return {n: slot for n, slot in self.slots.items() if n not in self._beside}
+        """Those of them that hold the live version: a speculative one may be revoked, and is not cached then."""
+        return {n: slot for n, slot in self.slots.items() if n not in self._speculative_versions}
 
     @property
     def phases(self) -> Sequence[Phase]:
@@ -192,19 +192,19 @@ class Machine:
         """Return whether a subgroup's state has never been changed."""
         return self._subgroups[subgroup].version is None
 
-    def take_finished(self) -> Sweep | None:
-        """Return the sweep that has ended since the last call, if any."""
-        finished = self.finished
-        if finished is not None:
-            self.handle(Taken(finished))
-        return finished
+    def take_finished_sweep(self) -> Sweep | None:
+        """Return the sweep that has finished since the last call, if any."""
+        sweep = self.finished_sweep
+        if sweep is not None:
+            self.handle(Taken(sweep))
+        return sweep
 
-    def take_saved(self) -> tuple[Save, Exception | None] | None:
-        """Return the save that has ended since the last call, if any, and why it failed."""
-        ended = self.saver.ended
-        if ended is not None:
-            self.handle(Taken(ended[0]))
-        return ended
+    def take_finished_save(self) -> tuple[Save, Exception | None] | None:
+        """Return the save that has finished since the last call, if any, and why it failed."""
+        finished = self.saver.finished_save
+        if finished is not None:
+            self.handle(Taken(finished[0]))
+        return finished
 
     def handle(self, event: Event) -> None:
         """Take in one event; operations that follow from it are then in `take_operations`."""
@@ -216,23 +216,23 @@ class Machine:
                 case Admit(subgroups):
                     self._admit(subgroups)
                 case Hold():
-                    self._held = True
+                    self.is_on_hold = True
                 case Seal(confirmed, rest):
                     self._seal(confirmed, rest)
                 case BeginSave(save):
                     self._begin_save(save)
                 case Taken(Sweep()):
-                    self.finished = None
+                    self.finished_sweep = None
                     return
                 case Taken(Save()):
-                    self.saver.ended = None
+                    self.saver.finished_save = None
                     return
                 case Extend(plan):
                     self._extend(plan)
                 case Reshare(shares):
                     self.index.reshare(shares)
-                case TakeUp():
-                    self._take_up(event)
+                case TakeOver():
+                    self._take_over(event)
                 case Release(number):
                     self.saver.release(number)
                 case Done(op, checksum):
@@ -242,7 +242,7 @@ class Machine:
                     self._failed(self._pop(op), error)
                 case Stop(error):
                     self._stopped = True
-                    if self.finished is not None:  # nobody has taken note of its end, and it is none
+                    if self.finished_sweep is not None:  # nobody has taken note of its end, and it is none
                         self.failed = True
                     elif self.idle:
                         self.moved = []
@@ -254,7 +254,7 @@ class Machine:
 
     def take_operations(self) -> list[Operation]:
         """Return the operations to be started now, in order; each is returned once."""
-        out, self._out = self._out, []
+        out, self._decided = self._decided, []
         return out
 
     def check(self) -> None:
@@ -269,12 +269,11 @@ class Machine:
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
                 self._check_waits(number, subgroup, subgroup.visit)
-        invariant(
-            not self._beside or self.is_open or self.broken is not None, "a version beside the live one is left"
-        )
-        for number, records in self._beside.items():
+        may_be = self.is_open or self.broken is not None
+        invariant(may_be or not self._speculative_versions, "a speculative version is left")
+        for number, records in self._speculative_versions.items():
             flush = self._flushes.get(number)
-            written = records is not None or (flush is not None and flush.beside)
+            written = records is not None or (flush is not None and flush.speculative)
             invariant(written or self.broken is not None, f"a version of subgroup {number} is not written")
         self.index.check()
 
@@ -304,12 +303,12 @@ class Machine:
 
     def _begin(self, sweep: Sweep, moved: Iterable[int] = ()) -> None:
         invariant(self._sweep is None, "a sweep begins while another is under way")
-        invariant(self.finished is None, "a sweep begins before the last one was taken")
+        invariant(self.finished_sweep is None, "a sweep begins before the last one was taken")
         subgroups = [visit.subgroup for visit in sweep.visits]
         invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
         self._sweep = sweep
         self._unfinished = len(subgroups)
-        self.moved, self.ended = [*moved], []
+        self.moved, self.ended_visits = [*moved], []
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
@@ -324,24 +323,24 @@ class Machine:
     # Open sweeps
 
     def _open(self, sweep: Sweep) -> None:
-        """Begin an open sweep, of the visits that the stores have room for beside the live versions."""
-        invariant(self._sweep is None and self.finished is None, "a sweep begins while another is under way")
-        self._sweep, self._held = sweep, self.broken is not None
-        turns = self.staging.turns
+        """Begin an open sweep: those of its visits for whose speculative versions the stores have room."""
+        invariant(self._sweep is None and self.finished_sweep is None, "a sweep begins while another is under way")
+        self._sweep, self.is_on_hold = sweep, self.broken is not None
         for place, visit in enumerate(sweep.visits):
             subgroup = visit.subgroup
-            able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
-            plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
-            if not (visit.speculative and able and plain):  # not by `invariant`: its message costs more than a visit
+            is_streamed = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
+            is_plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
+            # Not by `invariant`: its message costs more than a visit.
+            if not (visit.speculative and is_streamed and is_plain):
                 raise InternalError(f"{visit} is speculative (this is a bug in offload)")
             room = self._slots_of(subgroup)
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
-            self._room += room
-            self._subgroups[subgroup].visit, turns[subgroup] = visit, (True, place)
+            self._reserved += room
+            self._subgroups[subgroup].visit, self.staging.priorities[subgroup] = visit, (True, place)
             phase = self._subgroups[subgroup].phase
             if phase is Phase.DIRTY:
-                self._flush(subgroup)  # the live version is whole on storage before there is one beside it
+                self._flush(subgroup)  # the live version is whole on storage before there is a speculative one
             elif phase is Phase.ABSENT:
                 self.staging.line.append(subgroup)
 
@@ -352,7 +351,7 @@ class Machine:
                 self._let_on(number)
 
     def _seal(self, confirmed: Collection[int], rest: Sweep | None) -> None:
-        """Make confirmed versions the newest, revoke the others, and begin what is left of the step."""
+        """Make confirmed versions live, revoke the others, and begin what is left of the step."""
         if self.broken is not None:
             self._drop_open()
             confirmed = ()
@@ -363,26 +362,26 @@ class Machine:
 
     def _end_open(self, confirmed: Collection[int]) -> None:
         invariant(self.is_open and not self.runs, "versions are confirmed while they are being made")
-        invariant(self._beside.keys() >= set(confirmed), "a version is confirmed that is not there")
+        invariant(self._speculative_versions.keys() >= set(confirmed), "a version is confirmed that is not there")
         sweep, self._sweep = self._sweep, None
         self._forget_waiting()
-        made, self._beside = self._beside, {}
+        versions, self._speculative_versions = self._speculative_versions, {}
         for subgroup in confirmed:
             self._subgroups[subgroup].version = sweep.step if sweep else 0
-            records = made.pop(subgroup)
+            records = versions.pop(subgroup)
             if records is None:
-                self._flushes[subgroup].beside = False
+                self._flushes[subgroup].speculative = False
             else:
                 self._commit(records)
-        for subgroup, records in made.items():
+        for subgroup, records in versions.items():
             if records is not None:  # else when the flush has ended
                 self._revoke(subgroup, records)
         for subgroup, flush in self._flushes.items():
-            if flush.beside and not flush.room:  # it may still fail, and lose slots
-                flush.room = self._slots_of(subgroup)
-                self._room -= flush.room
-        self.index.give_back(self._room)
-        self._room.clear()
+            if flush.speculative and not flush.reserved:  # revoked: its writes may still fail, and lose slots
+                flush.reserved = self._slots_of(subgroup)
+                self._reserved -= flush.reserved
+        self.index.give_back(self._reserved)
+        self._reserved.clear()
 
     def _slots_of(self, subgroup: int) -> Counter[int]:
         return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
@@ -391,11 +390,11 @@ class Machine:
         """Forget the open sweep, if there is one, as the machine has broken."""
         if self.is_open:
             self._sweep = None
-        self._beside = {}
+        self._speculative_versions = {}
         self._forget_waiting()
 
     def _revoke(self, subgroup: int, records: Iterable[tuple[TileId, Record]]) -> None:
-        """Give back the slots of a version beside the live one, and the staging slot that holds it."""
+        """Give back the slots of a speculative version, and the staging slot that holds it."""
         for _, record in records:
             self.index.abandon(record.location)
         self.staging.vacate(subgroup)
@@ -418,25 +417,25 @@ class Machine:
         versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
         dirty = list(self.staging.dirty)
-        unsaved = dict.fromkeys([*dirty, *(n for n, flush in self._flushes.items() if not flush.beside)])
+        unsaved = dict.fromkeys([*dirty, *(n for n, flush in self._flushes.items() if not flush.speculative)])
         if self.broken is not None:
-            self.saver.ended = save, self.broken
+            self.saver.finished_save = save, self.broken
         elif self.saver.begin(save, self.plan, unsaved, versions):
             for subgroup in () if save.empty else dirty:
                 self._flush(subgroup, for_save=True)
 
-    def _take_up(self, event: TakeUp) -> None:
+    def _take_over(self, event: TakeOver) -> None:
+        """Go on from checkpoints' stores: their records are held, and some of them are the newest versions."""
         invariant(self.idle and not self._in_flight, "state is exchanged while it is in use")
         for path, limit_bytes in event.stores.items():
-            held = Counter(r.location for records in event.held.values() for r in records.values())
-            self.index.take_up(path, limit_bytes, {x: n for x, n in held.items() if x.path == path})
-        invariant(self.index.fits(), "stores that were taken up have no room for the plan")
-        self.saver.held.update({number: dict(records) for number, records in event.held.items()})
+            holders = Counter(r.location for records in event.held_records.values() for r in records.values())
+            self.index.take_over(path, limit_bytes, {x: n for x, n in holders.items() if x.path == path})
+        invariant(self.index.fits(), "stores that were taken over have no room for the plan")
+        self.saver.held_records.update({number: dict(records) for number, records in event.held_records.items()})
         for tile, record in event.records.items():
             subgroup = tile.subgroup
-            invariant(
-                not self.plan.is_resident(subgroup), f"state of subgroup {subgroup} at home in memory is exchanged"
-            )
+            is_streamed = not self.plan.is_resident(subgroup)
+            invariant(is_streamed, f"state of subgroup {subgroup} at home in memory is exchanged")
             self.staging.vacate(subgroup)
             self.staging.dirty.pop(subgroup, None)
             self._subgroups[subgroup].version = record.step
@@ -464,7 +463,7 @@ class Machine:
                 self._settle(subgroup, changed=True)
             case Transfer(subgroup=subgroup):
                 self._unfinished -= 1
-                self.ended.append(subgroup)
+                self.ended_visits.append(subgroup)
                 if self.broken is None:
                     self._runs.await_push(operation)
             case AwaitPush(weight_slot=weight_slot):
@@ -476,12 +475,12 @@ class Machine:
     def _flushed_tile(self, subgroup: int) -> bool:
         """Take in that a tile of a flush has ended; return whether it was the last."""
         flush = self._flushes[subgroup]
-        flush.left -= 1
-        if flush.left:
+        flush.unwritten -= 1
+        if flush.unwritten:
             return False
         del self._flushes[subgroup]
-        if flush.beside:
-            self._flushed_beside(subgroup, flush)
+        if flush.speculative:
+            self._flushed_speculative(subgroup, flush)
             return True
         if flush.error is None:
             self._commit(flush.records)
@@ -494,26 +493,26 @@ class Machine:
         self.saver.abort(flush.error)
         return True
 
-    def _flushed_beside(self, subgroup: int, flush: _Flush) -> None:
-        """Take in that a version beside the live one has been written, or has not."""
-        self.index.give_back(flush.room)
+    def _flushed_speculative(self, subgroup: int, flush: _Flush) -> None:
+        """Take in that a speculative version has been written, or could not be."""
+        self.index.give_back(flush.reserved)
         self.staging.to(subgroup, Phase.READY)
-        if flush.error is None and subgroup in self._beside:
-            self._beside[subgroup] = flush.records
+        if flush.error is None and subgroup in self._speculative_versions:
+            self._speculative_versions[subgroup] = flush.records
             return
         self._revoke(subgroup, flush.records)
         if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
-            self.staging.file(subgroup)
+            self.staging.enqueue(subgroup)
 
-    def _give_up_beside(self, subgroup: int, error: Exception) -> None:
-        """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
+    def _give_up_version(self, subgroup: int, error: Exception) -> None:
+        """Drop a speculative version that cannot be written, and begin no visit of the open sweep any more."""
         self._flushes[subgroup].error = error
-        if subgroup in self._beside:  # else it was revoked before
-            del self._beside[subgroup]
-            self._held = True
+        if subgroup in self._speculative_versions:  # else it was revoked before
+            del self._speculative_versions[subgroup]
+            self.is_on_hold = True
 
     def _let_on(self, number: int) -> None:
-        """Let the visit go on that waits for a subgroup's state, if one does."""
+        """Let the visit run that waits for a subgroup's state, if there is one."""
         visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
         may_run = not self.is_open or (phase is Phase.READY and self.staging.is_admitted(number))
         if visit is not None and may_run:
@@ -525,8 +524,8 @@ class Machine:
         if visit.speculative:
             self.staging.to(number, Phase.DIRTY)
             if self.broken is None:
-                self._beside[number] = None
-                self._flush(number, beside=True)
+                self._speculative_versions[number] = None
+                self._flush(number, speculative=True)
             return
         if visit.changes:
             subgroup = self._subgroups[number]
@@ -536,7 +535,7 @@ class Machine:
         flushes = visit.changes and through is not None
         if not (flushes and not visit.gpu):  # else when the weights are on their lane
             self._unfinished -= 1
-            self.ended.append(number)
+            self.ended_visits.append(number)
         if through is not None and not visit.changes:
             self._runs.free(through, gpu=visit.gpu)
         if not (flushes and visit.gpu):  # else when the state has come back
@@ -559,9 +558,9 @@ class Machine:
         if isinstance(operation, SaveOperation):
             self.saver.landed(operation, 0, error)
             return
-        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].beside:
+        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
             self.index.lose(operation.record.location)
-            self._give_up_beside(operation.tile.subgroup, error)
+            self._give_up_version(operation.tile.subgroup, error)
             self._flushed_tile(operation.tile.subgroup)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
@@ -598,11 +597,11 @@ class Machine:
                 self.moved = []  # by the step before, which was whole
             self._on_break(error)
             self.broken = error
-            for operation in self._out:  # decided in the same breath, and not handed over yet
+            for operation in self._decided:  # and not handed over yet
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):
                     self._runs.device_of(operation.visit).runs -= 1
-            self._out.clear()
+            self._decided.clear()
             self.saver.break_off(error)
 
     # Decisions ------------------------------------------------------------------------------------------------
@@ -613,29 +612,29 @@ class Machine:
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
-            if self._sweep is not None and not (self._held and self._sweep.is_open):
+            if self._sweep is not None and not (self.is_on_hold and self._sweep.is_open):
                 self._runs.start(self._sweep)
         if self.is_open:
             if self.broken is not None and self._gives_up():
                 self._drop_open()
         elif self._sweep is not None and (self._gives_up() or not self._unfinished):
-            self.finished, self._sweep = self._sweep, None
+            self.finished_sweep, self._sweep = self._sweep, None
             self.failed = self._unfinished > 0
             self._forget_waiting()
 
     def _gives_up(self) -> bool:
-        """Return whether the sweep ends unfinished; what a checkpoint has in flight touches no caller's memory."""
+        """Return whether the sweep is given up now; what a checkpoint has in flight touches no caller's memory."""
         if self.broken is None:
             return False
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
-        if self._held and self.is_open:
+        if self.is_on_hold and self.is_open:
             return
         line = self.staging.line
         while line:
-            slot = self.staging.take_clean()
+            slot = self.staging.vacate_clean()
             if slot is None and self.is_open:
                 slot = self.staging.evict(line[0])
             if slot is None:
@@ -665,26 +664,26 @@ class Machine:
             record = self.index.get(tile)
             if record is None:
                 raise InternalError(f"{tile} was changed but never written, and its memory is gone")
-            self._issue(ReadTile(self._take_op(), tile, slot, offset, record))
+            self._issue(ReadTile(self._new_op(), tile, slot, offset, record))
 
-    def _flush(self, subgroup: int, *, for_save: bool = False, beside: bool = False) -> None:
+    def _flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = known(self._subgroups[subgroup].slot, "what is flushed has no slot")
         self.staging.to(subgroup, Phase.FLUSHING)
         self.staging.dirty.pop(subgroup, None)
-        step = self._sweep.step if beside and self._sweep else self._subgroups[subgroup].version or 0
-        self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, beside=beside)
+        step = self._sweep.step if speculative and self._sweep else self._subgroups[subgroup].version or 0
+        self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, speculative=speculative)
         for number, (tile, offset, nbytes) in enumerate(tiles):
             if not self._write(tile, slot, offset, nbytes):
                 detail = f"no path has room left for {tile}"
                 error = TierFullError("write", tier="storage", path="(all)", detail=detail)
-                if not (for_save or beside):
+                if not (for_save or speculative):
                     self._break(error)
                     return
-                if beside:
-                    self._give_up_beside(subgroup, error)
+                if speculative:
+                    self._give_up_version(subgroup, error)
                 flush.error = error
-                flush.left -= len(tiles) - number - 1
+                flush.unwritten -= len(tiles) - number - 1
                 self._flushed_tile(subgroup)
                 return
 
@@ -693,16 +692,16 @@ class Machine:
         if location is None:
             return False
         record = Record(location, self._flushes[tile.subgroup].step, 0)
-        self._issue(WriteTile(self._take_op(), tile, slot, offset, record))
+        self._issue(WriteTile(self._new_op(), tile, slot, offset, record))
         return True
 
     def _issue(self, operation: Operation) -> None:
         if self.broken is not None:  # not by `invariant`: the message costs more than all else here
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
-        self._out.append(operation)
+        self._decided.append(operation)
 
-    def _take_op(self) -> int:
+    def _new_op(self) -> int:
         op = self._next_op
         self._next_op += 1
         return op

@@ -29,7 +29,7 @@ class Visit:
         weight_bytes: Size of the weights that it needs in a weight slot, as they lie on the GPU and it runs on the
             CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
         fetches: Whether the run reads these weights, so that they are fetched first.
-        speculative: Whether it makes a version beside the live one, of an open sweep.
+        speculative: Whether it makes a speculative version, beside the live one: a visit of an open sweep.
     """
 
     subgroup: int
@@ -45,14 +45,14 @@ class Visit:
 class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
-    One that is *open* belongs to a step that is not known yet. It makes versions beside the live ones, of subgroups
-    that are `Admit`ted to it one by one, until a `Seal` says which of them count; the others have never been.
+    An *open* sweep belongs to a step that is not known yet. It makes speculative versions, beside the live ones, of
+    subgroups that are `Admit`ted one by one. `Seal` confirms some of them and revokes the others.
 
     Attributes:
         number: Identifies the sweep; grows by one.
         step: Version that changed tiles get.
         visits: In the order to be preferred; no subgroup twice.
-        is_open: Whether it is.
+        is_open: Whether the sweep is open.
     """
 
     number: int
@@ -232,23 +232,23 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Event: let visits of the open sweep run, when their state is there; what it does not visit is left out."""
+    """Event: admit visits of the open sweep: they run when their state is there. Other subgroups are left out."""
 
     subgroups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Event: start no further visit of the open sweep."""
+    """Event: start no further visit of the open sweep, which is about to be sealed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Event: end the open sweep, of which no visit runs.
+    """Event: seal the open sweep, of which no visit runs.
 
     Attributes:
-        confirmed: Subgroups whose version beside the live one is the newest from now on; all others made are revoked.
-        rest: The visits of the step that are left, which begin now; None where there is no step.
+        confirmed: Subgroups whose speculative version is the live one from now on; all others are revoked.
+        rest: The sweep of the step's remaining visits, which begins now; None where there is no step.
     """
 
     confirmed: tuple[int, ...] = ()
@@ -264,9 +264,9 @@ class BeginSave:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Event: whoever began a sweep or a save has taken note of its end."""
+    """Event: whoever began a sweep or a save knows that it is finished."""
 
-    ended: Sweep | Save
+    finished: Sweep | Save
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,17 +285,17 @@ class Reshare:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeUp:
+class TakeOver:
     """Event: go on from what checkpoints hold on storage; with nothing in flight.
 
     Attributes:
         stores: Paths whose empty stores have been exchanged for ones that are there, and how far those may grow.
-        held: What checkpoints hold in these, by the numbers of saves.
+        held_records: What checkpoints hold in these, by the numbers of saves.
         records: The newest version from now on of every tile of some streamed subgroups, whatever they were before.
     """
 
     stores: Mapping[int, int]
-    held: Mapping[int, Mapping[TileId, Record]]
+    held_records: Mapping[int, Mapping[TileId, Record]]
     records: Mapping[TileId, Record]
 
 
@@ -329,4 +329,4 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | Admit | Hold | Seal | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop
+Event = Begin | Admit | Hold | Seal | BeginSave | Taken | Extend | Reshare | TakeOver | Release | Done | Failed | Stop

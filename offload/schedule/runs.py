@@ -59,8 +59,8 @@ class Waiting:
         """Return who is next."""
         return (self.under_way or self.streamed or self.resident)[0]
 
-    def take(self) -> int:
-        """Return who is next, and does not wait any more."""
+    def pop(self) -> int:
+        """Return who is next, and take it out of its queue."""
         return (self.under_way or self.streamed or self.resident).popleft()
 
     def clear(self) -> None:
@@ -75,15 +75,15 @@ class Runs:
     Args:
         plan: What lives where.
         staging: Where their state is.
-        take_op: Returns the id of the next operation.
+        new_op: Returns the id of the next operation.
         issue: Starts an operation.
     """
 
     def __init__(
-        self, plan: Plan, staging: Staging, take_op: Callable[[], int], issue: Callable[[Operation], None]
+        self, plan: Plan, staging: Staging, new_op: Callable[[], int], issue: Callable[[Operation], None]
     ) -> None:
         self._staging = staging
-        self._take_op = take_op
+        self._new_op = new_op
         self._issue = issue
         self._gpu_slots, self._weight_slots = Slots(), Slots()
         # Visits that have not run:
@@ -110,18 +110,18 @@ class Runs:
             waiting.clear()
 
     def device_of(self, visit: Visit) -> Waiting:
-        """Return who waits for the device on which a visit runs, and what runs there."""
+        """Return the queue of the device on which a visit runs."""
         return self._gpu if visit.gpu else self._cpu
 
     def queue_of(self, visit: Visit) -> Waiting:
-        """Return what a visit waits for when its state is whole."""
+        """Return the queue that a visit joins when its state is whole."""
         if visit.fetches:
             return self._for_weights
         copied = visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self.device_of(visit)
 
     def let_on(self, visit: Visit) -> None:
-        """Let a visit go on whose state is whole."""
+        """Have a visit whose state is whole wait for its next resource."""
         queue = self.queue_of(visit)
         (queue.resident if self._plan.is_resident(visit.subgroup) else queue.streamed).append(visit.subgroup)
 
@@ -140,21 +140,21 @@ class Runs:
                 through, visit = subgroup.passing or (None, subgroup.visit)
                 visit = known(visit, "a visit that is not there is to run")
                 if subgroup.passing is None:
-                    if visit.weight_bytes and (through := self._weight_slots.take(number)) is None:
+                    if visit.weight_bytes and (through := self._weight_slots.assign(number)) is None:
                         break
                     self._staging.to(number, Phase.BUSY)
                 subgroup.passing = subgroup.visit = None
-                device.take()
+                device.pop()
                 device.runs += 1
                 gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
-                op, fresh = self._take_op(), subgroup.version is None
+                op, fresh = self._new_op(), subgroup.version is None
                 self._issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot))
 
     def start_transfers(self) -> None:
         """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
         for waiting, slots in ((self._copies, self._gpu_slots), (self._for_weights, self._weight_slots)):
-            while waiting and (through := slots.take(waiting.first())) is not None:
-                number = waiting.take()
+            while waiting and (through := slots.assign(waiting.first())) is not None:
+                number = waiting.pop()
                 subgroup = self._staging.subgroups[number]
                 visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
                 subgroup.passing = through, visit
@@ -166,7 +166,7 @@ class Runs:
 
     def transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
         """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
-        op, number = self._take_op(), visit.subgroup
+        op, number = self._new_op(), visit.subgroup
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
             slot = self._staging.subgroups[number].slot
@@ -176,7 +176,7 @@ class Runs:
 
     def await_push(self, operation: Transfer) -> None:
         """Wait until a push of weights, which is on its lane, has ended."""
-        self._issue(AwaitPush(self._take_op(), operation.subgroup, operation.through))
+        self._issue(AwaitPush(self._new_op(), operation.subgroup, operation.through))
 
     def free(self, slot: int, *, gpu: bool) -> None:
         """Take in that nothing is read from a slot any more: one on the GPU, or of weights."""

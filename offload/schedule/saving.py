@@ -54,16 +54,16 @@ class _Item:
 
 
 @dataclass(slots=True)
-class UnderWay:
+class RunningSave:
     """One save, from its begin to its end.
 
     Attributes:
-        save: The request.
+        request: What was asked for.
         records: Where tiles lie that are whole on storage (with a sink: in it); without one, their slots are held.
         reserve: Slots that are reserved and not held yet: how many, by payload bytes.
         weights: Tiles of masters that are weights, still to be written.
         todo: Tiles of state at home in memory, still to be written, by subgroup.
-        left: How many tiles of each such subgroup are not written yet; it must not be visited meanwhile.
+        unwritten: How many tiles of each such subgroup are not written yet; nothing may visit it meanwhile.
         flushing: Streamed subgroups whose flush has not ended.
         copies: Tiles whose slots are held until they have been copied into the sink.
         urgent: Subgroups that are written first.
@@ -76,12 +76,12 @@ class UnderWay:
         error: Why it has been given up.
     """
 
-    save: Save
+    request: Save
     records: dict[TileId, Record] = field(default_factory=dict)
     reserve: Counter[int] = field(default_factory=Counter)
     weights: deque[_Item] = field(default_factory=deque)
     todo: dict[int, deque[_Item]] = field(default_factory=dict)
-    left: dict[int, int] = field(default_factory=dict)
+    unwritten: dict[int, int] = field(default_factory=dict)
     flushing: dict[int, None] = field(default_factory=dict)
     copies: deque[_Item] = field(default_factory=deque)
     urgent: deque[int] = field(default_factory=deque)
@@ -99,7 +99,7 @@ class Saver:
 
     Args:
         index: Slots of the stores.
-        take_op: Returns the id of the next operation.
+        new_op: Returns the id of the next operation.
         issue: Starts an operation.
         unblock: Called with each subgroup that may be visited again.
     """
@@ -107,31 +107,31 @@ class Saver:
     def __init__(
         self,
         index: TileIndex,
-        take_op: Callable[[], int],
+        new_op: Callable[[], int],
         issue: Callable[[SaveOperation], None],
         unblock: Callable[[int], None],
     ) -> None:
-        self.under_way: UnderWay | None = None
-        self.ended: tuple[Save, Exception | None] | None = None
-        """The last save that ended, and why it failed, until it is `Taken`."""
-        self.held: dict[int, Mapping[TileId, Record]] = {}
+        self.under_way: RunningSave | None = None
+        self.finished_save: tuple[Save, Exception | None] | None = None
+        """The last save that finished, and why it failed; None once it is `Taken`."""
+        self.held_records: dict[int, Mapping[TileId, Record]] = {}
         """What each finished save holds, by its number."""
         self._index = index
-        self._take_op = take_op
+        self._new_op = new_op
         self._issue = issue
         self._unblock = unblock
 
     @property
-    def weights_left(self) -> bool:
+    def has_unwritten_weights(self) -> bool:
         """Whether masters that are weights have still to be written: until then weights must not change."""
-        now = self.under_way
-        if now is None:
+        save = self.under_way
+        if save is None:
             return False
-        return bool(now.weights) or any(item and item.buffered and not item.home for item in now.flying.values())
+        return bool(save.weights) or any(item and item.buffered and not item.home for item in save.flying.values())
 
     def blocks(self, subgroup: int) -> bool:
         """Return whether resident state has still to be written and must not be visited."""
-        return self.under_way is not None and subgroup in self.under_way.left
+        return self.under_way is not None and subgroup in self.under_way.unwritten
 
     def hurry(self, subgroup: int) -> None:
         """Write a subgroup before others: a visit waits for it."""
@@ -145,222 +145,216 @@ class Saver:
             The paths to avoid if it is issued again, to another slot: those without room, and those that have failed
             twice. None if it is not to be issued again.
         """
-        now = self.under_way
-        if now is None or now.error is not None or not isinstance(error, TierError):
+        save = self.under_way
+        if save is None or save.error is not None or not isinstance(error, TierError):
             return None
-        now.tries[operation.tile] += 1
-        if now.tries[operation.tile] > 1 or isinstance(error, TierFullError):
-            now.avoided.add(operation.record.location.path)
-        return now.avoided if now.save.sink is None or now.tries[operation.tile] == 1 else None
+        save.tries[operation.tile] += 1
+        if save.tries[operation.tile] > 1 or isinstance(error, TierFullError):
+            save.avoided.add(operation.record.location.path)
+        return save.avoided if save.request.sink is None or save.tries[operation.tile] == 1 else None
 
     # The course of a save ---------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        save: Save,
-        plan: Plan,
-        unsaved: Mapping[int, None],
-        versions: Sequence[int],
-    ) -> bool:
+    def begin(self, request: Save, plan: Plan, unsaved: Mapping[int, None], versions: Sequence[int]) -> bool:
         """Start a save.
 
         Args:
-            save: The request.
+            request: The save.
             plan: Homes of all subgroups; none is fresh.
             unsaved: Streamed subgroups whose newest version is not whole on storage. They are flushed, now or
                 already; `flushed` reports the end.
             versions: Step of each subgroup's last change.
 
         Returns:
-            Whether it has started; if not, `ended` says why.
+            Whether it has started; if not, `finished_save` says why.
         """
         invariant(self.under_way is None, "a save begins while another is under way")
-        now = UnderWay(save)
+        save = RunningSave(request)
         counts: Counter[int] = Counter()
-        pinned: list[tuple[TileId, Record]] = []
+        whole: list[tuple[TileId, Record]] = []
 
-        def unwritten(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
-            """Return the tiles to be written; one that an earlier checkpoint has in this version is pinned again."""
+        def to_write(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
+            """Return the tiles that have to be written; a version that a checkpoint has is held again."""
             todo = []
             for tile, offset, nbytes in tiles:
-                older = (records.get(tile) for records in reversed(self.held.values()))
+                older = (records.get(tile) for records in reversed(self.held_records.values()))
                 record = next((r for r in older if r is not None and r.step == step), None)
                 if record is not None:
-                    pinned.append((tile, record))
+                    whole.append((tile, record))
                     continue
                 todo.append(_Item(tile, offset, nbytes, step, buffered, home))
-                counts[nbytes] += save.sink is None  # what is written to a sink takes no room on the paths
+                counts[nbytes] += request.sink is None  # what is written to a sink takes no room on the paths
             return todo
 
-        for subgroup in () if save.empty else plan.layout.subgroups:
+        for subgroup in () if request.empty else plan.layout.subgroups:
             number = subgroup.index
             if plan.is_resident(number):
-                items = unwritten(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
+                items = to_write(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
                 if items:
-                    now.todo[number], now.left[number] = deque(items), len(items)
+                    save.todo[number], save.unwritten[number] = deque(items), len(items)
             elif number in unsaved:
-                now.flushing[number] = None
+                save.flushing[number] = None
                 counts.update(nbytes for _, _, nbytes in subgroup.tiles)
             else:
                 for tile, _, nbytes in subgroup.tiles:
                     record = known(self._index.get(tile), f"{tile} is clean and was never written")
-                    pinned.append((tile, record))
+                    whole.append((tile, record))
                     counts[nbytes] += not self._index.is_held(record.location)
-            now.weights += unwritten(subgroup.weight_tiles, versions[number], buffered=True, home=False)
-        now.reserve = +counts
-        if not self._index.reserve(now.reserve):
-            needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in now.reserve.items())
+            save.weights += to_write(subgroup.weight_tiles, versions[number], buffered=True, home=False)
+        save.reserve = +counts
+        if not self._index.reserve(save.reserve):
+            needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in save.reserve.items())
             error = CheckpointError(
                 f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
                 "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path"
             )
-            self.ended = save, error
+            self.finished_save = request, error
             return False
-        self.under_way = now
-        for tile, record in pinned:
-            self._keep(now, tile, record)
+        self.under_way = save
+        for tile, record in whole:
+            self._keep(save, tile, record)
         return True
 
-    def _keep(self, now: UnderWay, tile: TileId, record: Record) -> None:
+    def _keep(self, save: RunningSave, tile: TileId, record: Record) -> None:
         """Hold a tile that is whole on storage, or, with a sink, until it has been copied."""
         if self._index.hold(record.location):
-            now.reserve[record.location.nbytes] -= 1
-        if now.save.sink is not None:
-            now.copies.append(_Item(tile, 0, record.location.nbytes, record.step, stored=record))
+            save.reserve[record.location.nbytes] -= 1
+        if save.request.sink is not None:
+            save.copies.append(_Item(tile, 0, record.location.nbytes, record.step, stored=record))
         else:
-            now.records[tile] = record
+            save.records[tile] = record
 
     def flushed(self, records: Iterable[tuple[TileId, Record]], subgroup: int) -> None:
         """Take in that a subgroup has been flushed."""
-        now = self.under_way
-        if now is not None and subgroup in now.flushing:
-            del now.flushing[subgroup]
+        save = self.under_way
+        if save is not None and subgroup in save.flushing:
+            del save.flushing[subgroup]
             for tile, record in records:
-                self._keep(now, tile, record)
+                self._keep(save, tile, record)
 
     def advance(self) -> None:
         """Issue what can be issued now; end the save if that was all."""
-        now = self.under_way
-        if now is None:
+        save = self.under_way
+        if save is None:
             return
-        for item in self._next_items(now):
+        for item in self._next_items(save):
             if item.stored is not None:
-                self._fly(now, CopyTile(self._take_op(), item.tile, item.stored, now.buffers.pop()), item)
+                self._fly(save, CopyTile(self._new_op(), item.tile, item.stored, save.buffers.pop()), item)
             else:
-                self._write(now, item, now.buffers.pop() if item.buffered else None)
-        if now.error is not None:
-            if not now.flying:
-                self._end(now, now.error)
+                self._write(save, item, save.buffers.pop() if item.buffered else None)
+        if save.error is not None:
+            if not save.flying:
+                self._end(save, save.error)
             return
-        if now.flying or now.flushing or now.weights or now.todo or now.copies:
+        if save.flying or save.flushing or save.weights or save.todo or save.copies:
             return
-        if not now.synced:
-            now.synced = True
-            for path in sorted({record.location.path for record in now.records.values()}):
-                self._fly(now, Sync(self._take_op(), path))
-        if not now.flying:
-            self._fly(now, Commit(self._take_op(), now.save.number, now.records))
+        if not save.synced:
+            save.synced = True
+            for path in sorted({record.location.path for record in save.records.values()}):
+                self._fly(save, Sync(self._new_op(), path))
+        if not save.flying:
+            self._fly(save, Commit(self._new_op(), save.request.number, save.records))
 
-    def _next_items(self, now: UnderWay) -> Iterator[_Item]:
-        while len(now.flying) < SAVE_DEPTH and now.error is None:
-            if now.weights and now.buffers:
-                yield now.weights.popleft()
-            elif now.todo:
-                while now.urgent and now.urgent[0] not in now.todo:
-                    now.urgent.popleft()
-                subgroup = now.urgent[0] if now.urgent else next(iter(now.todo))
-                if now.todo[subgroup][0].buffered and not now.buffers:
+    def _next_items(self, save: RunningSave) -> Iterator[_Item]:
+        while len(save.flying) < SAVE_DEPTH and save.error is None:
+            if save.weights and save.buffers:
+                yield save.weights.popleft()
+            elif save.todo:
+                while save.urgent and save.urgent[0] not in save.todo:
+                    save.urgent.popleft()
+                subgroup = save.urgent[0] if save.urgent else next(iter(save.todo))
+                if save.todo[subgroup][0].buffered and not save.buffers:
                     return
-                item = now.todo[subgroup].popleft()
-                if not now.todo[subgroup]:
-                    del now.todo[subgroup]
+                item = save.todo[subgroup].popleft()
+                if not save.todo[subgroup]:
+                    del save.todo[subgroup]
                 yield item
-            elif now.copies and now.buffers:
-                yield now.copies.popleft()
+            elif save.copies and save.buffers:
+                yield save.copies.popleft()
             else:
                 return
 
-    def _write(self, now: UnderWay, item: _Item, buffer: int | None) -> None:
-        location = self._claim(now, item.nbytes)
+    def _write(self, save: RunningSave, item: _Item, buffer: int | None) -> None:
+        location = self._claim(save, item.nbytes)
         if location is None:
             detail = f"no path has room left for {item.tile}"
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
         record = Record(location, item.step, 0)
-        self._fly(now, SaveTile(self._take_op(), item.tile, record, item.offset, buffer, item.buffered), item)
+        self._fly(save, SaveTile(self._new_op(), item.tile, record, item.offset, buffer, item.buffered), item)
 
-    def _claim(self, now: UnderWay, nbytes: int) -> Location | None:
-        if now.save.sink is None:
-            return self._index.claim(nbytes, now.avoided)
-        location = Location(now.save.sink, now.sink_end, nbytes)
-        now.sink_end += nbytes + SECTOR_BYTES
+    def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
+        if save.request.sink is None:
+            return self._index.claim(nbytes, save.avoided)
+        location = Location(save.request.sink, save.sink_end, nbytes)
+        save.sink_end += nbytes + SECTOR_BYTES
         return location
 
-    def _fly(self, now: UnderWay, operation: SaveOperation, item: _Item | None = None) -> None:
-        now.flying[operation.op] = item
+    def _fly(self, save: RunningSave, operation: SaveOperation, item: _Item | None = None) -> None:
+        save.flying[operation.op] = item
         self._issue(operation)
 
     def landed(self, operation: SaveOperation, checksum: int, error: Exception | None) -> None:
         """Take in that an operation has ended, well or not."""
-        now = self.under_way
-        if now is None:  # it was broken off
+        save = self.under_way
+        if save is None:  # it was broken off
             return
-        item = now.flying.pop(operation.op)
+        item = save.flying.pop(operation.op)
         if isinstance(operation, CopyTile) and item is not None:
-            if error is None and now.error is None:
-                self._write(now, _Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
+            if error is None and save.error is None:
+                self._write(save, _Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
                 self._index.let_go(operation.tile, operation.record.location)
             else:
-                now.copies.append(item)  # still held
+                save.copies.append(item)  # still held
         elif isinstance(operation, SaveTile) and item is not None:
-            if self._saved(now, operation, item, checksum, error):
+            if self._saved(save, operation, item, checksum, error):
                 return
         elif isinstance(operation, Commit) and error is None:
-            if now.save.sink is None:
-                self.held[operation.number] = operation.records
-            self._end(now, None)
+            if save.request.sink is None:
+                self.held_records[operation.number] = operation.records
+            self._end(save, None)
         if error is not None:
             self.abort(error)
 
-    def _saved(self, now: UnderWay, operation: SaveTile, item: _Item, checksum: int, error: Exception | None) -> bool:
+    def _saved(self, save: RunningSave, done: SaveTile, item: _Item, checksum: int, error: Exception | None) -> bool:
         """Take in that a write has ended; return whether it failed and was issued again."""
-        location, to_path = operation.record.location, now.save.sink is None
+        location, to_path = done.record.location, save.request.sink is None
         if error is not None and to_path:
             self._index.lose(location)
-        if error is not None and self.retry(operation, error) is not None:
-            again = self._claim(now, location.nbytes)
+        if error is not None and self.retry(done, error) is not None:
+            again = self._claim(save, location.nbytes)
             if again is not None:
-                record = Record(again, operation.record.step, 0)
-                self._fly(now, replace(operation, op=self._take_op(), record=record), item)
+                record = Record(again, done.record.step, 0)
+                self._fly(save, replace(done, op=self._new_op(), record=record), item)
                 return True
-        if operation.buffer is not None:
-            now.buffers.append(operation.buffer)
+        if done.buffer is not None:
+            save.buffers.append(done.buffer)
         if item.home:
-            self._written(now, operation.tile.subgroup, 1)
+            self._written(save, done.tile.subgroup, 1)
         if error is None:
             if to_path and self._index.hold(location):
-                now.reserve[location.nbytes] -= 1
-            now.records[operation.tile] = Record(location, operation.record.step, checksum)
+                save.reserve[location.nbytes] -= 1
+            save.records[done.tile] = Record(location, done.record.step, checksum)
         return False
 
-    def _written(self, now: UnderWay, subgroup: int, count: int) -> None:
+    def _written(self, save: RunningSave, subgroup: int, count: int) -> None:
         """Count off tiles of a subgroup that need not be written any more."""
-        now.left[subgroup] -= count
-        if not now.left[subgroup]:
-            del now.left[subgroup]
+        save.unwritten[subgroup] -= count
+        if not save.unwritten[subgroup]:
+            del save.unwritten[subgroup]
             self._unblock(subgroup)
 
     # Ends -------------------------------------------------------------------------------------------------------
 
     def abort(self, error: Exception) -> None:
         """Give the save up: nothing new is issued for it, and it ends when what is in flight has landed."""
-        now = self.under_way
-        if now is None or now.error is not None:
+        save = self.under_way
+        if save is None or save.error is not None:
             return
-        now.error = error
-        for subgroup, items in now.todo.items():
-            self._written(now, subgroup, len(items))
-        for waiting in (now.todo, now.weights, now.flushing):
+        save.error = error
+        for subgroup, items in save.todo.items():
+            self._written(save, subgroup, len(items))
+        for waiting in (save.todo, save.weights, save.flushing):
             waiting.clear()
 
     def break_off(self, error: Exception) -> None:
@@ -368,20 +362,20 @@ class Saver:
         if self.under_way is not None:
             self._end(self.under_way, error)
 
-    def _end(self, now: UnderWay, error: Exception | None) -> None:
-        self.under_way, self.ended = None, (now.save, error)
+    def _end(self, save: RunningSave, error: Exception | None) -> None:
+        self.under_way, self.finished_save = None, (save.request, error)
         if error is not None:
-            if now.save.sink is None:
-                for tile, record in now.records.items():
+            if save.request.sink is None:
+                for tile, record in save.records.items():
                     self._index.let_go(tile, record.location)
-            for item in now.copies:
+            for item in save.copies:
                 if item.stored is not None:
                     self._index.let_go(item.tile, item.stored.location)
-        self._index.give_back(+now.reserve)
-        for subgroup in now.left:
+        self._index.give_back(+save.reserve)
+        for subgroup in save.unwritten:
             self._unblock(subgroup)
 
     def release(self, number: int) -> None:
         """Let the slots of a finished save go."""
-        for tile, record in self.held.pop(number).items():
+        for tile, record in self.held_records.pop(number).items():
             self._index.let_go(tile, record.location)

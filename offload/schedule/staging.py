@@ -7,8 +7,8 @@ Phases of a streamed subgroup (`ARROWS` has all)::
 A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is fetched
 for it, and its first visit starts from undefined memory (the visitor fills it).
 
-Visits of streamed subgroups without a slot wait for one in a line: in the order of the sweep, and in a sweep ahead
-those first that are admitted, which also take the slots of those that are not.
+Visits of streamed subgroups without a slot wait for one in a line, in the order of the sweep. In an open sweep
+admitted visits come first, and also get the slots of those that are not admitted.
 
 Invariants, verified by `Staging.check`:
   * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
@@ -57,7 +57,7 @@ class Slots:
     def __init__(self) -> None:
         self.owners: list[int | None] = []
 
-    def take(self, subgroup: int) -> int | None:
+    def assign(self, subgroup: int) -> int | None:
         """Return the first free slot, from now on a subgroup's; None if there is none."""
         if None not in self.owners:
             return None
@@ -66,7 +66,7 @@ class Slots:
         return slot
 
     def free(self, slot: int) -> None:
-        """Take note that nobody has a slot any more."""
+        """Make a slot free."""
         self.owners[slot] = None
 
 
@@ -77,9 +77,9 @@ class Subgroup:
     Attributes:
         phase: Where its state is.
         version: Step of its last change; None while it is fresh.
-        slot: What it has of staging memory.
+        slot: Its staging slot, if it has one.
         unread: Tiles that are being fetched.
-        visit: Of the sweep under way, not begun.
+        visit: Its visit in the sweep under way, until that begins.
         passing: A visit that has not run, and its slot on the GPU or for weights.
     """
 
@@ -102,7 +102,7 @@ class Staging:
         slots: Whose each staging slot is.
         dirty: Staged subgroups that are to be flushed, in the order of their last change.
         line: Subgroups whose visits wait for a slot.
-        turns: Of each visit in a sweep ahead: whether it is not admitted, and its place.
+        priorities: Of each visit of an open sweep: (whether it is not admitted, its place); the lowest comes first.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -110,7 +110,7 @@ class Staging:
         self.slots = Slots()
         self.dirty: dict[int, None] = {}
         self.line: deque[int] = deque()
-        self.turns: dict[int, tuple[bool, int]] = {}
+        self.priorities: dict[int, tuple[bool, int]] = {}
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -147,8 +147,8 @@ class Staging:
             self.slots.free(slot)
         return slot
 
-    def take_clean(self) -> int | None:
-        """Return a slot that is empty or whose content is on storage and not wanted in this sweep."""
+    def vacate_clean(self) -> int | None:
+        """Return a slot that is empty, or whose content is on storage and not visited in this sweep."""
         clean = None
         for slot, owner in enumerate(self.slots.owners):
             if owner is None:
@@ -163,44 +163,41 @@ class Staging:
     # Who waits for a slot
 
     def is_admitted(self, number: int) -> bool:
-        """Return whether a visit ahead may run."""
-        return number in self.turns and not self.turns[number][0]
+        """Return whether a visit of the open sweep may run."""
+        return number in self.priorities and not self.priorities[number][0]
 
     def admit(self, number: int) -> None:
-        """Let a visit ahead run: it waits before those that may not."""
-        self.turns[number] = False, self.turns[number][1]
+        """Admit a visit of the open sweep: it waits for a slot before those that are not admitted."""
+        self.priorities[number] = False, self.priorities[number][1]
         if number in self.line:
             self.line.remove(number)
-            self.file(number)
+            self.enqueue(number)
 
-    def file(self, number: int) -> None:
-        """Have a streamed visit wait for a slot; ahead, those that are admitted first, each kind in order."""
-        behind = 0
-        if number in self.turns:
-            turn = self.turns[number]
-            for other in reversed(self.line):
-                if self.turns[other] < turn:
-                    break
-                behind += 1
-        self.line.insert(len(self.line) - behind, number)
+    def enqueue(self, number: int) -> None:
+        """Have a streamed visit wait for a slot: as the last one, or in an open sweep by its priority."""
+        place = len(self.line)
+        if number in self.priorities:
+            while place and self.priorities[self.line[place - 1]] > self.priorities[number]:
+                place -= 1
+        self.line.insert(place, number)
 
-    def evict(self, wanted: int) -> int | None:
-        """Take the slot of a visit ahead whose turn comes later than that of a subgroup."""
-        turn, owner = self.turns[wanted], None
+    def evict(self, subgroup: int) -> int | None:
+        """Return the slot of the last visit that is not admitted, for a subgroup that comes before it; else None."""
+        last, owner = self.priorities[subgroup], None
         for number in self.slots.owners:
-            subgroup = None if number is None else self.subgroups[number]
-            waits = subgroup is not None and subgroup.visit is not None and subgroup.phase is Phase.READY
-            if number is not None and waits and not self.is_admitted(number) and self.turns[number] > turn:
-                turn, owner = self.turns[number], number
+            if number is None or self.subgroups[number].visit is None or self.is_admitted(number):
+                continue
+            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > last:
+                last, owner = self.priorities[number], number
         if owner is None:
             return None
-        self.file(owner)
+        self.enqueue(owner)
         return self.vacate(owner)
 
     def forget_waiting(self) -> None:
         """Have nobody wait for a slot: the sweep has ended."""
         self.line.clear()
-        self.turns.clear()
+        self.priorities.clear()
 
     def check(self, plan: Plan) -> None:
         """Verify the invariants that the module states.

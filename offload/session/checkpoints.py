@@ -19,7 +19,7 @@ from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.layout import Layout
 from offload.schedule.loop import pump
-from offload.schedule.operations import BeginSave, Release, Sweep, TakeUp
+from offload.schedule.operations import BeginSave, Release, Sweep, TakeOver
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
@@ -162,10 +162,12 @@ class Checkpoints:
             except Exception as cause:  # nothing has begun, so it is not the session's end
                 raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
             machine.handle(BeginSave(pending.save))
-            pump(machine, parts.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
-            if machine.saver.ended is not None and machine.saver.ended[1] is not None:
-                error = machine.saver.ended[1]
-                self._thread.take_save()
+            saver = machine.saver
+            pump(
+                machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None
+            )
+            if saver.finished_save is not None and (error := saver.finished_save[1]) is not None:
+                self._thread.note_save_end()
                 raise error
 
         self._request(folder.path, begin)
@@ -216,7 +218,7 @@ class Checkpoints:
 
         Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
         """
-        return tuple(kept.folder for kept in self._parts.saves.kept)
+        return tuple(checkpoint.folder for checkpoint in self._parts.saves.kept)
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
@@ -274,7 +276,8 @@ class Checkpoints:
             in_place = None
             if isinstance(checkpoint, Checkpoint):
                 manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
-                in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
+                if manifest is not None:
+                    in_place = partial(self._take_over, checkpoint, manifest, restorer, rank)
 
             def applied() -> None:
                 restorer.restore_step_counts()
@@ -284,7 +287,7 @@ class Checkpoints:
 
             def begin() -> Sweep:
                 self._thread.settle()
-                self._thread.take_save()
+                self._thread.note_save_end()
                 copied = [subgroup.index for subgroup in layout.subgroups]
                 buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
                 # Versions go on from there: no two of a tile have the same number.
@@ -310,7 +313,7 @@ class Checkpoints:
                 # On the engine thread, where no interrupt comes between a lock and taking note of it.
                 self._thread.request(partial(parts.saves.keep_loaded, checkpoint, rank, ranks))
 
-    def _adopt(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
+    def _take_over(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
         """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""
         parts = self._parts
         machine, layout = parts.machine, parts.plan.layout
@@ -327,7 +330,7 @@ class Checkpoints:
         streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.is_resident(subgroup.index)]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         records = {tile: takeover.records[tile] for tile in tiles}
-        machine.handle(TakeUp(takeover.limit_bytes, takeover.pinned_records, records))
+        machine.handle(TakeOver(takeover.limit_bytes, takeover.pinned_records, records))
         # No slot is in use, and nothing is started that reads into one before this request has ended.
         checkpoint.lend(*parts.memory.staging)
         try:

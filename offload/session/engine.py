@@ -157,7 +157,7 @@ class Engine:
     @property
     def last_step(self) -> StepAccount:
         """The account of the last step that has ended."""
-        if self._visits.account is self._visits.last:  # else what lanes of a GPU have done goes to the next one's
+        if self._visits.account is self._visits.last:  # else a GPU's lanes have worked for the next step since
             self._parts.executor.take_timed()
         return self._visits.last
 
@@ -176,8 +176,8 @@ class Engine:
         `h2d`, `d2h`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
         `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
         `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
-        `speculate` also `ahead/confirmed_bytes` and `ahead/revoked_bytes`: state that had been updated before the
-        step began, and that the step took over, or did not.
+        `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
+        before the step was sealed, and that the step took over, or did not.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -185,7 +185,7 @@ class Engine:
         timeline = [*account.timeline]
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
-        found: dict[str, float] = {
+        figures: dict[str, float] = {
             "step": self._visits.step_number,
             "step_s": max([account.step_s, *ends_s]),
             "state_bytes": plan.state_bytes,
@@ -193,21 +193,21 @@ class Engine:
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
-        found |= parts.lanes.metrics()
+        figures |= parts.lanes.metrics()
         if self.speculates:
-            found["ahead/confirmed_bytes"] = account.confirmed_bytes
-            found["ahead/revoked_bytes"] = account.revoked_bytes
+            figures["speculation/confirmed_bytes"] = account.confirmed_bytes
+            figures["speculation/revoked_bytes"] = account.revoked_bytes
         totals = lane_totals(timeline)
         for lane in (ENGINE, "cpu", *parts.lanes.names):
-            found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
+            figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
             for verb in ("read", "write"):
                 lane = f"{verb}:{path}"
-                found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
-                found[f"path/{path}/{verb}_bytes"] = found[f"lane/{lane}/bytes"]
-            found[f"path/{path}/live_bytes"] = live_bytes
-            found[f"path/{path}/written_bytes"] = parts.executor.written_bytes[path]
-        return found
+                figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
+                figures[f"path/{path}/{verb}_bytes"] = figures[f"lane/{lane}/bytes"]
+            figures[f"path/{path}/live_bytes"] = live_bytes
+            figures[f"path/{path}/written_bytes"] = parts.executor.written_bytes[path]
+        return figures
 
     # Memory
 
@@ -244,18 +244,18 @@ class Engine:
     ) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
-        What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
+        A step that would do the same, bit for bit, takes over the new version; else it is revoked. This is
         for gradients in host memory: with weights on a GPU, those that leave it during backward (`keep_grads=False`)
         for 16-bit weights that the CPU updates; where they stay there this does nothing. An engine without gradient
         slots reads them where they are bound.
 
         Args:
             hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
-                memory of fp32 weights, and of gradients that lie in no slot, which updates read until the step; None
-                where any lie elsewhere than they are bound, or nobody can tell. In place of it None: from the next
-                step on none of this happens.
-            is_last_pass: Returns whether the backward pass under way is the last before a step; without it, and as
-                long as it says so of all, those before a step count as as many as before the last.
+                memory of fp32 weights, and of gradients that lie in no slot, which updates read until the step.
+                Returns None if a weight has moved or hyperparameters cannot be read. None switches this off from the
+                next step on.
+            is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
+                never says False, a gradient is final at its n-th arrival, n being the number before the last step.
         """
         if not self.plan.budgets.gradients_on_gpu and self.plan.home_bytes[Home.STREAMED]:
             self._parts.lanes.wakes = hyperparameters is not None
@@ -307,7 +307,7 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
-            thread.speculation.begins(chosen)
+            thread.speculation.begin_step(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)
             if pending is not None:
                 places = parts.plan.layout.places
@@ -316,11 +316,11 @@ class Engine:
             def applied() -> None:
                 tables.steps[chosen] += 1
                 visits.end_step(started_s)
-                thread.speculation.stepped(scale, clip)
+                thread.speculation.end_step(scale, clip)
 
-            follows = None if pending is None else PendingStep(pending, thread.aborted, begun)
+            pending_step = None if pending is None else PendingStep(pending, thread.aborted, begun)
             try:
-                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows, seals=True)
+                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, pending_step, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -352,7 +352,7 @@ class Engine:
         Raises:
             StepAbortedError: It could not be finished; the session is broken.
         """
-        self._thread.finish()
+        self._thread.finish_pending()
         if on_gpu:
             self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 

@@ -57,7 +57,7 @@ class Gradients:
         self._thread.check_usable()
         position = self._parts.position(parameter)
         mark = self._parts.gradients.arrived(position, address, dtype)
-        self._thread.speculation.arrived(position)
+        self._thread.speculation.note_arrival(position)
         return mark
 
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class Gradients:
         """
         self._visits.wait_for([parameter])
         self._thread.check_usable()
-        self._thread.speculation.arrived(self._parts.position(parameter), gradient)
+        self._thread.speculation.note_arrival(self._parts.position(parameter), gradient)
 
     def end_backward(self) -> None:
         """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
@@ -80,7 +80,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
-        if self._thread.is_usable and self._thread.speculation.restart():
+        if self._thread.is_usable and self._thread.speculation.drop_arrivals():
             with self._thread.turn():
                 self._thread.request(lambda: None)
 
@@ -94,8 +94,8 @@ class Gradients:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 self._parts.lanes.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            # And no gradient is here; a step that goes on is waited for, a few times.
-            if self._thread.speculation.restart() or self._visits.placement_review.due:
+            # No gradient is here, so placements can be reviewed; a pending step is waited for, a few times.
+            if self._thread.speculation.drop_arrivals() or self._visits.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placement_review.review)
 

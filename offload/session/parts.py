@@ -129,11 +129,11 @@ class SessionParts:
         paths = [path.path for path in config.path_configs]
         check_places(paths)
         parameters = self._with_formats(parameters)
-        known = self._known_rates(paths, numels_by_format(parameters, self.state.format))
-        budgets = self._first_plan(parameters, known)
+        known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
+        budgets = self._first_plan(parameters, known_rates)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
-        self._measure(known, budgets, caller)
+        self._measure(known_rates, budgets, caller)
         self.plan = self._adopt_device(self.plan, NOTHING)
         self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
@@ -174,10 +174,10 @@ class SessionParts:
 
     def _known_rates(self, paths: list[str], numels: Mapping[StateFormat, int]) -> Rates | None:
         """Return the rates that were measured for a session like this one, if they have all its lanes."""
-        known = session_rates(str(self.config.rates), paths, self._threads, numels)
-        return self.lanes.known_rates(known) if known is not None else None
+        known_rates = session_rates(str(self.config.rates), paths, self._threads, numels)
+        return self.lanes.known_rates(known_rates) if known_rates is not None else None
 
-    def _first_plan(self, parameters: tuple[Parameter, ...], known: Rates | None) -> Budgets:
+    def _first_plan(self, parameters: tuple[Parameter, ...], known_rates: Rates | None) -> Budgets:
         """Cut the state and plan it; return the budgets of the plan."""
         config = self.config
         paths = [path.path for path in config.path_configs]
@@ -190,10 +190,10 @@ class SessionParts:
         layout = extend_layout(Layout((), (), self.state), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
-        if known is None:
+        if known_rates is None:
             self.plan = make_plan(layout, budgets)
         else:
-            self.plan = choose_plan(layout, budgets, known, config.placement)
+            self.plan = choose_plan(layout, budgets, known_rates, config.placement)
         log.info("%s", self.plan)
         if paths and not self.plan.has_room_for_checkpoints:
             log.warning(
@@ -211,7 +211,7 @@ class SessionParts:
         return budgets
 
     def _open_lanes(self) -> None:
-        """Take memory for the plan and open what works on it; lanes end before their memory does."""
+        """Take memory for the plan, and open tiers, kernel and executor; lanes end before their memory does."""
         config = self.config
         self.ends.callback(self.memory.close)
         self.ends.callback(self._close_tiers)
@@ -236,16 +236,16 @@ class SessionParts:
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(self, known: Rates | None, budgets: Budgets, caller: Mark) -> None:
-        """Measure the lanes where nobody has, and plan again by what was found: with a GPU, placements follow it."""
+    def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
+        """Measure the lanes unless their rates are known, and plan again: with a GPU, placements follow the rates."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
                 _tune_depth(tier, self.queue, *memory.staging)
-        if known is not None:
-            self.rates = known
+        if known_rates is not None:
+            self.rates = known_rates
             return
-        caller.wait()  # forward and backward would be slower, and seem so
+        caller.wait()  # forward and backward would slow the probe, and the probe them
         self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         if plan != self.plan:
@@ -386,13 +386,13 @@ class SessionParts:
 
     def _keep_slots(self) -> None:
         """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
-        held: dict[int, set[int]] = {}
-        for records in [*self.machine.saver.held.values(), self.saves.named_records]:
+        kept_offsets: dict[int, set[int]] = {}
+        for records in [*self.machine.saver.held_records.values(), self.saves.named_records]:
             for record in records.values():
-                held.setdefault(record.location.path, set()).add(record.location.offset)
+                kept_offsets.setdefault(record.location.path, set()).add(record.location.offset)
         for number, tier in enumerate(self.tiers):
-            if held.get(number):
-                tier.keep(held[number])
+            if kept_offsets.get(number):
+                tier.keep(kept_offsets[number])
 
     def _close_tiers(self) -> None:
         """Close them side by side: one whose device hangs keeps no other open."""
@@ -412,5 +412,5 @@ class SessionParts:
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:
     """Find out how many requests a path should have in flight, and say it."""
     tried = tune_depth(tier, queue, address, nbytes) if nbytes else {}
-    seen = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
-    log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, seen or "not tried")
+    rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
+    log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

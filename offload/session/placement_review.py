@@ -44,22 +44,22 @@ class PlacementReview:
         self._parts = parts
         self._thread = thread
         self._changes = 0
-        self._seen = 0
-        self._wanted = HISTORY - 1  # with what was known before, rates are the median of `HISTORY`
+        self._seen_steps = 0
+        self._needed_steps = HISTORY - 1  # with what was known before, rates are the median of `HISTORY`
 
     @property
     def is_near(self) -> bool:
         """Whether `review` may have something to do when one more step has been learnt from."""
-        return self.due or self._is_wanted(self._seen + 1)
+        return self.due or self._is_due_after(self._seen_steps + 1)
 
-    def _is_wanted(self, seen: int) -> bool:
+    def _is_due_after(self, steps: int) -> bool:
         chooses = self._parts.plan.weights_on_gpu and self._parts.config.placement == "auto"
-        return chooses and seen >= self._wanted and self._changes < MOST_CHANGES
+        return chooses and steps >= self._needed_steps and self._changes < MOST_CHANGES
 
     def learnt(self) -> None:
         """Take note that rates have been refined by one more step."""
-        self._seen += 1
-        self.due = self.due or self._is_wanted(self._seen)
+        self._seen_steps += 1
+        self.due = self.due or self._is_due_after(self._seen_steps)
 
     def review(self) -> None:
         """Choose again if it is due and can be; on the engine thread, between sweeps."""
@@ -67,36 +67,36 @@ class PlacementReview:
         is_busy = machine.is_open or machine.saver.under_way is not None
         if not self.due or is_busy or parts.gradients.have_arrived():
             return
-        self.due, self._seen, self._wanted = False, 0, 2 * self._wanted
-        found = self._better()
-        if found is None:
+        self.due, self._seen_steps, self._needed_steps = False, 0, 2 * self._needed_steps
+        plan = self._better_plan()
+        if plan is None:
             return
         before = parts.plan
         try:
             self._thread.settle()
-            parts.replace(found)
+            parts.replace(plan)
         except OffloadError as error:
             if machine.broken is None:  # else whoever asks next is told
                 self._changes = MOST_CHANGES
                 log.warning("the GPU updates what it did before, which is slower than it could be: %s", error)
             return
-        self._changes, self._wanted = self._changes + 1, HISTORY
+        self._changes, self._needed_steps = self._changes + 1, HISTORY
         log.info(
             "the GPU updates %d of %d subgroups from now on, and not %d: by what steps show, one takes %s, not %s",
-            found.placements.count(Placement.GPU),
-            len(found.placements),
+            plan.placements.count(Placement.GPU),
+            len(plan.placements),
             before.placements.count(Placement.GPU),
-            format_seconds(estimate(found, parts.rates).step_s),
+            format_seconds(estimate(plan, parts.rates).step_s),
             format_seconds(estimate(before, parts.rates).step_s),
         )
 
-    def _better(self) -> Plan | None:
+    def _better_plan(self) -> Plan | None:
         """Return a plan that is faster by the rates known now, and by enough; None if there is none."""
         plan, rates = self._parts.plan, self._parts.rates
         try:
-            found = choose_plan(plan.layout, plan.budgets, rates, kept=plan)
+            other = choose_plan(plan.layout, plan.budgets, rates, kept=plan)
         except OffloadError as error:  # paths have less room than they had
             log.info("the GPU updates what it did before: %s", error)
             return None
-        saves = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(found, rates).step_s
-        return found if saves and found.placements != plan.placements else None
+        saves = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(other, rates).step_s
+        return other if saves and other.placements != plan.placements else None

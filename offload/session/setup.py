@@ -65,8 +65,8 @@ LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "
 def _local_ranks() -> int:
     """Return how many ranks of torch.distributed share this node, by what their launcher says."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        said = [os.environ.get(name, "") for name in LOCAL_RANKS]
-        return max(1, next((int(text) for text in said if text.isdecimal()), 1))
+        counts = [os.environ.get(name, "") for name in LOCAL_RANKS]
+        return max(1, next((int(text) for text in counts if text.isdecimal()), 1))
     return 1
 
 
@@ -92,15 +92,15 @@ def first_budgets(
         paths.append(PathBudget(path.path, offered, path.share or 1.0))
     invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
     device, gpu_slots_bytes = lanes.device, 0
-    left = usable_bytes(device, layout)
+    free_gpu_bytes = usable_bytes(device, layout)
     if config.placement not in ("cpu", 0):
-        gpu_slots_bytes = gpu_staging_bytes(layout, left)
+        gpu_slots_bytes = gpu_staging_bytes(layout, free_gpu_bytes)
     if config.gpu_memory == "auto":
         gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)
-        gpu_bytes = left - gpu_slots_bytes
-        wanted = min(gpu_bytes, layout.state_bytes)
-        given = _given_bytes(device, wanted, beside=gpu_slots_bytes)
-        gpu_bytes = gpu_bytes if given == wanted else given
+        gpu_bytes = free_gpu_bytes - gpu_slots_bytes
+        useful_bytes = min(gpu_bytes, layout.state_bytes)
+        given_bytes = _given_bytes(device, useful_bytes, beside=gpu_slots_bytes)
+        gpu_bytes = gpu_bytes if given_bytes == useful_bytes else given_bytes
     else:
         gpu_bytes = int(config.gpu_memory)
     return Budgets(
@@ -112,7 +112,7 @@ def first_budgets(
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),
         gradient_bytes=gradient_bytes,
-        ahead=config.overlaps_backward,
+        speculates=config.overlaps_backward,
         follow_rates=all(path.share is None for path in config.path_configs),
         checkpoints=config.checkpoints,
         checkpoints_required=bool(config.checkpoints_kept),
@@ -201,7 +201,7 @@ def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
 
 @contextlib.contextmanager
 def named_shortage(doing: str) -> Iterator[None]:
-    """Turn what Python, torch and native code raise where the system gives no more into an `OffloadError`."""
+    """Turn errors for want of memory, threads or files, of Python, torch and native code, into `OffloadError`."""
     try:
         yield
     except OffloadError:

@@ -90,7 +90,7 @@ class Shutdown:
         return "" if self._parts.is_whole and self._parts.machine.in_flight else "the engine thread to end"
 
     def _left(self) -> str:
-        """Return what is there as long as the session's end has not come."""
+        """Return what is not freed yet."""
         memory = f"{sum(arena.nbytes for arena in self._parts.memory.arenas)} bytes of host memory"
         if not self._stop.done:
             return f"the engine thread (with all paths, and {memory})"

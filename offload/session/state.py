@@ -15,7 +15,7 @@ from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
 from offload.session.state_copy import StateCopy, copy_run, refuse_negative, refuse_uncopied, rooms_beside
 from offload.session.thread import EngineThread
-from offload.session.visits import Take, Visits
+from offload.session.visits import SegmentWork, Visits
 
 
 class State:
@@ -51,14 +51,14 @@ class State:
         with self._thread.turn():
             layout = parts.plan.layout
             positions = [self._parts.position(parameter) for parameter in parameters]
-            wanted = [
+            tensors = [
                 (position, name)
                 for position in dict.fromkeys(positions)
                 for name in layout.rule.names
                 if own_masters or name != MASTER or layout.parameters[position].dtype is not DtypeCode.FLOAT32
             ]
-            numbers = {tensor: number for number, tensor in enumerate(wanted)}
-            numels = [layout.parameters[position].numel for position, _ in wanted]
+            numbers = {tensor: number for number, tensor in enumerate(tensors)}
+            numels = [layout.parameters[position].numel for position, _ in tensors]
             rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
             with named_shortage("state cannot be copied"):
                 copy = StateCopy(numels, rooms, parts.limits.large_copy_bytes)
@@ -71,10 +71,10 @@ class State:
                             copy.write(number, start, values)
 
                 self.visit(read, positions)
-                found: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
-                for (position, name), tensor in zip(wanted, copy.tensors, strict=True):
-                    found[position][name] = tensor
-            return [found[position] for position in positions]
+                states: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
+                for (position, name), tensor in zip(tensors, copy.tensors, strict=True):
+                    states[position][name] = tensor
+            return [states[position] for position in positions]
 
     def visit(
         self,
@@ -173,7 +173,7 @@ class State:
             self._change(subgroups, reset, dict.fromkeys(chosen, 0))
 
     def _change(
-        self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int], masters: Collection[int] = ()
+        self, subgroups: Sequence[int], change: SegmentWork, steps: Mapping[int, int], masters: Collection[int] = ()
     ) -> None:
         """Let `change` write to the state of every segment of some subgroups, and set step counts."""
         counts = self._parts.tables.steps

@@ -57,7 +57,7 @@ class _Pages(mmap.mmap):
         libc.mmap.restype = ctypes.c_void_p
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         flags = mmap.MAP_PRIVATE | _FIXED | _NO_RESERVE
-        found = libc.mmap(
+        mapped = libc.mmap(
             ctypes.c_void_p(address),
             ctypes.c_size_t(len(self)),
             ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
@@ -65,7 +65,7 @@ class _Pages(mmap.mmap):
             ctypes.c_int(self.descriptor),
             ctypes.c_long(0),
         )
-        if found != address:
+        if mapped != address:
             log.warning("a forked child shares a state dict with its parent: %s", os.strerror(ctypes.get_errno()))
 
 
@@ -126,12 +126,12 @@ class StateCopy:
         if self._file is None:
             self.tensors[number][start : start + values.numel()] = values
             return
-        left = memoryview(values.numpy().view(np.uint8).data)
+        unwritten = memoryview(values.numpy().view(np.uint8).data)
         at = self._ends[number] + start * values.itemsize
         try:
-            while left:
-                count = os.pwrite(self._file.fileno(), left, at)
-                left, at = left[count:], at + count
+            while unwritten:
+                count = os.pwrite(self._file.fileno(), unwritten, at)
+                unwritten, at = unwritten[count:], at + count
         except OSError as cause:
             kind = TierFullError if cause.errno in (errno.ENOSPC, errno.EDQUOT) else TierError
             detail = "a copy of the state, which is whole where it was"
@@ -144,7 +144,7 @@ class StateCopy:
 
 
 def _reserve(nbytes: int, rooms: Mapping[str, int], large_bytes: int) -> tuple[str, IO[bytes] | None]:
-    """Return a directory and a file there of so many bytes, which are its own; no file if there is but memory."""
+    """Return a directory, and a file there with `nbytes` reserved on its disk; no file if only memory has room."""
     offers = {}
     for directory, room in rooms.items():
         offers[directory] = room
@@ -171,8 +171,7 @@ def _reserve(nbytes: int, rooms: Mapping[str, int], large_bytes: int) -> tuple[s
 def rooms_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Sequence[Tier]) -> dict[str, int]:
     """Return the directories for files of a session, the best first, with the bytes that each has room for.
 
-    What the plan still needs of a disk, which is that of its paths' tiles and checkpoints that are not there yet, is
-    left.
+    Room that the plan still needs on a disk, for tiles and checkpoints that are not there yet, is left out.
 
     Args:
         config: The session's.
@@ -196,13 +195,13 @@ def rooms_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Sequenc
             rooms[directory] = path.max_bytes - allocated if path.max_bytes is not None else UNLIMITED_BYTES
     with contextlib.suppress(OSError):  # there is none
         rooms.setdefault(tempfile.gettempdir(), UNLIMITED_BYTES)
-    found = {}
+    free_rooms = {}
     for directory, most in rooms.items():
         with contextlib.suppress(OSError):
             if file_system(directory) not in NO_DISKS:
                 free = room_bytes(os.statvfs(directory)) - missing.get(os.stat(directory).st_dev, 0)
-                found[directory] = max(0, min(most, free))
-    return found
+                free_rooms[directory] = max(0, min(most, free))
+    return free_rooms
 
 
 def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
@@ -239,8 +238,8 @@ def refuse_uncopied(tensor: object, what: str) -> None:
             torch.empty((), dtype=torch.float32, device="cpu").copy_(tensor.detach()[(0,) * tensor.dim()])
     except (RuntimeError, TypeError, NotImplementedError) as cause:
         kind = f" ({tensor.dtype}, {tensor.layout}, {tensor.device})" if isinstance(tensor, torch.Tensor) else ""
-        found = f"{type(tensor).__name__}{kind}"
-        raise ConfigError(what, found, f"it must be a dense tensor of numbers ({cause})") from cause
+        value = f"{type(tensor).__name__}{kind}"
+        raise ConfigError(what, value, f"it must be a dense tensor of numbers ({cause})") from cause
 
 
 def refuse_negative(tensor: torch.Tensor, what: str) -> None:

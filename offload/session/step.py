@@ -1,4 +1,4 @@
-"""One step of a session: what it has done, and for a step that its caller does not wait for, how far it is."""
+"""One step of a session: the account of its work, and, if its caller does not wait for it, how far it is."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from offload.schedule.timeline import Interval
 
 @dataclass(slots=True)
 class StepAccount:
-    """What one step has done: from when the first of its updates could run until the same of the next step.
+    """What one step has done: from when it was opened until the next one is.
 
     Attributes:
         timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
         started_s: When the step was asked for (`time.monotonic`).
         step_s: Seconds from then on until it was over.
-        confirmed_bytes: State that had been updated before the step was sealed, and that it took over.
-        revoked_bytes: State that had been updated since the step before, and that no step took over.
+        confirmed_bytes: State of speculative versions that the step confirmed.
+        revoked_bytes: State of speculative versions that were revoked since the step before.
     """
 
     timeline: list[Interval] = field(default_factory=list)
@@ -37,10 +37,10 @@ class PendingStep:
     The engine thread says which visits have ended. A wait may be interrupted: the step goes on.
 
     Args:
-        kept: Memory that the step reads and writes: kept as long as it may.
+        kept_tensors: Memory that the step reads and writes: kept until it is over.
         aborted: Makes the error to raise from what the step failed with.
         begun: Called on the engine thread when the step has begun, before its caller goes on.
-        latch: Makes what is waited for; another one in simulation, where a wait is what drives the engine.
+        latch: Makes a latch; in simulation one whose wait drives the engine.
 
     Attributes:
         error: What the step failed with, once it is over.
@@ -48,12 +48,12 @@ class PendingStep:
 
     def __init__(
         self,
-        kept: Sequence[torch.Tensor],
+        kept_tensors: Sequence[torch.Tensor],
         aborted: Callable[[BaseException], BaseException],
         begun: Callable[[], None],
         latch: Callable[[], waits.Latch] = waits.Latch,
     ) -> None:
-        self.kept = kept
+        self.kept_tensors = kept_tensors
         self.error: BaseException | None = None
         self._aborted = aborted
         self._begun: Callable[[], None] | None = begun
@@ -69,19 +69,19 @@ class PendingStep:
     # On the engine thread
 
     def begin(self, subgroups: Iterable[int]) -> None:
-        """Take note of what is left to be visited; the step's caller waits for that."""
+        """Take note of the visits that are left; the step's caller waits for that."""
         self._visits = {subgroup: self._latch() for subgroup in subgroups}
-        begun, self._begun = self._begun, None  # which may hold the optimizer
+        begun, self._begun = self._begun, None  # it may hold the optimizer
         if begun is not None:
             begun()
 
     def visited(self, subgroups: Iterable[int]) -> None:
-        """Let on who awaits some visits, which have ended."""
+        """Wake those who await some visits, which have ended."""
         for subgroup in subgroups:
             self._visits[subgroup].set()
 
     def end(self, error: BaseException | None) -> None:
-        """Let on everybody: the step is over."""
+        """Wake everybody: the step is over."""
         self.error = None if error is None else self._aborted(error)
         self._over.set()
         for latch in self._visits.values():

@@ -48,13 +48,13 @@ class _Request:
     begin: Callable[[], Sweep | None]
     """Runs on the engine thread with no sweep under way but an open one; returns the sweep that it has begun."""
     applied: Callable[[], None]
-    """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
+    """Called when the sweep has ended well; on the engine thread, where no interrupt can come between."""
     meanwhile: Callable[[], None]
     """Called on the engine thread when the sweep's first operations are under way."""
     seals: bool
-    """Whether it seals the open sweep itself, as a step does; for others that is revoked."""
+    """Whether it seals the open sweep itself, as a step does; for another request that is revoked."""
     pending: PendingStep | None
-    """Where the caller does not wait for the step: told of its visits and its end."""
+    """The step, where its caller does not wait for it: it is told of its visits and its end."""
     error: BaseException | None = None
 
 
@@ -78,21 +78,21 @@ class EngineThread:
         self.afterwards: Callable[[], None] | None = None
         """What is to be done when the turn under way ends: to close the session, if a signal handler wanted to."""
         self.speculation = Speculation(parts)
-        """What is updated before the step that it is for."""
+        """The updates that are made before their step is sealed."""
         self.aborted: Callable[[BaseException], OffloadError]
         """Returns what to raise for the next step if an error has broken the session before it was called."""
         self.pending: PendingStep | None = None
-        """The step that nobody has waited for to its end."""
+        """The pending step, until somebody has waited for its end."""
         self._thread: threading.Thread | None = None
         self._opening: waits.BackgroundWork | None = None
         self._starting = threading.Lock()
         self._serving = self._told_broken = False
-        self._aborts_untold = False  # whether that has happened, and nobody was told of the step
-        self._followed: PendingStep | None = None  # what is told of the sweep under way
-        self._told = 0  # how many of its visits it was told of
+        self._aborts_untold = False  # whether a break has aborted an open step, and no caller was told
+        self._followed_step: PendingStep | None = None  # the pending step that is told of the sweep under way
+        self._told_visits = 0  # how many ended visits it was told of
         self._next: _Request | None = None
         self._current: _Request | None = None
-        self._ends = False  # whether the request has come in that ends the session
+        self._session_ends = False  # whether the request that ends the session has come in
         self._reply = CompletionQueue()
 
     # On the caller's thread
@@ -158,11 +158,11 @@ class EngineThread:
             SessionBrokenError: The session cannot be used.
             StepAbortedError: The pending step has failed, or what was updated before the next one was called.
         """
-        self.finish()
+        self.finish_pending()
         self.check_usable()
         try:
             with self.lock:
-                self.finish()
+                self.finish_pending()
                 self.check_usable()
                 yield
         finally:
@@ -176,7 +176,7 @@ class EngineThread:
         if pending is not None and os.getpid() == self.pid:
             pending.wait()
 
-    def finish(self) -> None:
+    def finish_pending(self) -> None:
         """Wait until the pending step is over, if there is one; raise what failed it, once.
 
         Of a session that has been closed, a step that hangs is left.
@@ -189,7 +189,7 @@ class EngineThread:
         with contextlib.suppress(OffloadError):  # a device that has failed ends nothing
             if not self.closed:
                 lanes.lead_caller()
-                for tensor in pending.kept:
+                for tensor in pending.kept_tensors:
                     lanes.device.give_up(tensor)
         self.pending = None
         if pending.error is not None:
@@ -206,7 +206,7 @@ class EngineThread:
             return False
         pending.wait_for(subgroups)
         if pending.error is not None:
-            self.finish()
+            self.finish_pending()
         return pending.error is None
 
     def request(
@@ -290,10 +290,10 @@ class EngineThread:
             self._end_save(error)
             if self._current is not None:
                 self._end_request(error)
-            while not self._ends:
+            while not self._session_ends:
                 while not executor.requests:
                     executor.wait()
-                if self._take_request() is None:
+                if self._accept_request() is None:
                     return
                 self._answer(error)
 
@@ -301,10 +301,10 @@ class EngineThread:
         pump(self._parts.machine, self._parts.executor, self.is_due)
         while self.serve_due():
             pump(self._parts.machine, self._parts.executor, self.is_due)
-        self._finish()
+        self._finish_session()
 
     def is_due(self, machine: Machine) -> bool:
-        """Return whether there is something to do beside carrying operations and events.
+        """Return whether `serve_due` has something to do.
 
         Raises:
             InternalError: Nothing could ever bring the sweep under way to its end; waiting for it would be for good.
@@ -312,11 +312,11 @@ class EngineThread:
         waits_for_nothing = not (machine.in_flight or machine.idle or machine.is_open)
         invariant(not waits_for_nothing, "a sweep is under way, and nothing that it waits for")
         return (
-            machine.finished is not None
-            or machine.saver.ended is not None
+            machine.finished_sweep is not None
+            or machine.saver.finished_save is not None
             or self.speculation.is_due()
             or self._may_begin(machine)
-            or (self._followed is not None and len(machine.ended) > self._told)
+            or (self._followed_step is not None and len(machine.ended_visits) > self._told_visits)
         )
 
     def _may_begin(self, machine: Machine) -> bool:
@@ -327,8 +327,8 @@ class EngineThread:
         """Do what is due; return False for the request that ends the session."""
         machine = self._parts.machine
         self._tell_ended()
-        self.take_save()
-        if machine.take_finished() is not None:
+        self.note_save_end()
+        if machine.take_finished_sweep() is not None:
             if not machine.failed:
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
@@ -336,8 +336,8 @@ class EngineThread:
             if machine.is_open:
                 self.speculation.hold()
                 pump(machine, self._parts.executor, lambda m: not m.runs or m.broken is not None)
-                self.take_save()
-            if self._take_request() is None:
+                self.note_save_end()
+            if self._accept_request() is None:
                 return False
             self._begin_request()
         elif self.speculation.is_due():
@@ -351,7 +351,7 @@ class EngineThread:
         try:
             sweep = request.begin()
         except OffloadError as error:
-            self.take_save()  # a save was being committed when the session broke
+            self.note_save_end()  # a save was being committed when the session broke
             self._answer(error)
             return
         if sweep is None:
@@ -361,8 +361,8 @@ class EngineThread:
             executor.submit(self._parts.machine.take_operations())
             if request.pending is not None:
                 request.pending.begin(visit.subgroup for visit in sweep.visits)
-                self.pending = self._followed = request.pending
-                self._told = 0
+                self.pending = self._followed_step = request.pending
+                self._told_visits = 0
                 self._next = None  # as in `_answer`
                 self._reply.post(0)
             executor.end_turn()
@@ -377,13 +377,13 @@ class EngineThread:
             self._parts.machine.handle(Stop(error))
 
     def _tell_ended(self) -> None:
-        """Say which visits of the pending step have ended."""
-        if self._followed is not None:
-            ended = self._parts.machine.ended
-            self._followed.visited(ended[self._told :])
-            self._told = len(ended)
+        """Tell the pending step which of its visits have ended."""
+        if self._followed_step is not None:
+            visits = self._parts.machine.ended_visits
+            self._followed_step.visited(visits[self._told_visits :])
+            self._told_visits = len(visits)
 
-    def _finish(self) -> None:
+    def _finish_session(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
         self.speculation.revoke()
         pending = self._parts.saves.pending
@@ -391,7 +391,7 @@ class EngineThread:
             self._told_broken = True
             error = CheckpointError(f"the session was closed before {pending.folder.path} was committed")
             self._parts.machine.handle(Stop(error))
-            self.take_save()
+            self.note_save_end()
         self._settle()
 
     def _settle(self) -> None:
@@ -415,11 +415,11 @@ class EngineThread:
             log.error("the session has broken and cannot be used any more: %s", error)
         self._told_broken = True
 
-    def take_save(self) -> None:
-        """Take note of a save that has ended, if one has."""
-        ended = self._parts.machine.take_saved()
-        if ended is not None:
-            self._end_save(ended[1])
+    def note_save_end(self) -> None:
+        """Take note of a save that has finished, if one has."""
+        finished = self._parts.machine.take_finished_save()
+        if finished is not None:
+            self._end_save(finished[1])
 
     def _end_save(self, error: BaseException | None) -> None:
         self.drop_checkpoint_buffers()
@@ -427,31 +427,31 @@ class EngineThread:
             self._parts.machine.handle(Release(number))
 
     def drop_checkpoint_buffers(self) -> None:
-        """Give back what a checkpoint has passed through.
+        """Give back the buffers through which a checkpoint was copied.
 
-        A session that has broken keeps it until its lanes have ended: they may still write there.
+        A session that has broken keeps them until its lanes have ended: these may still write there.
         """
         if self.broken is None:
             self._parts.memory.drop_checkpoint_buffers()
 
-    def _take_request(self) -> _Request | None:
+    def _accept_request(self) -> _Request | None:
         self._parts.executor.requests -= 1
         self._current = self._next
-        self._ends = self._current is None
+        self._session_ends = self._current is None
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:
-        """Say what a request has ended with: to its caller, or to whoever awaits a pending step."""
+        """Say how a request has ended: to its caller, or to whoever awaits a pending step."""
         if error is not None:
             self._aborts_untold = False
-        pending, self._followed = self._followed, None
+        pending, self._followed_step = self._followed_step, None
         if pending is None:
             self._answer(error)
             return
         self._current = None
         self._parts.executor.visit_with(visit_nothing)
         if error is None:  # else lanes may still be at it
-            pending.kept = self._parts.lanes.in_use(pending.kept)
+            pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)
         pending.end(error)
 
     def _answer(self, error: BaseException | None) -> None:

@@ -27,12 +27,12 @@ from offload.session.thread import EngineThread
 
 log = logging.getLogger("offload")
 
-Take = Callable[[Segment, Mapping[str, torch.Tensor]], None]
+SegmentWork = Callable[[Segment, Mapping[str, torch.Tensor]], None]
 """Works on one segment: its state, as flat views in host memory."""
 
 
 def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-    """Take nothing."""
+    """Do nothing."""
 
 
 class Visits:
@@ -53,11 +53,11 @@ class Visits:
         self.placement_review = PlacementReview(parts, thread)
         """Chooses again what the GPU updates."""
         self.last = StepAccount()
-        """Of the last step that has ended."""
+        """The account of the last step that has ended."""
         self.account = self.last
-        """Of the step that is open; where none is, the last one's."""
+        """The account of the open step; where no step is open, that of the last one."""
         self._unlearnt: StepAccount | None = None
-        self._seen: list[Rates] = []
+        self._observed: list[Rates] = []
         self._sweeps = 0
         thread.speculation.open = self._open
 
@@ -77,26 +77,26 @@ class Visits:
     def visit(
         self,
         subgroups: Sequence[int],
-        take: Take,
+        work: SegmentWork,
         *,
         changes: bool,
         masters: Collection[int] = (),
         applied: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have `take` work on every segment of some subgroups, and wait until it has.
+        """Have `work` done on every segment of some subgroups, and wait until it is.
 
         Args:
             subgroups: Which.
-            take: What to do; on the engine thread.
-            changes: Whether it writes to the state.
-            masters: Parameters whose masters it sets; their weights follow.
+            work: What to do; on the engine thread.
+            changes: Whether the work writes to the state.
+            masters: Parameters whose masters the work sets; their weights follow.
             applied: Called on the engine thread when all has been done.
         """
-        visitor = self.visitor(take, changes, masters)
+        visitor = self.visitor(work, changes, masters)
         self._thread.request(partial(self.begin, subgroups, visitor, changes=changes), applied)
 
-    def visitor(self, take: Take, changes: bool, masters: Collection[int] = ()) -> Callable[[Run], None]:
-        """Return a visitor for which every segment of a run is taken; see `visit`."""
+    def visitor(self, work: SegmentWork, changes: bool, masters: Collection[int] = ()) -> Callable[[Run], None]:
+        """Return a visitor that does the work on every segment of a run; see `visit`."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
 
         def visit(run: Run) -> None:
@@ -106,7 +106,7 @@ class Visits:
                     tables.changed(run.visit.subgroup)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
                     with views.piece(run, view, segment, sets_master=segment.parameter in masters) as tensors:
-                        take(segment, tensors)
+                        work(segment, tensors)
 
         return visit
 
@@ -136,7 +136,7 @@ class Visits:
         self._open_account()
         with self._breaking():
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
-            confirmed = speculation.confirmed(subgroups, self.account)
+            confirmed = speculation.choose_confirmed(subgroups, self.account)
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
@@ -169,7 +169,7 @@ class Visits:
         return self._sweep(visits, visitor, changes=True, updates=True, is_open=True)
 
     def _open_account(self) -> None:
-        """Begin the account of another step, unless that is open."""
+        """Open the account of the next step, unless it is open."""
         if self.account is self.last:
             self._parts.executor.take_timed()
             self._unlearnt, self.account = self.last, StepAccount()
@@ -207,9 +207,9 @@ class Visits:
             return
         try:
             if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
-                seen = self._seen or [parts.rates]
-                self._seen = [*seen[1 - HISTORY :], observe(parts.rates, account.timeline)]
-                parts.rates = typical(self._seen)
+                observed = self._observed or [parts.rates]
+                self._observed = [*observed[1 - HISTORY :], observe(parts.rates, account.timeline)]
+                parts.rates = typical(self._observed)
                 self.placement_review.learnt()
             shares = parts.plan.shares(parts.rates)
         except Exception as error:

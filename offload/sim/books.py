@@ -23,7 +23,7 @@ from offload.schedule.operations import (
     Save,
     SaveTile,
     Sync,
-    TakeUp,
+    TakeOver,
     Transfer,
     Visit,
 )
@@ -381,9 +381,9 @@ class SaveBook:
             for written, stored in self.ground.subgroups[number].stored.items():
                 self.name(self.now, written, stored)
 
-    def take_up(self, event: TakeUp) -> None:
+    def take_over(self, event: TakeOver) -> None:
         """Take in what checkpoints hold in stores that an earlier session has written."""
-        for number, records in event.held.items():
+        for number, records in event.held_records.items():
             self.kept[number] = {}
             for tile, record in records.items():
                 newest = event.records.get(TileId(tile.subgroup, 0, 0))

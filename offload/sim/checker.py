@@ -37,7 +37,7 @@ Rules:
      its path began, and that sync has ended.
  15. What a save under way or a finished one names is in use (rule 7) until it is released. The bytes that this
      takes come on top of those of rule 8.
- 16. State is exchanged for what lies on storage (`TakeUp`) with nothing in flight, between sweeps and saves. What is
+ 16. State is exchanged for that on storage (`TakeOver`) with nothing in flight, between sweeps and saves. What is
      taken up is in use like what was written, and what a store held before comes on top of the bytes of rule 8.
  17. The plan changes (`Extend`) with nothing in flight, between sweeps and saves. Subgroups and their homes stay, and
      so do staging slots in host memory; others may be updated on the GPU from then on.
@@ -99,7 +99,7 @@ from offload.schedule.operations import (
     Stop,
     Sweep,
     Sync,
-    TakeUp,
+    TakeOver,
     Transfer,
     Visit,
     WriteTile,
@@ -202,8 +202,8 @@ class CheckedExecutor:
                 self._extend(plan)
             case Reshare():
                 self._storage.reshared = True
-            case TakeUp():
-                self._take_up(event)
+            case TakeOver():
+                self._take_over(event)
             case Release(number):
                 self._saves.release(number)
 
@@ -388,7 +388,7 @@ class CheckedExecutor:
         self._owners += [None] * (plan.staging_slots - len(self._owners))
         self._device.gpu_owners = [None] * plan.gpu_slots
 
-    def _take_up(self, event: TakeUp) -> None:
+    def _take_over(self, event: TakeOver) -> None:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
         self._require(self._saves.now is None, "16: state is exchanged during a save")
         self._require(not self._is_open, "20: state is exchanged during an open sweep")
@@ -397,7 +397,7 @@ class CheckedExecutor:
             if any(tile.subgroup == number for tile in event.records):
                 self._owners[slot] = None
                 self._subgroups[number].slot = None
-        self._saves.take_up(event)
+        self._saves.take_over(event)
         self._storage.lost_bytes += sum(self._storage.extents[path].end for path in event.stores)
         for number in sorted({tile.subgroup for tile in event.records}):
             subgroup = self._subgroups[number]

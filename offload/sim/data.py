@@ -130,7 +130,7 @@ class SimData:
             if subgroup.weight_tiles
         }
         """Of each subgroup whose weights are its masters, their image."""
-        self.ahead: dict[int, State] = {}
+        self.images: dict[int, State] = {}
         """The same of versions beside the live ones, until they are published."""
         most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
         self.buffers = [np.full(most // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
@@ -240,14 +240,14 @@ class SimData:
         self.update(run, self._state(run))
         weights = self.weights.get(run.visit.subgroup)
         if weights is not None and run.visit.speculative:
-            weights = self.ahead[run.visit.subgroup] = weights.copy()
+            weights = self.images[run.visit.subgroup] = weights.copy()
         if weights is not None and run.visit.changes:
             mix_weights(run, weights)
 
     def publish(self, subgroup: int) -> None:
         """Put the weights of a version beside the live one where they belong."""
         if subgroup in self.weights:
-            self.weights[subgroup][:] = self.ahead[subgroup]
+            self.weights[subgroup][:] = self.images[subgroup]
 
     def begin_copy(self, copy: Transfer) -> None:
         """Let a copy of state start: what its target held is lost."""

@@ -354,13 +354,13 @@ def test_the_room_that_a_plan_names_is_enough_and_less_is_not(tmp_path: Path) ->
     probe = Training(tmp_path / "probe", "backward")
     with probe.optimizer as optimizer:
         plan = optimizer.plan.plan
-        assert plan.has_room_ahead
-    needed = plan.storage_bytes + plan.checkpoint_bytes + plan.ahead_storage_bytes
+        assert plan.has_room_to_speculate
+    needed = plan.storage_bytes + plan.checkpoint_bytes + plan.speculative_storage_bytes
     confirmed = []
     for name, short in (("enough", 0), ("short", max(plan.slot_counts) + SECTOR_BYTES)):
         limit = {"path": str(tmp_path / name), "max_bytes": needed - short}
         training = Training(tmp_path / name, "backward", paths=[limit])
-        assert training.optimizer.plan.plan.has_room_ahead == (not short)
+        assert training.optimizer.plan.plan.has_room_to_speculate == (not short)
         run(training, 8, 3, [plain])
         confirmed.append(training.counts["confirmed"])
     assert confirmed[0] == 7 * plan.state_bytes > confirmed[1] > 0
@@ -381,7 +381,7 @@ def test_memory_for_some_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
         training = Training(tmp_path / overlap, overlap)
         training.follow = follow
         plan = training.optimizer.plan.plan
-        half = plan.ahead_memory_bytes // 2
+        half = plan.speculative_memory_bytes // 2
         monkeypatch.setattr("offload.session.speculation.available_bytes", partial(int, half))
         found.append(run(training, 30, 4, KINDS))
         made.append(training.counts["confirmed"])
@@ -414,7 +414,7 @@ def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: P
     with pytest.raises(ConfigError, match="overlap"):
         offload.AdamW([weight], offload=config)
     with pytest.raises(ConfigError, match="overlap"):
-        offload.OffloadConfig(overlap="forward")
+        offload.OffloadConfig(overlap="sideways")
 
 
 def same_bits_for(
@@ -489,8 +489,8 @@ def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
             assert not any(math.isnan(i.started_s) or math.isnan(i.finished_s) for i in timeline)
             optimizer.zero_grad()
         assert "the step is hidden in backward" in str(optimizer.plan)
-    assert found["ahead/confirmed_bytes"] == found["lane/cpu/bytes"] == found["state_bytes"]
-    assert found["ahead/revoked_bytes"] == 0
+    assert found["speculation/confirmed_bytes"] == found["lane/cpu/bytes"] == found["state_bytes"]
+    assert found["speculation/revoked_bytes"] == 0
     assert found["path/0/write_bytes"] > 0
     assert found["forward_s"] > 0
     assert found["backward_s"] > 0
@@ -638,7 +638,7 @@ def test_passes_before_a_step_are_as_many_as_the_caller_says(tmp_path: Path) -> 
                 training.step()
                 optimizer.zero_grad()
                 if told is not None and optimizer.engine.step_number > 1:
-                    assert optimizer.metrics()["ahead/confirmed_bytes"] == optimizer.engine.plan.state_bytes
+                    assert optimizer.metrics()["speculation/confirmed_bytes"] == optimizer.engine.plan.state_bytes
             found.append(everything(optimizer, training.model))
         assert (training.counts["revoked"] > 0) == (overlap == "backward" and told is None)
     assert_same(*found[:2])
@@ -752,7 +752,7 @@ def test_passes_without_steps_write_what_one_step_would(tmp_path: Path, reads: b
         assert 0 < written_bytes < 3.5 * optimizer.engine.plan.state_bytes  # staging slots are flushed, too
         training.backward()
         training.step()
-        assert optimizer.metrics()["ahead/revoked_bytes"] > 0
+        assert optimizer.metrics()["speculation/revoked_bytes"] > 0
 
 
 class Owner:

@@ -276,7 +276,7 @@ def test_all_is_confirmed_where_nothing_changes(place: Place, tmp_path: Path) ->
             optimizer.zero_grad()
         found = optimizer.metrics()
         assert 0 < training.able_bytes() < optimizer.plan.plan.state_bytes
-        assert found["ahead/confirmed_bytes"] == training.able_bytes()
+        assert found["speculation/confirmed_bytes"] == training.able_bytes()
         assert training.counts["confirmed"] == 7 * training.able_bytes()  # all but the first
         assert training.counts["revoked"] == 0
         assert "the step is hidden in backward" in str(optimizer.plan)
@@ -303,9 +303,9 @@ def test_updates_are_made_while_backward_goes_on(place: Place, tmp_path: Path) -
 
         def wait() -> None:
             until_s = time.monotonic() + 20
-            while not machine.beside and time.monotonic() < until_s:
+            while not machine.speculative_versions and time.monotonic() < until_s:
                 time.sleep(0.001)
-            made.append(len(machine.beside))
+            made.append(len(machine.speculative_versions))
 
         for _ in range(3):
             plain(training, random.Random(0))
@@ -318,7 +318,7 @@ def test_updates_are_made_while_backward_goes_on(place: Place, tmp_path: Path) -
         torch.stack([late, *early]).sum().backward()
         assert made[0] > 0
         training.step()
-        assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+        assert optimizer.metrics()["speculation/confirmed_bytes"] == training.able_bytes()
 
 
 def test_passes_are_as_many_as_the_caller_says(place: Place, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_passes_are_as_many_as_the_caller_says(place: Place, tmp_path: Path) -> 
                 training.step()
                 optimizer.zero_grad()
                 if overlap == "backward" and optimizer.engine.step_number > 1:
-                    assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+                    assert optimizer.metrics()["speculation/confirmed_bytes"] == training.able_bytes()
             optimizer.last_micro_step(None)  # then as many as before the last step
             for _ in range(3):
                 training.backward()
@@ -343,7 +343,7 @@ def test_passes_are_as_many_as_the_caller_says(place: Place, tmp_path: Path) -> 
                 training.step()
                 optimizer.zero_grad()
                 if overlap == "backward":
-                    assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+                    assert optimizer.metrics()["speculation/confirmed_bytes"] == training.able_bytes()
             found.append(everything(optimizer, training.model))
     assert_same(*found)
 

@@ -174,20 +174,20 @@ def run(training: Ranks, kinds: list[Callable[[Ranks], None]]) -> list[torch.Ten
         before = plain
         for kind in kinds:
             ahead = optimizer.engine._thread.speculation
-            foreseen = kind is before is plain and ahead._wanted
+            foreseen = kind is before is plain and ahead._is_armed
             kind(training)
             training.settle()
             optimizer.step()
             if kind is not not_finite:
                 optimizer.zero_grad()
             found = optimizer.metrics()
-            if "ahead/confirmed_bytes" in found:
-                training.counts["confirmed"] += found["ahead/confirmed_bytes"]
-                training.counts["revoked"] += found["ahead/revoked_bytes"]
-                training.counts[f"revoked by {kind.__name__}"] += found["ahead/revoked_bytes"]
-                if foreseen and not found["ahead/revoked_bytes"]:
+            if "speculation/confirmed_bytes" in found:
+                training.counts["confirmed"] += found["speculation/confirmed_bytes"]
+                training.counts["revoked"] += found["speculation/revoked_bytes"]
+                training.counts[f"revoked by {kind.__name__}"] += found["speculation/revoked_bytes"]
+                if foreseen and not found["speculation/revoked_bytes"]:
                     training.counts["foreseen"] += 1
-                    assert found["ahead/confirmed_bytes"] >= 0.9 * found["streamed_bytes"] > 0
+                    assert found["speculation/confirmed_bytes"] >= 0.9 * found["streamed_bytes"] > 0
             before = kind
         return training.everything()
 
@@ -247,8 +247,8 @@ def undisturbed(folder: Path, kind: str) -> None:
                 optimizer.zero_grad()
                 found = optimizer.metrics()
                 # All but the first step, which finds no state on storage and ahead of which nobody knows what comes.
-                assert found["ahead/confirmed_bytes"] == (found["streamed_bytes"] if step else 0)
-                assert found["ahead/revoked_bytes"] == 0
+                assert found["speculation/confirmed_bytes"] == (found["streamed_bytes"] if step else 0)
+                assert found["speculation/revoked_bytes"] == 0
             assert "the step is hidden in backward" in str(optimizer.plan)
             training.backward()
             training.settle()

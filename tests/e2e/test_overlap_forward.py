@@ -400,7 +400,7 @@ def test_updates_come_in_the_order_of_the_forward_pass(config: Callable[..., off
             optimizer.step()
         optimizer.finish()
         places = optimizer.engine.plan.layout.places
-        assert optimizer.engine._parts.machine.ended == [places[n][0][0] for n in (3, 2, 1, 0)]
+        assert optimizer.engine._parts.machine.ended_visits == [places[n][0][0] for n in (3, 2, 1, 0)]
 
 
 def test_the_next_gradient_waits_until_the_last_was_read(config: Callable[..., offload.OffloadConfig]) -> None:

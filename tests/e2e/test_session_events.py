@@ -40,4 +40,4 @@ def test_a_session_is_its_list_of_events(tmp_path: Path, monkeypatch: pytest.Mon
         assert_replays(machine)
         met |= {type(event) for event in machine.events}
     assert {operations.Extend, operations.Reshare, operations.Taken, operations.Release} < met
-    assert operations.TakeUp in met
+    assert operations.TakeOver in met

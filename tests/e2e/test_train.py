@@ -129,7 +129,7 @@ def test_hidden_steps_are_not_waited_for_to_show_their_figures(tmp_path: Path) -
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["optimizer/step"] for line in lines] == [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line["norm"] > 0 for line in lines)
-    assert lines[-1]["optimizer/ahead/confirmed_bytes"] > 0
+    assert lines[-1]["optimizer/speculation/confirmed_bytes"] > 0
 
 
 FAILING = """

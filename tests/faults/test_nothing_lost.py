@@ -241,7 +241,7 @@ def test_a_deleted_checkpoint_gives_its_room_back_when_it_is_released(tmp_path: 
             run.train(2).save(tmp_path / f"ck-{number}")
             shutil.rmtree(tmp_path / f"ck-{number}")
             run.optimizer.release_checkpoint(tmp_path / f"ck-{number}")
-            sizes.append(len(run.optimizer.engine._parts.machine.saver.held))
+            sizes.append(len(run.optimizer.engine._parts.machine.saver.held_records))
         assert sizes == [0] * 8
         run.train().save(tmp_path / "last")
         run.optimizer.release_checkpoint(tmp_path / "last")
@@ -335,7 +335,7 @@ def test_saving_over_a_newer_checkpoint_than_the_one_loaded_frees_it(tmp_path: P
         run.train().save(tmp_path / "ck-2")
         kept = (str(tmp_path / "ck-1"), str(tmp_path / "ck-2"))
         assert run.optimizer.engine.checkpoints.kept == kept
-        assert len(run.optimizer.engine._parts.machine.saver.held) == 2
+        assert len(run.optimizer.engine._parts.machine.saver.held_records) == 2
     (store,) = find_stores(str(path))
     assert [pin.folder for pin in store.pins] == [*kept]
     assert steps_in(tmp_path / "ck-2", path) == 3
@@ -370,7 +370,7 @@ def test_saves_that_failed_do_not_make_a_folder_forget(tmp_path: Path, path: Pat
                 run.optimizer.save_checkpoint(tmp_path / "file" / "ck")
         for _ in range(3):
             run.train().save(tmp_path / "ck")
-            assert len(run.optimizer.engine._parts.machine.saver.held) == 1
+            assert len(run.optimizer.engine._parts.machine.saver.held_records) == 1
 
 
 def test_the_manifest_of_another_save_to_the_folder_stays(tmp_path: Path, path: Path) -> None:

@@ -1011,7 +1011,7 @@ def train_as_ahead_says(case: Any, *, skips_nan: bool) -> tuple[list[Any], list[
             norm, scale = float(engine.get_global_grad_norm()), float(getattr(engine.optimizer, "loss_scale", 1.0))
             seen.append((kind, norm, scale, engine.skipped_steps))
             metrics = engine.optimizer.metrics()
-            ahead = [metrics.get(f"ahead/{what}_bytes", 0) for what in ("confirmed", "revoked")]
+            ahead = [metrics.get(f"speculation/{what}_bytes", 0) for what in ("confirmed", "revoked")]
             shares.append([number / metrics["streamed_bytes"] for number in ahead])
         return seen, shares, state_of(engine)
 

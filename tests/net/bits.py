@@ -220,7 +220,9 @@ def train(training: str, folder: Path) -> dict[str, Any]:
             optimizer.overlap_forward(model, check=overlap == "forward" and not place.startswith("device"))
         for step in range(8):
             _step(model, optimizer, step, norms, is_early=on_backward)
-            early_bytes.update({name: n for name, n in optimizer.metrics().items() if name.startswith("ahead/")})
+            early_bytes.update(
+                {name: n for name, n in optimizer.metrics().items() if name.startswith("speculation/")}
+            )
         optimizer.finish()
         tensors = {}
         for name, parameter in model.named_parameters():
@@ -228,7 +230,7 @@ def train(training: str, folder: Path) -> dict[str, Any]:
             tensors[name.split(".")[-1]] = [
                 f"{part} {_bits(tensor)}" for part, tensor in (("weight", parameter.detach()), *state.items())
             ]
-    if on_backward and not all(early_bytes[f"ahead/{what}_bytes"] for what in ("confirmed", "revoked")):
+    if on_backward and not all(early_bytes[f"speculation/{what}_bytes"] for what in ("confirmed", "revoked")):
         raise AssertionError(f"{training} has not updated, or not revoked, anything during backward: {early_bytes}")
     left = [entry.name for path in paths for entry in path.iterdir()]
     if left:

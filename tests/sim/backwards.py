@@ -130,7 +130,7 @@ class Tables:
         self.now: Told = ((), 0.0, 0.0, frozenset())
         self.expected = self.now
 
-    def begin_ahead(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
+    def expect_step(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
         self.expected = tuple(groups), scale, 1.0, frozenset(active)
 
     def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
@@ -142,14 +142,14 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def table_ahead(
+    def speculative_table(
         self, run: Run, image: int, slots: object, sums: npt.NDArray[np.uint64]
     ) -> tuple[int, npt.NDArray[Any]]:
         table = table_of(self._plan, run.visit.subgroup, self.expected)
         self._session.under_way[run.op] = table, sums
         return 0, table
 
-    def is_as_ahead(
+    def matches_speculative(
         self, subgroup: int, address: int, table: npt.NDArray[Any], gradients: object, image: int | None
     ) -> bool:
         return table_of(self._plan, subgroup, self.now).tobytes() == table.tobytes()
@@ -343,22 +343,22 @@ class Session(forwards.Session):
         handle = self.machine.handle
 
         def told(event: Event) -> None:
-            if isinstance(event, Taken) and isinstance(event.ended, Sweep):
+            if isinstance(event, Taken) and isinstance(event.finished, Sweep):
                 moved = self.machine.moved, self.executor.moved
                 assert moved[0] == moved[1], (
                     f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
                 )
             if isinstance(event, Seal):
                 self.outcome.counts["confirmed"] += len(event.confirmed)
-                self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.confirmed)
+                self.outcome.counts["revoked"] += len(self.machine.speculative_versions) - len(event.confirmed)
                 step = self.open_sweep.step if self.open_sweep is not None else 0
                 self.taken_over |= {(subgroup, step) for subgroup in event.confirmed}
             if isinstance(event, Failed) and self.failed_ahead.get(event.op) in self.taken_over:
                 self.may_break = self.may_fail = True  # it was confirmed before anybody heard of the failure
             self.outcome.counts["admitted"] += len(event.subgroups) if isinstance(event, Admit) else 0
-            before = self.machine.saver.ended
+            before = self.machine.saver.finished_save
             handle(event)
-            ended = self.machine.saver.ended
+            ended = self.machine.saver.finished_save
             if ended is not None and ended is not before:  # the machine may go on before the session takes note
                 super(Session, self).check_saved(ended[1])
 
@@ -395,7 +395,7 @@ class Session(forwards.Session):
 
     def begin_visit(self, run: Run) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.table_ahead`
+            self.executor.visitor(run)  # makes a table: see `Tables.speculative_table`
         else:
             self.visitors[run.op] = self.executor.visitor
 
@@ -457,7 +457,7 @@ class Session(forwards.Session):
                 before = self.gradients[number] if number in self.arrived else None
                 self.gradients[number] = zlib.crc32(repr((loss, number, before)).encode())
                 self.arrived[number] = None
-                self.thread.speculation.arrived(number)
+                self.thread.speculation.note_arrival(number)
             if self.rng.random() < 0.05:
                 self.scribble(False)
 
@@ -468,7 +468,7 @@ class Session(forwards.Session):
         if self.rng.random() < 0.7 or not self.data.weights:
             self.gradients[self.rng.choice(sorted(self.arrived))] += 1
             return
-        self.thread.finish()
+        self.thread.finish_pending()
         if self.machine.broken is None:
             self.wait(False)  # a checkpoint reads weights
             chosen = self.rng.choice(sorted(self.data.weights))
@@ -479,7 +479,7 @@ class Session(forwards.Session):
     def skip(self, flag: bool) -> None:
         """Drop gradients, and say so."""
         self.arrived = {}
-        if self.thread.is_usable and self.thread.speculation.restart():
+        if self.thread.is_usable and self.thread.speculation.drop_arrivals():
             self.nothing(False)
 
     def forget(self, flag: bool) -> None:
@@ -523,11 +523,11 @@ class Session(forwards.Session):
             told = (self.rate,), 1.0, clip, frozenset(active)
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
-            self.thread.speculation.begins(active)
+            self.thread.speculation.begin_step(active)
             self.tables.now = told
 
             def begin() -> Sweep:
-                done = self.thread.speculation.confirmed(subgroups, self.account)
+                done = self.thread.speculation.choose_confirmed(subgroups, self.account)
                 self.steps += 1
                 self.stands_for[number] = self.steps
                 order = visit_order([s for s in subgroups if s not in done], self.machine.live_slots)
@@ -541,7 +541,7 @@ class Session(forwards.Session):
 
             def applied() -> None:
                 self.outcome.counts["steps"] += 1
-                self.thread.speculation.stepped(1.0, clip)
+                self.thread.speculation.end_step(1.0, clip)
 
             def meanwhile() -> None:
                 if self.rng.random() < 0.1:
@@ -566,7 +566,7 @@ class Session(forwards.Session):
                     machine.handle(event)
                 self.executor.submit(machine.take_operations())
         self.wait(False)
-        thread._finish()
+        thread._finish_session()
         if machine.broken is None:
             self.outcome.counts["closed"] += 1
             expected = {} if self.twin.states.keys() != {*range(len(machine.phases))} else self.twin.tiles()

@@ -199,10 +199,10 @@ class Session(saves.Session):
 
         def told(event: Event) -> None:
             """Have the checker see what no lane reports, too."""
-            if isinstance(event, Taken) and isinstance(event.ended, Sweep):
+            if isinstance(event, Taken) and isinstance(event.finished, Sweep):
                 self.executor.ended(well=not self.machine.failed)
                 if self.machine.failed:
-                    self.failures.append(event.ended.number)
+                    self.failures.append(event.finished.number)
             elif not isinstance(event, Done | Failed | Stop):
                 self.executor.observe(event)
             handle(event)
@@ -419,11 +419,11 @@ class Session(saves.Session):
             self.thread.request(begin, lambda: self.twin.sweep(number, visits))
 
     def finish(self, flag: bool) -> None:
-        self.thread.finish()
+        self.thread.finish_pending()
 
     def wait(self, flag: bool) -> None:
         saver = self.machine.saver
-        self.go_on_until(lambda: saver.under_way is None and saver.ended is None)
+        self.go_on_until(lambda: saver.under_way is None and saver.finished_save is None)
 
     def save(self, flag: bool) -> None:
         machine, executor = self.machine, self.executor
@@ -437,7 +437,7 @@ class Session(saves.Session):
             self.saving = Save(self.saves, len(self.plan.budgets.paths) if copies else None)
             self.expected[self.saves] = self.twin.tiles()
             machine.handle(BeginSave(self.saving))
-            pump(machine, executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
+            pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
 
         with self.thread.turn():
             self.wait(False)

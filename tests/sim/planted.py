@@ -37,7 +37,7 @@ from offload.schedule.operations import (
     Stop,
     Sweep,
     Sync,
-    TakeUp,
+    TakeOver,
     Transfer,
     Visit,
     WriteTile,
@@ -586,7 +586,7 @@ class ReleasesTooEarly(Filtered):
 
     def hears(self, event, operation):
         if isinstance(event, Begin):
-            return (*map(Release, self.saver.held), event)
+            return (*map(Release, self.saver.held_records), event)
         return () if isinstance(event, Release) else (event,)
 
 
@@ -630,7 +630,7 @@ class SavesFromTheWrongPlace(Filtered):
 
 class WritesOverWhatIsHeld(Overwrites):
     def target(self, write):
-        held = [record.location for records in self.saver.held.values() for record in records.values()]
+        held = [record.location for records in self.saver.held_records.values() for record in records.values()]
         return of_size(held, write)
 
 
@@ -644,8 +644,8 @@ class TakesWhatIsHeldForFree(Overwrites):
     held = ()
 
     def hears(self, event, operation):
-        if isinstance(event, TakeUp):
-            self.held = [record.location for records in event.held.values() for record in records.values()]
+        if isinstance(event, TakeOver):
+            self.held = [record.location for records in event.held_records.values() for record in records.values()]
         return (event,)
 
     def target(self, write):
@@ -656,8 +656,10 @@ class TakesUpAnotherVersion(Filtered):
     """What a checkpoint holds passes for older than it is."""
 
     def hears(self, event, operation):
-        if isinstance(event, TakeUp):
-            held = {n: {t: replace(r, step=r.step - 1) for t, r in each.items()} for n, each in event.held.items()}
+        if isinstance(event, TakeOver):
+            held = {
+                n: {t: replace(r, step=r.step - 1) for t, r in each.items()} for n, each in event.held_records.items()
+            }
             event = replace(event, held=held)
         return (event,)
 
@@ -678,12 +680,12 @@ class EndsAVisitThatBegins(Filtered):
 
     def asks(self, operation):
         if self.begins(operation):
-            self.ended.append(subgroup_of(operation))
+            self.ended_visits.append(subgroup_of(operation))
         return (operation,)
 
     def tell(self, event):
         super().tell(event)
-        self.ended[:] = dict.fromkeys(self.ended)
+        self.ended_visits[:] = dict.fromkeys(self.ended_visits)
 
 
 class EndsAVisitBeforeItsPush(EndsAVisitThatBegins):
@@ -743,9 +745,9 @@ class GoesOnCountingFromTheLastSweep(PendingStep):
 class BeginsAmidASweep(EngineThread):
     """A request waits for nothing: neither its caller nor the engine does."""
 
-    def finish(self):
+    def finish_pending(self):
         if self.pending is not None and self.pending.is_over:
-            super().finish()
+            super().finish_pending()
 
     def _may_begin(self, machine):
         return self._parts.executor.requests > 0
@@ -770,9 +772,9 @@ class ForgetsAFailure(PendingStep):
 class AsksBeforeItWasTold(EngineThread):
     """A request takes the place of the sweep that nobody has waited for, and its failure is gone."""
 
-    def finish(self):
+    def finish_pending(self):
         if self.pending is not None and self.pending.is_over:
-            super().finish()
+            super().finish_pending()
 
 
 class TellsOfAFailureOnlyWhoWaitsForAll(EngineThread):
@@ -784,10 +786,10 @@ class TellsOfAFailureOnlyWhoWaitsForAll(EngineThread):
 
 
 class TellsOfAFailureTwice(EngineThread):
-    def finish(self):
+    def finish_pending(self):
         pending = self.pending
         try:
-            super().finish()
+            super().finish_pending()
         except BaseException:
             self.pending = pending
             raise
@@ -1006,15 +1008,15 @@ class PublishesEarly(Speculation):
 
     def hold(self):
         super().hold()
-        for subgroup in self._parts.machine.beside:
+        for subgroup in self._parts.machine.speculative_versions:
             self._publish(subgroup)
 
 
 class PublishesWhatIsRevoked(Speculation):
-    def confirmed(self, subgroups, account):
-        for subgroup in self._parts.machine.beside if self._parts.machine.is_open else ():
+    def choose_confirmed(self, subgroups, account):
+        for subgroup in self._parts.machine.speculative_versions if self._parts.machine.is_open else ():
             self._publish(subgroup)
-        return super().confirmed(subgroups, account)
+        return super().choose_confirmed(subgroups, account)
 
 
 class ForgetsToPublish(Speculation):
@@ -1034,11 +1036,11 @@ class Alike:
 
 
 class ConfirmsWithChangedGradients(Speculation):
-    def confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups, account):
         kernel = self._parts.kernel
         right, kernel.fingerprints = kernel.fingerprints, lambda *read: Alike()
         try:
-            return super().confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups, account)
         finally:
             kernel.fingerprints = right
 
@@ -1046,11 +1048,11 @@ class ConfirmsWithChangedGradients(Speculation):
 class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
-    def confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups, account):
         tables, expected = self._parts.tables, self._parts.tables.now
         tables.now = tables.expected
         try:
-            return super().confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups, account)
         finally:
             tables.now = expected
 
@@ -1061,11 +1063,11 @@ class ConfirmsWhenABatchIsSkipped(Speculation):
     def revoke(self):
         machine = self._parts.machine
         if machine.is_open and machine.broken is None:
-            chosen = tuple(machine.beside)
+            chosen = tuple(machine.speculative_versions)
             machine.handle(Seal(chosen))
             for subgroup in chosen:
                 self._publish(subgroup)
-            self._end()
+            self._forget_versions()
         else:
             super().revoke()
 

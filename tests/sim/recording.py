@@ -103,8 +103,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "taken", ended.number
         case ops.Reshare(shares):
             return "reshare", shares
-        case ops.TakeUp():
-            held = [(number, len(records)) for number, records in event.held.items()]
+        case ops.TakeOver():
+            held = [(number, len(records)) for number, records in event.held_records.items()]
             return "take up", sorted(event.stores.items()), held, [(*t, *place(r)) for t, r in event.records.items()]
         case ops.Release(number):
             return "release", number
@@ -127,7 +127,7 @@ def lines_of(driver: str, seed: int) -> Iterator[str]:
             lines.append(f"{self.number} <- {neutral_event(event)}")
             super().handle(event)
             if isinstance(event, ops.Taken):
-                lines.append(f"{self.number}    moved {self.moved}, ended {self.ended}, failed {self.failed}")
+                lines.append(f"{self.number}    moved {self.moved}, ended {self.ended_visits}, failed {self.failed}")
 
         def take_operations(self) -> list[Any]:
             out = super().take_operations()

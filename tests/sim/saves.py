@@ -17,7 +17,7 @@ from offload.protocols import TileId
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeUp, Visit
+from offload.schedule.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeOver, Visit
 from offload.schedule.staging import Phase
 from offload.sim import (
     CheckedExecutor,
@@ -192,13 +192,13 @@ class Session:
         trial = deepcopy(self.machine.index)
         for path in limits:
             held = Counter(r.location for each in committed.values() for r in each.values())
-            trial.take_up(path, limits[path], {x: n for x, n in held.items() if x.path == path})
+            trial.take_over(path, limits[path], {x: n for x, n in held.items() if x.path == path})
         if not trial.fits():
             return False
         self.data.stores, self.data.committed = before.data.stores, dict(committed)
         self.expected, self.kept = {n: before.expected[n] for n in committed}, list(committed)
         self.saves, self.sweeps = before.saves, before.sweeps
-        self.tell(TakeUp(limits, committed, records))
+        self.tell(TakeOver(limits, committed, records))
         for subgroup in self.plan.layout.subgroups:
             found = self.expected[newest]
             if subgroup in streamed:
@@ -250,11 +250,11 @@ class Session:
             assert self.inner.events < 20 * swarm.MAX_EVENTS, "it goes on for ever"
             if self.self_check:
                 machine.check()
-            return machine.saver.ended is not None or machine.broken is not None or until(machine)
+            return machine.saver.finished_save is not None or machine.broken is not None or until(machine)
 
         while True:
             pump(self.machine, self.executor, reached)
-            ended = self.machine.take_saved()
+            ended = self.machine.take_finished_save()
             if ended is None:
                 return
             self.end_save(*ended)
@@ -273,7 +273,7 @@ class Session:
         if save.sink is not None:
             self.copies.append(save.number)
             return
-        assert self.executor.saved()[save.number] == self.machine.saver.held[save.number]
+        assert self.executor.saved()[save.number] == self.machine.saver.held_records[save.number]
         self.kept.append(save.number)
         while len(self.kept) > self.keep:
             old = self.kept.pop(0)
@@ -289,15 +289,15 @@ class Session:
             visits = tuple(Visit(s, gpu=self.plan.at_home_on_gpu(s)) for s in unfilled)
             self.filled = set(range(count))
         # Its visits change weights that are masters: those have been saved by then.
-        self.pump(lambda machine: not machine.saver.weights_left)
+        self.pump(lambda machine: not machine.saver.has_unwritten_weights)
         if self.machine.broken is not None:
             return
         sweep = Sweep(self.sweeps, 10 * self.sweeps, visits)
         self.inner.inject(Begin(sweep))
-        self.pump(lambda machine: machine.finished is not None)
-        if self.machine.finished is None:
+        self.pump(lambda machine: machine.finished_sweep is not None)
+        if self.machine.finished_sweep is None:
             return
-        assert self.machine.take_finished() is sweep
+        assert self.machine.take_finished_sweep() is sweep
         self.executor.ended(well=not self.machine.failed)
         if not self.machine.failed:
             self.twin.sweep(sweep.number, visits)
@@ -316,7 +316,7 @@ class Session:
         save = Save(self.saves, len(self.plan.budgets.paths) if flag else None)
         self.expected[self.saves] = self.twin.tiles()
         self.tell(BeginSave(save))
-        self.pump(lambda machine: not machine.saver.weights_left)
+        self.pump(lambda machine: not machine.saver.has_unwritten_weights)
 
 
 def run_seeds(run_seed: Callable[[int], Outcome], seeds: range) -> Counter[str]:

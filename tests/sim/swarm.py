@@ -287,7 +287,7 @@ def run_scenario(
         assert inner.events < MAX_EVENTS, "it goes on for ever"
         if self_check:
             machine.check()
-        return machine.finished is not None
+        return machine.finished_sweep is not None
 
     subgroups = range(len(last_plan.layout.subgroups))
     everything = tuple(Visit(s, changes=False, gpu=last_plan.at_home_on_gpu(s)) for s in subgroups)
@@ -315,7 +315,7 @@ def run_scenario(
             executor_sweep = Sweep(number, 10 * number, tuple(by_subgroup[s] for s in order))
             inner.inject(Begin(executor_sweep))
             pump(machine, executor, finished)
-            sweep = machine.take_finished()
+            sweep = machine.take_finished_sweep()
             assert sweep is executor_sweep
             executor.ended(well=not machine.failed)
             assert machine.moved == executor.moved == updated, "it does not say which subgroups have moved"
@@ -348,5 +348,5 @@ def run_scenario(
         before = machine.in_flight
         machine.handle(Begin(Sweep(len(sweeps) + 1, 0, everything[: len(machine.phases)])))
         assert not machine.take_operations()
-        assert before or machine.take_finished() is not None
+        assert before or machine.take_finished_sweep() is not None
     return outcome

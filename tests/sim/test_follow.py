@@ -34,8 +34,8 @@ def run_steps(plan: Plan, machine: Machine, rates: Rates, seen: list[Rates], num
         executor = SimExecutor(plan, rates)
         order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
         executor.inject(Begin(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
-        pump(machine, executor, lambda m: m.finished is not None)
-        assert machine.take_finished() is not None
+        pump(machine, executor, lambda m: m.finished_sweep is not None)
+        assert machine.take_finished_sweep() is not None
         assert machine.broken is None
         seconds.append(executor.now_s)
         pump(machine, executor, lambda m: m.in_flight == 0)

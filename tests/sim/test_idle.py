@@ -56,22 +56,22 @@ def steady(slots: int, read: float, write: float, *, flushing: bool = False, ahe
         begun_s = executor.now_s
         order = visit_order(range(SUBGROUPS), machine.slots)
         executor.inject(Begin(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
-        pump(machine, executor, lambda m: m.finished is not None)
+        pump(machine, executor, lambda m: m.finished_sweep is not None)
         assert machine.broken is None
-        machine.take_finished()
+        machine.take_finished_sweep()
         machine.check()
         step_s, unfinished = executor.now_s - begun_s, machine.in_flight
         if flushing:
             executor.inject(BeginSave(Save(number)))
-            pump(machine, executor, lambda m: m.saver.ended is not None)
-            machine.take_saved()
+            pump(machine, executor, lambda m: m.saver.finished_save is not None)
+            machine.take_finished_save()
             executor.inject(Release(number))
         if ahead:
             order = visit_order(range(SUBGROUPS), machine.slots)
             first = [subgroup for subgroup in order if subgroup not in machine.slots][:ahead]
             executor.inject(Begin(Sweep(100 + number, number, tuple(Visit(s, changes=False) for s in first))))
-            pump(machine, executor, lambda m: m.finished is not None)
-            machine.take_finished()
+            pump(machine, executor, lambda m: m.finished_sweep is not None)
+            machine.take_finished_sweep()
     size = plan.slot_bytes
     return Steady(
         step_s, (moved["read:0"] - before["read:0"]) / size, (moved["write:0"] - before["write:0"]) / size, unfinished

@@ -10,7 +10,18 @@ import swarm
 from recorded import Recorded, assert_replays
 
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, BeginSave, Done, Extend, Failed, Release, Reshare, Stop, Taken, TakeUp
+from offload.schedule.operations import (
+    Begin,
+    BeginSave,
+    Done,
+    Extend,
+    Failed,
+    Release,
+    Reshare,
+    Stop,
+    Taken,
+    TakeOver,
+)
 
 RUNS: dict[str, Callable[[int, type[Machine]], object]] = {
     "sweeps": lambda seed, machine: swarm.run_scenario(swarm.make_scenario(seed), machine),
@@ -35,5 +46,5 @@ def test_a_machine_that_is_given_the_same_events_decides_the_same(what: str, fir
         for machine in made:
             assert_replays(machine)
             met |= {type(event) for event in machine.events}
-    also = {"sweeps": {Stop}, "plans that change": {Extend, Reshare}, "saves": {BeginSave, Release, TakeUp}}
+    also = {"sweeps": {Stop}, "plans that change": {Extend, Reshare}, "saves": {BeginSave, Release, TakeOver}}
     assert {Begin, Done, Failed, Taken} | also[what] <= met

@@ -129,8 +129,10 @@ def test_what_a_step_hidden_in_backward_takes(rates, capsys):
     arguments = ["--params", "1e9", "--rates", rates, "--weights-on", "cpu", "--flops", "1e12", "--tokens", "3000"]
     found = plan_json(capsys, *arguments, "--ranks", "2")
     streamed_bytes = found["rank"]["streamed_bytes"]
-    assert found["ahead"]["memory_bytes"] == streamed_bytes // 6 > 0  # bf16 weights, 12 bytes of state a parameter
-    assert streamed_bytes < found["ahead"]["storage_bytes"] < 1.01 * streamed_bytes
+    assert (
+        found["speculation"]["memory_bytes"] == streamed_bytes // 6 > 0
+    )  # bf16 weights, 12 bytes of state a parameter
+    assert streamed_bytes < found["speculation"]["storage_bytes"] < 1.01 * streamed_bytes
     assert found["hidden_iteration_s"].keys() == {"forward", "backward", "both"}
     assert cli.main(["plan", *arguments]) == 0
     assert "hidden in backward, a step takes 1.9 GiB more of a rank's memory" in capsys.readouterr().out

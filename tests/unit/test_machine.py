@@ -92,7 +92,7 @@ def test_fresh_subgroup_runs_without_a_fetch():
     assert machine.phases[0] is Phase.BUSY
     assert not give(machine, Done(run.op))
     assert machine.phases[0] is Phase.DIRTY
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     assert machine.moved == [0]
     assert machine.idle
     assert not machine.is_fresh(0)
@@ -103,7 +103,7 @@ def test_state_that_stays_in_memory_is_neither_written_nor_read():
     for number in range(1, 4):
         operations = finish(machine, give(machine, sweep(number, 0, 1)))
         assert [type(operation) for operation in operations] == [Run, Run]
-        machine.take_finished()
+        machine.take_finished_sweep()
 
 
 def test_flush_then_fetch_when_a_slot_is_wanted():
@@ -118,7 +118,7 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
     (run,) = give(machine, Done(writes[1].op, 11))
     assert (run.visit.subgroup, run.fresh) == (1, True)
     give(machine, Done(run.op))
-    machine.take_finished()
+    machine.take_finished_sweep()
     # The way back: subgroup 1 is dirty in the only slot.
     writes = give(machine, sweep(2, 0))
     reads = give(machine, *(Done(write.op) for write in writes))
@@ -133,7 +133,7 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
 def test_overwriting_visit_fetches_nothing():
     machine = make(2, 1)
     finish(machine, give(machine, sweep(1, 0, 1)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     operations = finish(machine, give(machine, sweep(2, 0, overwrites=True)))
     assert [type(operation) for operation in operations] == [WriteTile] * 3 + [Run]
     assert operations[-1].fresh is False
@@ -142,7 +142,7 @@ def test_overwriting_visit_fetches_nothing():
 def test_reading_visit_leaves_state_clean_and_its_slot_free_to_take():
     machine = make(3, 1)
     finish(machine, give(machine, sweep(1, 0, 1, 2)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     operations = finish(machine, give(machine, sweep(2, 0, 1, changes=False)))
     kinds = [type(operation) for operation in operations]
     assert kinds == [WriteTile] * 3 + [ReadTile] * 3 + [Run] + [ReadTile] * 3 + [Run]
@@ -153,9 +153,9 @@ def test_reading_visit_leaves_state_clean_and_its_slot_free_to_take():
 def test_reading_visit_of_dirty_state_keeps_it_dirty():
     machine = make(2, 1)
     finish(machine, give(machine, sweep(1, 0)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     finish(machine, give(machine, sweep(2, 0, changes=False)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     assert machine.phases[0] is Phase.DIRTY
     writes = give(machine, sweep(3, 1))
     assert {write.record.step for write in writes} == {1}, "the version is that of the last change"
@@ -184,12 +184,12 @@ def test_more_runs_are_handed_over_where_nothing_streamed_would_wait_for_them():
 def test_old_slots_are_freed_only_when_the_new_version_is_whole():
     machine = make(2, 1)
     finish(machine, give(machine, sweep(1, 0, 1)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     operations = give(machine, sweep(2, 0))
     while not isinstance(operations[0], Run):
         operations = give(machine, *(Done(operation.op) for operation in operations))
     give(machine, Done(operations[0].op))
-    machine.take_finished()
+    machine.take_finished_sweep()
     writes = give(machine, sweep(3, 1))
     old = {machine.index.get(write.tile).location for write in writes}
     new = {write.record.location for write in writes}
@@ -213,7 +213,7 @@ def test_failed_write_goes_to_another_path():
     assert machine.broken is None
     assert "path0" in warnings[0]
     finish(machine, [again, *(write for write in writes if write is not failing)])
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     assert machine.broken is None
 
 
@@ -227,7 +227,7 @@ def test_all_state_moves_to_the_path_that_is_left():
                 operations += give(machine, Failed(operation.op, EIO))
             else:
                 operations += give(machine, Done(operation.op))
-        assert machine.take_finished().number == number
+        assert machine.take_finished_sweep().number == number
         assert machine.broken is None, "a second path with room did not save the run"
     assert machine.index.live_bytes()[0] == 0
 
@@ -238,9 +238,9 @@ def test_failed_write_without_another_path_breaks():
     first, *others = give(machine, Done(run.op))
     assert not give(machine, Failed(first.op, EIO))
     assert machine.broken is EIO
-    assert machine.finished is None, "what is in flight still uses the buffers"
+    assert machine.finished_sweep is None, "what is in flight still uses the buffers"
     assert not give(machine, *(Done(write.op) for write in others))
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     assert machine.moved == [0]
 
 
@@ -252,7 +252,7 @@ def test_no_visit_starts_when_a_flush_finds_no_room():
     assert not give(machine, Done(first.op)), "the resident subgroup is started after all"
     assert isinstance(machine.broken, TierFullError)
     assert not give(machine, Done(second.op))
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     assert machine.moved == [1, 2]
 
 
@@ -262,10 +262,10 @@ def test_no_other_flush_starts_when_one_finds_no_room():
     plan = make_plan(layout, Budgets(0, 2 * layout.max_subgroup_bytes, (PathBudget("path0", 1 << 30),)))
     machine = Machine(plan, TileIndex([(2 * SECTOR_BYTES, 1.0)], plan.slot_counts))  # less than the plan demands
     finish(machine, give(machine, sweep(1, 0, 1)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     assert not give(machine, sweep(2, 2, 3)), "the small subgroup is flushed after all"
     assert isinstance(machine.broken, TierFullError)
-    assert machine.take_finished().number == 2
+    assert machine.take_finished_sweep().number == 2
 
 
 def test_flush_without_room_names_the_tile():
@@ -275,14 +275,14 @@ def test_flush_without_room_names_the_tile():
     assert not give(machine, Done(run.op))
     assert isinstance(machine.broken, TierFullError)
     assert "TileId(subgroup=0, tensor=0, tile=0)" in str(machine.broken)
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
 
 
 @pytest.mark.parametrize("kind", [Run, ReadTile])
 def test_failed_run_or_read_breaks_once_all_has_landed(kind: type):
     machine = make(3, 2)
     finish(machine, give(machine, sweep(1, 0, 1, 2)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     operations = give(machine, sweep(2, 0, 1, 2))
     while not any(isinstance(operation, kind) for operation in operations):
         operations += give(machine, Done(operations.pop(0).op))
@@ -291,9 +291,9 @@ def test_failed_run_or_read_breaks_once_all_has_landed(kind: type):
     error = TierError("read", tier="fake", path="path0", errno=5)
     assert not give(machine, Failed(failing.op, error))
     for operation in operations:
-        assert machine.finished is None
+        assert machine.finished_sweep is None
         assert not give(machine, Done(operation.op))
-    assert machine.take_finished().number == 2
+    assert machine.take_finished_sweep().number == 2
     assert machine.broken is error
 
 
@@ -302,18 +302,18 @@ def test_stop_ends_the_sweep_without_waiting():
     (run,) = give(machine, sweep(1, 0, 1))
     error = TierError("run", tier="host", path="cpu", detail="no answer")
     assert not give(machine, Stop(error))
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     assert machine.broken is error
     assert not give(machine, Done(run.op)), "a late answer starts nothing"
     assert not give(machine, sweep(2, 0))
-    assert machine.take_finished().number == 2
+    assert machine.take_finished_sweep().number == 2
 
 
 def test_after_a_stop_between_sweeps_nothing_has_moved():
     """The step that it keeps from beginning names no subgroup of the step before."""
     machine = make(1, 1)
     finish(machine, give(machine, sweep(1, 0)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     assert machine.moved == [0]
     give(machine, Stop(TierError("copy", tier="gpu", path="h2d")))
     assert machine.moved == []
@@ -343,14 +343,14 @@ def test_a_phase_that_cannot_follow_is_refused():
 def test_extended_plan_keeps_what_is_there():
     machine = make(2, 1, resident=1)
     finish(machine, give(machine, sweep(1, 0, 1)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     bigger = make(5, 1, resident=1).plan
     give(machine, Extend(bigger))
     assert not machine.is_fresh(1)
     assert machine.is_fresh(4)
     operations = finish(machine, give(machine, sweep(2, 0, 1, 2, 3, 4)))
     assert [operation.visit.subgroup for operation in operations if isinstance(operation, Run)] == [1, 0, 2, 3, 4]
-    assert machine.take_finished().number == 2
+    assert machine.take_finished_sweep().number == 2
     assert machine.broken is None
 
 
@@ -377,7 +377,7 @@ def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups,
             operation = operations.pop(order.randrange(len(operations)))
             counts[type(operation)] += 1
             operations += give(machine, Done(operation.op))
-        assert machine.take_finished().number == number
+        assert machine.take_finished_sweep().number == number
         moved = 3 * (streamed - staging)
         fetched = 0 if number == 1 else moved
         assert counts == {ReadTile: fetched, WriteTile: moved, Run: subgroups + resident}
@@ -411,7 +411,7 @@ def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     assert run == Run(run.op, 1, Visit(0, gpu=True), None, fresh=True, gpu_slot=0)
     (out,) = give(machine, Done(run.op))
     assert out == Transfer(out.op, 0, "state", "flush", 0, SUBGROUP_BYTES)
-    assert machine.take_finished().number == 1, "the update has ended; the copy out is behind the step"
+    assert machine.take_finished_sweep().number == 1, "the update has ended; the copy out is behind the step"
     assert machine.phases[0] is Phase.BUSY
     # The next step wants the state while it is still on its way.
     assert not give(machine, step(machine, 2))
@@ -431,9 +431,9 @@ def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
     (push,) = give(machine, Done(cpu.op))
     assert (cpu.weight_slot, push) == (0, Transfer(push.op, 0, "weights", "flush", 0, 2 * 1024))
     (out,) = give(machine, Done(gpu.op))
-    assert not machine.finished, "the weights are not there yet"
+    assert not machine.finished_sweep, "the weights are not there yet"
     give(machine, Done(push.op))
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     give(machine, Done(out.op))
 
 
@@ -449,7 +449,7 @@ def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_
     (waiting,) = give(machine, Done(push.op))
     assert waiting == AwaitPush(waiting.op, 0, 0)
     finish(machine, give(machine, *(Done(o.op) for o in (*fetches[2:], runs[1]))))
-    assert machine.take_finished().number == 1, "the last of the weights may still be on their way"
+    assert machine.take_finished_sweep().number == 1, "the last of the weights may still be on their way"
     # The next step wants slot 0, which has not been left.
     second = [o for o in give(machine, step(machine, 2)) if isinstance(o, Transfer)]
     assert [(fetch.subgroup, fetch.through) for fetch in second] == [(0, 1), (1, 2), (2, 3)]
@@ -464,7 +464,7 @@ def kind_of(operation) -> str:
 def test_streamed_state_passes_through_both_memories():
     machine = make_gpu([True, True], resident=0)
     kinds = [kind_of(operation) for operation in finish(machine, give(machine, step(machine, 1)))]
-    machine.take_finished()
+    machine.take_finished_sweep()
     assert kinds == ["Run", "flush", *["WriteTile"] * 3, "Run", "flush"]
     kinds = [kind_of(operation) for operation in finish(machine, give(machine, step(machine, 2)))]
     # It begins with what lies in the staging slot: the last one.
@@ -475,11 +475,11 @@ def test_streamed_state_passes_through_both_memories():
 def test_a_failed_copy_breaks_the_session():
     machine = make_gpu([True])
     finish(machine, give(machine, step(machine, 1)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     (copy,) = give(machine, step(machine, 2))
     assert not give(machine, Failed(copy.op, TierError("copy", tier="gpu", path="h2d")))
     assert machine.broken is not None
-    assert machine.take_finished().number == 2
+    assert machine.take_finished_sweep().number == 2
     assert machine.failed
 
 
@@ -489,7 +489,7 @@ def test_weights_that_stay_old_keep_their_step_from_counting():
     assert [type(operation) for operation in pending] == [Run, Run]
     machine.broken = EIO  # as by a flush that finds no room
     assert not give(machine, *(Done(operation.op) for operation in pending))
-    assert machine.take_finished().number == 1
+    assert machine.take_finished_sweep().number == 1
     assert machine.moved == [pending[0].visit.subgroup, pending[1].visit.subgroup]
     assert machine.failed, "the new weights have not reached the GPU"
 
@@ -497,7 +497,7 @@ def test_weights_that_stay_old_keep_their_step_from_counting():
 def test_gpu_slots_follow_the_plan_between_steps():
     machine = make_gpu([True, True], gpu_slots=2)
     finish(machine, give(machine, step(machine, 1)))
-    machine.take_finished()
+    machine.take_finished_sweep()
     plan = machine.plan
     budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
     give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
@@ -509,15 +509,15 @@ def test_gpu_slots_follow_the_plan_between_steps():
 def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_well(fails_before: bool) -> None:
     machine = make(2, 1)
     finish(machine, give(machine, sweep(1, 0, 1)))
-    give(machine, Taken(machine.finished))
+    give(machine, Taken(machine.finished_sweep))
     reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
     *_, run = [each for each in finish_until_run(machine, reads) if isinstance(each, Run)]
     writes = give(machine, Done(run.op))
-    assert machine.beside == {0}
+    assert machine.speculative_versions == {0}
     if fails_before:
         give(machine, Failed(writes[0].op, EIO))
-        assert not machine.beside  # a save would fail with it, and a step that makes it again does not
-    give(machine, Hold(), Seal(tuple(machine.beside)))
+        assert not machine.speculative_versions  # a save would fail with it, and a step that makes it again does not
+    give(machine, Hold(), Seal(tuple(machine.speculative_versions)))
     for write in writes[fails_before:]:
         give(machine, Done(write.op))
     assert machine.broken is None

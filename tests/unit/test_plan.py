@@ -227,7 +227,7 @@ def test_what_updates_during_backward_take(on_gpu, dtype):
     budgets = Budgets(
         layout.subgroup_bytes[0],
         paths=paths(1 << 30),
-        ahead=True,
+        speculates=True,
         weights_on_gpu=on_gpu,
         gpu_staging_bytes=on_gpu * layout.state_bytes,
     )
@@ -235,7 +235,7 @@ def test_what_updates_during_backward_take(on_gpu, dtype):
     expected = [1, 3] if on_gpu else [1, 2, 3]  # subgroup 0 is at home in memory; the GPU updates subgroup 2
     if on_gpu and dtype is DtypeCode.FLOAT32:
         expected = []  # weights there are masters
-    assert [n for n in range(4) if plan.may_be_ahead(n)] == expected
+    assert [n for n in range(4) if plan.may_speculate(n)] == expected
     assert plan.image_bytes == len(expected) * layout.subgroups[0].weight_bytes
     tiles = sum(count for _, count in layout.subgroups[0].tile_sizes)
-    assert plan.ahead_storage_bytes == len(expected) * (layout.subgroup_bytes[0] + tiles * SECTOR_BYTES)
+    assert plan.speculative_storage_bytes == len(expected) * (layout.subgroup_bytes[0] + tiles * SECTOR_BYTES)

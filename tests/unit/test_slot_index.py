@@ -210,7 +210,7 @@ def test_versions_that_nobody_needs_leave_checkpoints_room_for_slots_of_any_size
 def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_held():
     stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4, 2 * SECTOR_BYTES: 2})
     held = {Location(0, 3 * WHOLE, SECTOR_BYTES): 1, Location(0, 4 * WHOLE + 12 * SECTOR_BYTES, SECTOR_BYTES): 2}
-    stores.take_up(0, 40 * SECTOR_BYTES, held)
+    stores.take_over(0, 40 * SECTOR_BYTES, held)
     stores.check()
     assert stores.fits()
     # Six sectors in front are two large slots, twelve between are four; one larger slot less fits than there is.
@@ -229,10 +229,10 @@ def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_
 
 def test_a_store_too_full_to_be_taken_up_says_so():
     stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4})
-    stores.take_up(0, 6 * WHOLE, {Location(0, 5 * WHOLE, SECTOR_BYTES): 1})
+    stores.take_over(0, 6 * WHOLE, {Location(0, 5 * WHOLE, SECTOR_BYTES): 1})
     assert stores.fits()
     full = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4})
-    full.take_up(0, 4 * WHOLE, {Location(0, offset * WHOLE, SECTOR_BYTES): 1 for offset in range(3)})
+    full.take_over(0, 4 * WHOLE, {Location(0, offset * WHOLE, SECTOR_BYTES): 1 for offset in range(3)})
     assert not full.fits()
 
 
