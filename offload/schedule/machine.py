@@ -25,6 +25,7 @@ addresses (the executor knows them).
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,13 +134,13 @@ class Machine:
         self._in_flight: dict[int, Operation] = {}
         self._flushes: dict[int, _Flush] = {}
         self._sweep: Sweep | None = None
-        self._speculative_versions: dict[int, list[tuple[TileId, Record]] | None] = {}
+        self.speculative_versions: dict[int, list[tuple[TileId, Record]] | None] = {}
         """Subgroups with a speculative version, and where its tiles lie once all are written."""
         self.is_on_hold = False  # whether no further visit of the open sweep begins
         self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep
         self._stopped = False
         self._unfinished = 0
-        self._next_op = 1
+        self._new_op: Callable[[], int] = itertools.count(1).__next__
         self._decided: list[Operation] = []
         self._runs = Runs(plan, self.staging, self._new_op, self._issue)
         self.saver = Saver(index, self._new_op, self._issue, self._let_on)
@@ -164,11 +165,6 @@ class Machine:
         return self._runs.count
 
     @property
-    def speculative_versions(self) -> Collection[int]:
-        """Subgroups that have a speculative version."""
-        return self._speculative_versions.keys()
-
-    @property
     def in_flight(self) -> int:
         """Number of operations that have been issued and not reported back."""
         return len(self._in_flight)
@@ -181,7 +177,7 @@ class Machine:
     @property
     def live_slots(self) -> Mapping[int, int]:
         """Those of them that hold the live version: a speculative one may be revoked, and is not cached then."""
-        return {n: slot for n, slot in self.slots.items() if n not in self._speculative_versions}
+        return {n: slot for n, slot in self.slots.items() if n not in self.speculative_versions}
 
     @property
     def phases(self) -> Sequence[Phase]:
@@ -270,8 +266,8 @@ class Machine:
             if subgroup.visit is not None:
                 self._check_waits(number, subgroup, subgroup.visit)
         may_be = self.is_open or self.broken is not None
-        invariant(may_be or not self._speculative_versions, "a speculative version is left")
-        for number, records in self._speculative_versions.items():
+        invariant(may_be or not self.speculative_versions, "a speculative version is left")
+        for number, records in self.speculative_versions.items():
             flush = self._flushes.get(number)
             written = records is not None or (flush is not None and flush.speculative)
             invariant(written or self.broken is not None, f"a version of subgroup {number} is not written")
@@ -362,10 +358,10 @@ class Machine:
 
     def _end_open(self, confirmed: Collection[int]) -> None:
         invariant(self.is_open and not self.runs, "versions are confirmed while they are being made")
-        invariant(self._speculative_versions.keys() >= set(confirmed), "a version is confirmed that is not there")
+        invariant(self.speculative_versions.keys() >= set(confirmed), "a version is confirmed that is not there")
         sweep, self._sweep = self._sweep, None
         self._forget_waiting()
-        versions, self._speculative_versions = self._speculative_versions, {}
+        versions, self.speculative_versions = self.speculative_versions, {}
         for subgroup in confirmed:
             self._subgroups[subgroup].version = sweep.step if sweep else 0
             records = versions.pop(subgroup)
@@ -390,7 +386,7 @@ class Machine:
         """Forget the open sweep, if there is one, as the machine has broken."""
         if self.is_open:
             self._sweep = None
-        self._speculative_versions = {}
+        self.speculative_versions = {}
         self._forget_waiting()
 
     def _revoke(self, subgroup: int, records: Iterable[tuple[TileId, Record]]) -> None:
@@ -481,24 +477,23 @@ class Machine:
         del self._flushes[subgroup]
         if flush.speculative:
             self._flushed_speculative(subgroup, flush)
-            return True
-        if flush.error is None:
+        elif flush.error is None:
             self._commit(flush.records)
             self.saver.flushed(flush.records, subgroup)
             self._settle(subgroup, changed=False)
-            return True
-        for _, new in flush.records:
-            self.index.abandon(new.location)
-        self._settle(subgroup, changed=True)
-        self.saver.abort(flush.error)
+        else:
+            for _, new in flush.records:
+                self.index.abandon(new.location)
+            self._settle(subgroup, changed=True)
+            self.saver.abort(flush.error)
         return True
 
     def _flushed_speculative(self, subgroup: int, flush: _Flush) -> None:
         """Take in that a speculative version has been written, or could not be."""
         self.index.give_back(flush.reserved)
         self.staging.to(subgroup, Phase.READY)
-        if flush.error is None and subgroup in self._speculative_versions:
-            self._speculative_versions[subgroup] = flush.records
+        if flush.error is None and subgroup in self.speculative_versions:
+            self.speculative_versions[subgroup] = flush.records
             return
         self._revoke(subgroup, flush.records)
         if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
@@ -507,8 +502,8 @@ class Machine:
     def _give_up_version(self, subgroup: int, error: Exception) -> None:
         """Drop a speculative version that cannot be written, and begin no visit of the open sweep any more."""
         self._flushes[subgroup].error = error
-        if subgroup in self._speculative_versions:  # else it was revoked before
-            del self._speculative_versions[subgroup]
+        if subgroup in self.speculative_versions:  # else it was revoked before
+            del self.speculative_versions[subgroup]
             self.is_on_hold = True
 
     def _let_on(self, number: int) -> None:
@@ -524,7 +519,7 @@ class Machine:
         if visit.speculative:
             self.staging.to(number, Phase.DIRTY)
             if self.broken is None:
-                self._speculative_versions[number] = None
+                self.speculative_versions[number] = None
                 self._flush(number, speculative=True)
             return
         if visit.changes:
@@ -700,8 +695,3 @@ class Machine:
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
         self._decided.append(operation)
-
-    def _new_op(self) -> int:
-        op = self._next_op
-        self._next_op += 1
-        return op

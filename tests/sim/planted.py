@@ -660,7 +660,7 @@ class TakesUpAnotherVersion(Filtered):
             held = {
                 n: {t: replace(r, step=r.step - 1) for t, r in each.items()} for n, each in event.held_records.items()
             }
-            event = replace(event, held=held)
+            event = replace(event, held_records=held)
         return (event,)
 
 
@@ -856,7 +856,7 @@ class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
 
     def target(self, write):
         busy = {operation.tile.subgroup for operation in self.under_way(WriteTile)}
-        tiles = (t for n in self.beside if n not in busy for t, _, _ in self.plan.layout.subgroups[n].tiles)
+        tiles = (t for n in self.speculative_versions if n not in busy for t, _, _ in self.plan.layout.subgroups[n].tiles)
         return of_size(map(self.live, tiles), write)
 
 
@@ -884,7 +884,7 @@ class GoesOnFromWhatWasRevoked(Skips):
 
     def hears(self, event, operation):
         if isinstance(event, Seal):
-            self.revoked = {*self.beside} - {*event.confirmed}
+            self.revoked = {*self.speculative_versions} - {*event.confirmed}
         return (event,)
 
     def hits(self, operation):

@@ -513,7 +513,7 @@ def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_wel
     reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
     *_, run = [each for each in finish_until_run(machine, reads) if isinstance(each, Run)]
     writes = give(machine, Done(run.op))
-    assert machine.speculative_versions == {0}
+    assert {*machine.speculative_versions} == {0}
     if fails_before:
         give(machine, Failed(writes[0].op, EIO))
         assert not machine.speculative_versions  # a save would fail with it, and a step that makes it again does not
