@@ -856,7 +856,9 @@ class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
 
     def target(self, write):
         busy = {operation.tile.subgroup for operation in self.under_way(WriteTile)}
-        tiles = (t for n in self.speculative_versions if n not in busy for t, _, _ in self.plan.layout.subgroups[n].tiles)
+        tiles = (
+            t for n in self.speculative_versions if n not in busy for t, _, _ in self.plan.layout.subgroups[n].tiles
+        )
         return of_size(map(self.live, tiles), write)
 
 
