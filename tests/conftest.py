@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
 
-# SessionParts of benchmarks that tests use, too; last, as one benchmark is called as the package is that it measures.
+# Parts of benchmarks that tests use, too; last, as one benchmark is called as the package is that it measures.
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 if not torch.cuda.is_available():  # read when Triton is first imported, which DeepSpeed's tests may do

@@ -143,11 +143,11 @@ class _Run:
                     """Ask for the figures of the last step, which waits for one that is still hidden in forward."""
                     if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
                         return
+                    record.timeline = optimizer.timeline()  # which waits for it, and figures do not
                     metrics = optimizer.metrics()
                     row = record.rows[-1]
                     row["norm"] = float(metrics.get("gradient_norm", math.nan))
                     row |= {f"{OPTIMIZERS}{name}": value for name, value in metrics.items()}
-                    record.timeline = optimizer.timeline()
                     lines.write(to_json(row) + "\n")
                     lines.flush()
 

@@ -65,8 +65,8 @@ class Mix:
     """What matters of a plan: how many subgroups, and how many bytes, of each kind.
 
     Attributes:
-        streamed: SessionParts of the streamed state, (updated on the CPU, updated on the GPU).
-        host: SessionParts of the state at home in host memory, likewise.
+        streamed: Parts of the streamed state, (updated on the CPU, updated on the GPU).
+        host: Parts of the state at home in host memory, likewise.
         gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
         brought_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.

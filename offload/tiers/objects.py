@@ -528,7 +528,7 @@ class S3Client:
                     return self._send("upload_part", arguments, piece, {})
 
                 parts.append({"PartNumber": number, "ETag": self._try(f"put {key} part {number}", attempt)})
-            done = {"SessionParts": parts}
+            done = {"Parts": parts}
             try:
                 self._ask(f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done)
             except ObjectMissingError:

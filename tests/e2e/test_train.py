@@ -112,7 +112,7 @@ def settled(self, limit):
     return clip(self, limit)
 EngineThread.wait_pending, offload.AdamW.clip_grad_norm_ = wait_pending, settled
 status = main()
-print("waited for", sum(lines[:-4]))  # the last step has none behind it: its figures and the end may wait
+print("waited for", sum(lines[:-2]))  # the last step has none behind it: its figures and the end may wait
 sys.exit(status)
 """
 
