@@ -149,6 +149,7 @@ class Ours(Plain):
         self.optimizer.clip_grad_norm_(self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.optimizer.finish()  # what follows is about this step
         self.ahead_bytes += int(self.optimizer.metrics().get("speculation/confirmed_bytes", 0))
 
     def about(self) -> dict[str, int]:

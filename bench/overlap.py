@@ -113,6 +113,7 @@ class Training:
         arrives_s = began_s + found["forward_s"]
         found["whole_s"] = sum(found[name] for name in NAMES)
         found["predicted"] = predicted_s / found["whole_s"]
+        self.optimizer.finish()  # what follows is about this step
         found["forward_bytes"] = sum(i.nbytes for i in self._moves() if began_s < i.finished_s <= arrives_s)
         found["confirmed_bytes"] = self.optimizer.metrics().get("speculation/confirmed_bytes", math.nan)
         if following is not None:
