@@ -53,7 +53,7 @@ class Engine:
     Args:
         parameters: Name, size, weight dtype and group of each parameter.
         config: Tiers and budgets.
-        gradient_slots: Whether the engine provides memory for gradients (`gradient_slot`).
+        gradient_slots: Whether the engine provides memory for gradients (`gradients.slot`).
         device: The GPU that holds weights and gradients, as torch calls it or as a `Device`, which the engine closes;
             `bind_*` then take device addresses. The engine allocates the host memory that it needs. None for the CPU.
         rule: What is kept for each parameter, and how a step changes it.

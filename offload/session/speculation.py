@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,17 +238,29 @@ class Speculation:
     def serve(self) -> None:
         """Open the sweep of the next step, and admit the visits whose gradients are there."""
         parts, machine = self._parts, self._parts.machine
-        if not machine.is_open:
-            subgroups = parts.plan.layout.subgroups
-            # Another plan may have come since they were chosen.
-            chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
-            machine.handle(Begin(self.open(tuple(Visit(number, speculative=True) for number in chosen), self._visit)))
-        admitted = []
-        while self._next_has_landed():
-            admitted.append(self._admissible.popleft())
-        if admitted:
-            machine.handle(Admit(tuple(admitted)))
-        parts.executor.submit(machine.take_operations())
+        with self._stopping():
+            if not machine.is_open:
+                subgroups = parts.plan.layout.subgroups
+                # Another plan may have come since they were chosen.
+                chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
+                visits = tuple(Visit(number, speculative=True) for number in chosen)
+                machine.handle(Begin(self.open(visits, self._visit)))
+            admitted = []
+            while self._next_has_landed():
+                admitted.append(self._admissible.popleft())
+            if admitted:
+                machine.handle(Admit(tuple(admitted)))
+            parts.executor.submit(machine.take_operations())
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Have a GPU that fails break the session; nobody waits for this, so whoever asks next is told."""
+        try:
+            yield
+        except InternalError:
+            raise
+        except OffloadError as error:
+            self._parts.machine.handle(Stop(error))
 
     def _visit(self, run: Run) -> npt.NDArray[Any]:
         """Return the kernel's table for a speculative run."""
@@ -287,13 +299,9 @@ class Speculation:
         machine = self._parts.machine
         machine.handle(Seal(confirmed, rest) if machine.is_open else Begin(rest))
         if machine.broken is None:
-            try:
+            with self._stopping():
                 for subgroup in confirmed:
                     self._publish(subgroup)
-            except InternalError:
-                raise
-            except OffloadError as error:  # a GPU has failed, and the step with it
-                machine.handle(Stop(error))
             self._forget_versions()
         self._release_gradients()
 

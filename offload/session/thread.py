@@ -24,7 +24,7 @@ from functools import partial
 from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
-from offload.errors import CheckpointError, InternalError, OffloadError, SessionBrokenError, invariant, known
+from offload.errors import CheckpointError, OffloadError, SessionBrokenError, invariant, known
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
@@ -341,7 +341,7 @@ class EngineThread:
                 return False
             self._begin_request()
         elif self.speculation.is_due():
-            self._speculate()
+            self.speculation.serve()
         return True
 
     def _begin_request(self) -> None:
@@ -367,14 +367,6 @@ class EngineThread:
                 self._reply.post(0)
             executor.end_turn()
             request.meanwhile()
-
-    def _speculate(self) -> None:
-        try:
-            self.speculation.serve()
-        except InternalError:
-            raise
-        except OffloadError as error:  # a GPU has failed; nobody waits for this, so whoever asks next is told
-            self._parts.machine.handle(Stop(error))
 
     def _tell_ended(self) -> None:
         """Tell the pending step which of its visits have ended."""
