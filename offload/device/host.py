@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.device.none import Lanes
 from offload.errors import OffloadError
-from offload.layout import Layout
+from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.plan import Home, Plan
 from offload.protocols import Tier
@@ -30,6 +30,7 @@ class HostMemory:
         self.bounce: Arena | None = None
         self._lanes = lanes
         self._homes: dict[int, int] = {}
+        self._home_arenas: list[Arena] = []
         self._staging: Arena | None = None
         self._slot_bytes = 0
         self._weights: Arena | None = None
@@ -70,7 +71,9 @@ class HostMemory:
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [s for s in subgroups if plan.homes[s.index] is Home.HOST]
         if added:
-            address = self.arena(sum(subgroup.state_bytes for subgroup in added)).address
+            arena = self.arena(sum(subgroup.state_bytes for subgroup in added))
+            self._home_arenas.append(arena)
+            address = arena.address
             for subgroup in added:
                 self._homes[subgroup.index] = address
                 address += subgroup.state_bytes
@@ -119,6 +122,49 @@ class HostMemory:
             bounce = self.arena(plan.bounce_bytes)
             self.give_back(self.bounce)
             self.bounce = bounce
+
+    # Given back between steps
+
+    def give_back_home(self, subgroup: Subgroup) -> None:
+        """Give back the memory of a home whose state has left, unless a device has it pinned: then `park` does it."""
+        if not self._lanes.on_gpu:
+            address = self._homes[subgroup.index]
+            arena = next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
+            arena.discard(address - arena.address, subgroup.state_bytes)
+
+    def park(self, kept: Iterable[Subgroup], tiers: Sequence[Tier]) -> int:
+        """Give back all memory but some homes; addresses stay. Nothing is in flight.
+
+        Args:
+            kept: Subgroups whose state stays.
+            tiers: All tiers that know of staging slots.
+
+        Returns:
+            The bytes that were given back, as far as they had been used.
+        """
+        self.drop_checkpoint_buffers()
+        if self._staging is not None:
+            for tier in tiers:
+                tier.register_memory(self._staging.address, 0)
+        ranges = sorted((self._homes[subgroup.index], subgroup.state_bytes) for subgroup in kept)
+        given_bytes = 0
+        for arena in self.arenas:
+            self._lanes.unpin(arena)
+            at, end = arena.address, arena.address + arena.nbytes
+            for address, nbytes in [*(r for r in ranges if at <= r[0] < end), (end, 0)]:
+                if address > at:
+                    arena.discard(at - arena.address, address - at)
+                    given_bytes += address - at
+                at = address + nbytes
+        return given_bytes
+
+    def unpark(self, tiers: Sequence[Tier]) -> None:
+        """Take memory again that `park` gave back, as far as a device or tiers have to know of it."""
+        for arena in self.arenas:
+            self._lanes.pin(arena)
+        if self._staging is not None:
+            for tier in tiers:
+                tier.register_memory(self._staging.address, self._staging.nbytes)
 
     def checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
         """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles; allocate it if it is too small.

@@ -180,6 +180,15 @@ class GpuLanes(Lanes):
         self.pinned.pin(arena)
         return arena
 
+    def pin(self, arena: Arena) -> None:
+        """Pin an arena again that was unpinned, and whose pages were given back."""
+        arena.touch(self._nodes, lambda: self.given_up)
+        self.pinned.pin(arena)
+
+    def unpin(self, arena: Arena) -> None:
+        """Unpin an arena; no work uses it any more."""
+        self.pinned.unpin(arena)
+
     def give_back(self, arena: Arena) -> None:
         """Free an arena that `arena` returned; no work uses it any more."""
         self.pinned.unpin(arena)

@@ -80,8 +80,8 @@ class Lanes:
         self.given_up = False
         self.wakes = False
 
-    adopt = bind = follow_caller = lead_caller = lead_caller_to = wait = await_sent = will_push = nothing
-    take_timed = close = nothing
+    adopt = bind = pin = unpin = follow_caller = lead_caller = lead_caller_to = wait = await_sent = nothing
+    will_push = take_timed = close = nothing
     report_inputs = never
     home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 

@@ -160,6 +160,25 @@ class Arena:
         # then pull the memory from under the tensor.
         return torch.from_numpy(self.numpy(offset, numel * dtype.itemsize, np.uint8)).view(dtype)
 
+    def discard(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Give pages back to the system, and keep their addresses; their content is lost.
+
+        Args:
+            offset: Where they begin; at a page.
+            nbytes: How many bytes, of whole pages; None for all from there on.
+
+        Raises:
+            OffloadError: The system does not take them, as where memory is locked (`mlockall`).
+        """
+        if self._mapping is None:
+            return
+        end = self.nbytes if nbytes is None else offset + nbytes
+        length = -(-(end - offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + offset, length)
+        except OSError as cause:
+            raise OffloadError(f"{length} bytes of memory cannot be given back: {cause.strerror}") from cause
+
     def close(self) -> None:
         """Give the memory back, or leave that to the last view where some still live; idempotent."""
         mapping, self._mapping = self._mapping, None

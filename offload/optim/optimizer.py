@@ -382,6 +382,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.forget()
             self._route.forget()
             self._weights.note_written(active)
+        self._route.note_used(active)
         self._overlap.pace.end_call(began_s)
         if not self._overlap.is_pending:
             self._weights.gather()
@@ -483,6 +484,43 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         with self._lock:
             pass
+
+    # Phases
+
+    def park(self, host_memory: int | str = 0, gpu_memory: int | str = 0, *, wait: bool = True) -> None:
+        """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
+
+        State at home in memory leaves it for the paths, beyond what may stay; state on paths is not moved. Then
+        homes, staging slots, gradient slots and device memory are given back. Gradients that a step has used are
+        dropped (`.grad` is None). Numbers, checkpoints and weights stay what they are. Ranks do not wait for each
+        other.
+
+        Args:
+            host_memory: State that may stay in host memory: bytes, or a size such as "8GiB".
+            gpu_memory: State that may stay on the GPU.
+            wait: Wait until memory has been given back. False: that goes on behind the caller, and ends early where
+                the optimizer is used.
+
+        Raises:
+            ConfigError: A gradient is there that no step has used, or a size is none; nothing has changed then.
+            InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
+            OffloadError: Paths have failed. The state that they did not take is still in memory; training goes on.
+            SessionBrokenError: The optimizer was closed or its session is broken.
+        """
+        with self._lock:
+            engine = self._holder.open()
+            self._route.check_used()
+            engine.park(host_memory, gpu_memory, wait=wait, accepted=self._route.drop_used)
+            self._scaling.forget()
+
+    def unpark(self) -> None:
+        """Take memory again that `park` gave back; state comes home when it is used. Any use does this by itself.
+
+        Raises:
+            InfeasiblePlanError: The system has no such memory now; the optimizer stays parked, and nothing is lost.
+        """
+        with self._lock:
+            self._holder.open().unpark()
 
     # Figures and the end
 

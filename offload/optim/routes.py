@@ -194,6 +194,30 @@ class Route:
             if not (bound.slot.is_free if storage is None else gradient() is None and _has_one_owner(storage))
         ]
 
+    def note_used(self, active: Iterable[BoundParameter]) -> None:
+        """Note the gradients that a step has used."""
+        for bound in active:
+            gradient = bound.parameter.grad
+            bound.used_gradient = None if gradient is None else (weakref.ref(gradient), shards.version(gradient))
+
+    def drop_used(self) -> None:
+        """Drop all gradients; on the engine thread, or where no backward pass can be under way."""
+        self.clear_grads(self._bound.values())
+
+    def check_used(self) -> None:
+        """Refuse gradients that no step has used.
+
+        Raises:
+            ConfigError: There is one; names its parameter.
+        """
+        for bound in self._bound.values():
+            gradient, used = bound.parameter.grad, bound.used_gradient
+            if gradient is None:
+                continue
+            if used is None or used[0]() is not gradient or used[1] != shards.version(gradient):
+                allowed = "call step() or zero_grad() first: its memory is given back, and no step has used it"
+                raise ConfigError("park", f"the gradient of {bound.name}", allowed)
+
     def drop_departed(self) -> None:
         """Drop gradients that left `.grad` during backward; the caller keeps the tensors of `tensors_read`."""
 
