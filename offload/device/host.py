@@ -31,6 +31,7 @@ class HostMemory:
         self._lanes = lanes
         self._homes: dict[int, int] = {}
         self._home_arenas: list[Arena] = []
+        self._lent: dict[int, int] = {}
         self._staging: Arena | None = None
         self._slot_bytes = 0
         self._weights: Arena | None = None
@@ -58,8 +59,29 @@ class HostMemory:
             self._lanes.give_back(arena)
 
     def home(self, subgroup: int) -> int:
-        """Return the address of the state of a subgroup at home in host memory."""
-        return self._homes[subgroup]
+        """Return the address of the state of a subgroup at home in host memory, or of one that it is lent to."""
+        return self._lent[subgroup] if subgroup in self._lent else self._homes[subgroup]
+
+    def lend(self, addresses: Mapping[int, int]) -> None:
+        """Have state at home on the device lie here for now, by subgroup; replaces what was lent before."""
+        self._lent = dict(addresses)
+
+    def lent(self, subgroup: int) -> int | None:
+        """Return where state at home on the device lies for now, if it was lent memory here."""
+        return self._lent.get(subgroup)
+
+    def scratch(self, nbytes: int, *, staging: bool) -> tuple[int, int]:
+        """Return address and size of memory that holds nothing between sweeps, of at least so many bytes.
+
+        Staging slots if all are empty (`staging`), the buffer for visits of state on the device, or else new memory.
+        """
+        for arena in (self._staging if staging else None, self.bounce):
+            if arena is not None and arena.nbytes >= nbytes:
+                return arena.address, arena.nbytes
+        if self.bounce is not None:
+            self.give_back(self.bounce)
+        self.bounce = self.arena(nbytes)
+        return self.bounce.address, nbytes
 
     @property
     def staging(self) -> tuple[int, int]:
@@ -126,17 +148,17 @@ class HostMemory:
     # Given back between steps
 
     def give_back_home(self, subgroup: Subgroup) -> None:
-        """Give back the memory of a home whose state has left, unless a device has it pinned: then `park` does it."""
-        if not self._lanes.on_gpu:
-            address = self._homes[subgroup.index]
+        """Give back the memory of a home whose state has left, as far as that can be before `park`."""
+        address = self._homes.get(subgroup.index)
+        if address is not None:
             arena = next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
-            arena.discard(address - arena.address, subgroup.state_bytes)
+            self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
-    def park(self, kept: Iterable[Subgroup], tiers: Sequence[Tier]) -> int:
-        """Give back all memory but some homes; addresses stay. Nothing is in flight.
+    def park(self, kept: Iterable[tuple[int, int]], tiers: Sequence[Tier]) -> int:
+        """Give back all memory but some ranges; addresses stay. Nothing is in flight.
 
         Args:
-            kept: Subgroups whose state stays.
+            kept: Address and size of each range that stays; both of whole pages.
             tiers: All tiers that know of staging slots.
 
         Returns:
@@ -146,7 +168,7 @@ class HostMemory:
         if self._staging is not None:
             for tier in tiers:
                 tier.register_memory(self._staging.address, 0)
-        ranges = sorted((self._homes[subgroup.index], subgroup.state_bytes) for subgroup in kept)
+        ranges = sorted(kept)
         given_bytes = 0
         for arena in self.arenas:
             self._lanes.unpin(arena)

@@ -324,6 +324,7 @@ class SlotRoute(Route):
             if _lies_as(gradient, parameter):
                 engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             else:
+                engine.gradients.take_memory()
                 lent.copy_(gradient)
                 engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from offload import waits
+from offload.device.pieces import as_pieces
+from offload.engine.executor import visit_nothing
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
-from offload.memory.arenas import available_bytes
+from offload.memory.arenas import Arena, available_bytes
 from offload.plan import Home
 from offload.schedule.loop import pump
-from offload.schedule.operations import Leave, Stay
+from offload.schedule.operations import Leave, Run, Stay, Sweep
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
 from offload.units import format_bytes, format_seconds
@@ -34,18 +37,22 @@ class PendingPark:
     """A park that is under way.
 
     Attributes:
-        leave: What leaves memory.
-        moves_bytes: State that leaves it, or is flushed from staging slots.
+        batches: What leaves memory for the paths, one after another: first from host memory, then from the GPU.
+        to_host: Subgroups at home on the GPU whose state stays in host memory.
+        keeps_gpu: Whether state at home on the GPU stays there.
+        moves_bytes: State that leaves memory for the paths, or is flushed from staging slots.
         started_s: When it was asked for (`time.monotonic`).
-        has_begun: Whether it leaves already.
+        leave: What leaves now.
         done: Set when the park has ended, well or not.
         error: Why memory was not given back.
     """
 
-    leave: Leave
+    batches: deque[tuple[int, ...]]
+    to_host: tuple[int, ...]
+    keeps_gpu: bool
     moves_bytes: int
     started_s: float
-    has_begun: bool = False
+    leave: Leave | None = None
     done: waits.Latch = field(default_factory=waits.Latch)
     error: OffloadError | None = None
 
@@ -72,9 +79,13 @@ class Parking:
     def __init__(self, parts: SessionParts) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
+        self.visit: Callable[[Sequence[int], Callable[[Run], None]], Sweep]
+        """Begins a sweep in which the visitor works on some subgroups, and changes nothing."""
         self._parts = parts
         self._pending: PendingPark | None = None
         self._numbers = 0
+        self._on_host: tuple[Arena, Mapping[int, int]] | None = None
+        """Memory for state at home on the GPU that stays in host memory meanwhile, and where it lies there."""
 
     @property
     def is_held(self) -> bool:
@@ -91,12 +102,14 @@ class Parking:
         """Return the metrics of parking; none before the first park. Any thread."""
         return {**self.figures, "park/away_bytes": self.away_bytes} if self._numbers else {}
 
+    # Memory is given back
+
     def begin(self, host_bytes: int, gpu_bytes: int) -> PendingPark:
         """Begin to park: it goes on between requests.
 
         Args:
-            host_bytes: State that may stay at home in host memory.
-            gpu_bytes: State that may stay at home on the GPU.
+            host_bytes: State that may stay in host memory.
+            gpu_bytes: State that may stay at home on the GPU: all that is there, or nothing.
 
         Raises:
             ConfigError: Gradients have left the GPU that no step has used.
@@ -106,29 +119,67 @@ class Parking:
         plan, subgroups = parts.plan, parts.plan.layout.subgroups
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
-        leaving, room, left_bytes = [], Counter[int](), host_bytes
-        for subgroup in subgroups:
-            number = subgroup.index
-            if plan.homes[number] is not Home.HOST or machine.is_fresh(number) or machine.is_away(number):
-                continue
-            left_bytes -= subgroup.state_bytes
-            if left_bytes < 0:
-                left_bytes += subgroup.state_bytes
-                leaving.append(number)
-                room.update(nbytes for _, _, nbytes in subgroup.tiles)
-        leaving_bytes = sum(subgroups[number].state_bytes for number in leaving)
-        if leaving and not plan.budgets.paths:
-            advice = "give paths, or let it stay: park(host_memory=...)"
-            raise InfeasiblePlanError("the state that leaves memory", leaving_bytes, {"paths": 0}, advice)
-        if missing_bytes := machine.index.missing_bytes(room, spare=True):
-            offers = {"room on the paths beside promised checkpoints": max(0, leaving_bytes - missing_bytes)}
-            advice = "free space, raise max_bytes, add a path, or let more stay: park(host_memory=...)"
-            raise InfeasiblePlanError("the state that leaves memory", leaving_bytes, offers, advice)
-        flushed_bytes = sum(subgroups[number].state_bytes for number in machine.staging.dirty)
+
+        def at(home: Home) -> list[int]:
+            numbers = (number for number, place in enumerate(plan.homes) if place is home)
+            return [number for number in numbers if not machine.is_fresh(number) and not machine.is_away(number)]
+
+        on_gpu = [] if self.is_parked else at(Home.GPU)
+        keeps_gpu = sum(subgroups[number].state_bytes for number in on_gpu) <= gpu_bytes
+        leaving, staying = self._split(at(Home.HOST), host_bytes)
+        host_bytes -= sum(subgroups[number].state_bytes for number in staying)
+        leaving_gpu, to_host = self._split([] if keeps_gpu else on_gpu, host_bytes)
+        self._check_room((*leaving, *leaving_gpu))
+        moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
         self._numbers += 1
-        leave = Leave(self._numbers, tuple(leaving))
-        self._pending = pending = PendingPark(leave, leaving_bytes + flushed_bytes, time.monotonic())
+        self._pending = pending = PendingPark(
+            deque((leaving, *self._batches(leaving_gpu))),
+            to_host,
+            keeps_gpu,
+            sum(subgroups[number].state_bytes for number in moving),
+            time.monotonic(),
+        )
         return pending
+
+    def _split(self, numbers: Sequence[int], nbytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return which subgroups leave memory, and which stay, so that no more than `nbytes` of state does."""
+        leaving, staying = list[int](), list[int]()
+        for number in numbers:
+            size = self._parts.plan.layout.subgroups[number].state_bytes
+            (leaving if size > nbytes else staying).append(number)
+            nbytes -= 0 if size > nbytes else size
+        return tuple(leaving), tuple(staying)
+
+    def _check_room(self, leaving: Sequence[int]) -> None:
+        """Refuse what the paths have no room for."""
+        parts = self._parts
+        tiles = [tile for number in leaving for tile in parts.plan.layout.subgroups[number].tiles]
+        needed = sum(nbytes for _, _, nbytes in tiles)
+        advice = "free space, raise max_bytes, add a path, or let more stay: park(host_memory=...)"
+        if needed and not parts.plan.budgets.paths:
+            advice = "give paths, or let it stay: park(host_memory=...)"
+            raise InfeasiblePlanError("the state that leaves memory", needed, {"paths": 0}, advice)
+        missing = parts.machine.index.missing_bytes(Counter(nbytes for _, _, nbytes in tiles), spare=True)
+        if missing:
+            offers = {"room on the paths beside promised checkpoints": max(0, needed - missing)}
+            raise InfeasiblePlanError("the state that leaves memory", needed, offers, advice)
+
+    def _batches(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Cut subgroups at home on the GPU into batches that fit into scratch memory."""
+        subgroups, batches, left_bytes = self._parts.plan.layout.subgroups, list[list[int]](), 0
+        largest = max((subgroups[number].state_bytes for number in numbers), default=0)
+        _, scratch_bytes = self._scratch(largest) if numbers else (0, 0)
+        for number in numbers:
+            if subgroups[number].state_bytes > left_bytes:
+                batches.append([])
+                left_bytes = scratch_bytes
+            batches[-1].append(number)
+            left_bytes -= subgroups[number].state_bytes
+        return [tuple(batch) for batch in batches]
+
+    def _scratch(self, nbytes: int) -> tuple[int, int]:
+        """Return address and size of memory that holds nothing now."""
+        return self._parts.memory.scratch(nbytes, staging=not self._parts.machine.slots)
 
     def is_due(self) -> bool:
         """Return whether `serve` has something to do."""
@@ -138,42 +189,80 @@ class Parking:
         if machine.broken is not None or self._finished is not None:
             return True
         may_begin = machine.saver.under_way is None and not machine.is_leaving and Phase.BUSY not in machine.phases
-        return not pending.has_begun and may_begin
+        return pending.leave is None and may_begin
 
     @property
     def _finished(self) -> tuple[Leave, Exception | None] | None:
-        """How the pending park's leave has ended, once it has; one that was given up may end later, for nobody."""
+        """How what leaves now has ended, once it has; what was given up may end later, for nobody."""
         finished = self._parts.machine.finished_leave
         return finished if finished is not None and self._pending and finished[0] is self._pending.leave else None
 
     def serve(self) -> None:
-        """Begin to have state leave memory, or give memory back when all has left it."""
-        parts, machine, pending = self._parts, self._parts.machine, self._pending
+        """Have the next batch leave memory, or give memory back when all has left it."""
+        machine, pending = self._parts.machine, self._pending
         if pending is None:
             return
         finished = self._finished
-        if finished is None and machine.broken is None:
-            pending.has_begun = True
-            machine.handle(pending.leave)
-            parts.executor.submit(machine.take_operations())
-            return
         machine.take_finished_leave()
-        error = machine.broken if finished is None else finished[1]
+        error: BaseException | None = machine.broken
+        if error is None and finished is not None:
+            error = finished[1]
         if error is None:
             try:
+                if pending.batches:
+                    self._leave(pending)
+                    return
                 self._give_back(pending)
             except OffloadError as failed:
                 error = failed
         self.give_up(error)
 
+    def _leave(self, pending: PendingPark) -> None:
+        """Have the next batch leave memory."""
+        parts, batch = self._parts, pending.batches.popleft()
+        if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
+            self._copy_from_gpu(self._lend(batch))
+        self._numbers += 1
+        pending.leave = Leave(self._numbers, batch)
+        parts.machine.handle(pending.leave)
+        parts.executor.submit(parts.machine.take_operations())
+
+    def _lend(self, batch: Sequence[int], address: int = 0) -> Mapping[int, int]:
+        """Have a batch at home on the GPU lie in host memory for now: in scratch memory, or from an address on."""
+        subgroups = self._parts.plan.layout.subgroups
+        sizes = [subgroups[number].state_bytes for number in batch]
+        address = address or self._scratch(sum(sizes))[0]
+        places = dict(zip(batch, (address + end for end in accumulate(sizes, initial=0)), strict=False))
+        self._parts.memory.lend(places)
+        return places
+
+    def _copies(self, places: Mapping[int, int]) -> list[tuple[int, int, int]]:
+        """Return rows of (device address, host address, bytes) of state at home on the GPU."""
+        lanes, subgroups = self._parts.lanes, self._parts.plan.layout.subgroups
+        return [(lanes.home(number), address, subgroups[number].state_bytes) for number, address in places.items()]
+
+    def _copy_from_gpu(self, places: Mapping[int, int]) -> None:
+        self._parts.lanes.fetch(as_pieces(self._copies(places)))
+
     def _give_back(self, pending: PendingPark) -> None:
         """Give all memory back that holds no state."""
-        parts, machine = self._parts, self._parts.machine
-        parts.lanes.wait()
-        homes = (s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST)
+        parts, machine, memory = self._parts, self._parts.machine, self._parts.memory
+        homes = [s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST]
         kept = [s for s in homes if not machine.is_away(s.index) and not machine.is_fresh(s.index)]
+        ranges = [(memory.home(s.index), s.state_bytes) for s in kept]
+        if pending.to_host:
+            nbytes = sum(parts.plan.layout.subgroups[number].state_bytes for number in pending.to_host)
+            arena = memory.arena(nbytes)
+            self._on_host = arena, self._lend(pending.to_host, arena.address)
+            self._copy_from_gpu(self._on_host[1])
+        if self._on_host is not None:
+            ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
+        memory.lend(self._on_host[1] if self._on_host is not None else {})
+        if not self.is_parked:
+            parts.lanes.park(keeps_homes=pending.keeps_gpu)
+            parts.gradients.park()
         self.is_parked = True
-        given_bytes = parts.memory.park(kept, parts.tiers)
+        given_bytes = memory.park(ranges, parts.tiers)
         seconds = time.monotonic() - pending.started_s
         self.figures = {
             "park/moved_bytes": pending.moves_bytes,
@@ -202,6 +291,8 @@ class Parking:
             pending.error = error if isinstance(error, OffloadError) else OffloadError(kept)
         pending.done.set()
 
+    # Memory is taken again
+
     def make_way(self, *, needs_memory: bool) -> None:
         """Let a request begin: finish or end the park under way, and take memory again if it is needed.
 
@@ -211,33 +302,66 @@ class Parking:
         if self._pending is not None:
             self._finish(ends=needs_memory)
         if needs_memory and self.is_parked:
-            self.unpark()
+            self._take_memory()
+        if needs_memory and self._parts.machine.broken is None:
+            self._bring_to_gpu()
 
     def _finish(self, *, ends: bool) -> None:
         """Finish the park under way, or have it end early."""
-        machine = self._parts.machine
-        if ends and self._pending is not None and not self._pending.has_begun:
-            self.give_up(None)
-        if ends and self._pending is not None:
+        machine, pending = self._parts.machine, self._pending
+        if ends and pending is not None:
             log.info("a park ends early, as the session is used")
-            machine.handle(Stay())
+            pending.batches.clear()
+            if machine.is_leaving:
+                machine.handle(Stay())
+            pump(machine, self._parts.executor, lambda m: not m.is_leaving)
+            self.give_up(None)
         while self._pending is not None:
             pump(machine, self._parts.executor, lambda m: self.is_due())
-            if ends and machine.broken is None:
-                self.give_up(None)
-            else:
-                self.serve()
+            self.serve()
 
-    def unpark(self) -> None:
-        """Take memory again.
+    def _take_memory(self) -> None:
+        """Take memory again that was given back.
 
         Raises:
             InfeasiblePlanError: The system has less; the session stays parked.
+            OffloadError: The GPU has less; the session stays parked.
         """
         parts = self._parts
         needed, available = int(self.figures.get("park/given_back_bytes", 0)), available_bytes()
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)
+        parts.lanes.unpark()
+        try:
+            parts.gradients.unpark()
+        except OffloadError:
+            parts.lanes.park(keeps_homes=False)
+            raise
         parts.memory.unpark(parts.tiers)
         self.is_parked = False
+        if self._on_host is not None:
+            (arena, places), self._on_host = self._on_host, None
+            parts.lanes.store(self._copies(places))
+            parts.memory.lend({})
+            parts.memory.give_back(arena)
+
+    def _bring_to_gpu(self) -> None:
+        """Bring home state that belongs on the GPU, and lies on the paths."""
+        parts, machine = self._parts, self._parts.machine
+        homes = enumerate(parts.plan.homes)
+        away = [number for number, home in homes if home is Home.GPU and machine.is_away(number)]
+        for batch in self._batches(away):
+            places = self._lend(batch)
+
+            def visit(run: Run, places: Mapping[int, int] = places) -> None:
+                number = run.visit.subgroup
+                parts.lanes.store(self._copies({number: places[number]}))
+
+            self.visit(batch, visit)
+            pump(machine, parts.executor, lambda m: m.finished_sweep is not None)
+            machine.take_finished_sweep()
+            parts.executor.visit_with(visit_nothing)
+            if machine.broken is not None:
+                raise machine.broken
+        parts.memory.lend({})
