@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
 from offload.device.none import Lanes
@@ -152,13 +153,14 @@ class HostMemory:
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
-            self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
+            with contextlib.suppress(OffloadError):  # `park` says so
+                self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def park(self, kept: Iterable[tuple[int, int]], tiers: Sequence[Tier]) -> int:
         """Give back all memory but some ranges; addresses stay. Nothing is in flight.
 
         Args:
-            kept: Address and size of each range that stays; both of whole pages.
+            kept: Address and size of each range that stays; its pages do.
             tiers: All tiers that know of staging slots.
 
         Returns:
@@ -168,16 +170,18 @@ class HostMemory:
         if self._staging is not None:
             for tier in tiers:
                 tier.register_memory(self._staging.address, 0)
-        ranges = sorted(kept)
+        page = mmap.PAGESIZE
+        ranges = sorted((address // page * page, -(-(address + nbytes) // page) * page) for address, nbytes in kept)
         given_bytes = 0
         for arena in self.arenas:
             self._lanes.unpin(arena)
+        for arena in self.arenas:
             at, end = arena.address, arena.address + arena.nbytes
-            for address, nbytes in [*(r for r in ranges if at <= r[0] < end), (end, 0)]:
-                if address > at:
-                    arena.discard(at - arena.address, address - at)
-                    given_bytes += address - at
-                at = address + nbytes
+            for first, last in [*(r for r in ranges if at <= r[0] < end), (end, end)]:
+                if first > at:
+                    arena.discard(at - arena.address, first - at)
+                    given_bytes += first - at
+                at = max(at, last)
         return given_bytes
 
     def unpark(self, tiers: Sequence[Tier]) -> None:

@@ -161,9 +161,10 @@ class GpuLanes(Lanes):
         blocks = [] if self._homes else [subgroups for _, subgroups in self._home_blocks]
         with contextlib.ExitStack() as undo:
             homes = [self._allocate(sum(s.state_bytes for s in subgroups), undo) for subgroups in blocks]
-            self._slots_address = self._allocate(self._slots_bytes, undo)
+            slots = self._allocate(self._slots_bytes, undo)
             pieces = self._allocate(PIECE_BUFFERS * self._parked_piece_bytes, undo)
             undo.pop_all()
+        self._slots_address = slots
         if blocks:
             self._home_blocks.clear()
             for address, subgroups in zip(homes, blocks, strict=True):

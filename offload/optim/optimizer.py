@@ -368,6 +368,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
+        for bound in active:
+            bound.used_gradient = None  # it is about to be used again, and a signal handler may park
         self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begin_step()
@@ -492,8 +494,8 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         State at home in memory leaves it for the paths, beyond what may stay; state on paths is not moved. Then
         homes, staging slots, gradient slots and device memory are given back. Gradients that a step has used are
-        dropped (`.grad` is None). Numbers, checkpoints and weights stay what they are. Ranks do not wait for each
-        other.
+        dropped (`.grad` is None); memory of those that somebody else holds stays. Numbers, checkpoints and weights
+        stay what they are. Ranks do not wait for each other.
 
         Args:
             host_memory: State that may stay in host memory: bytes, or a size such as "8GiB".
@@ -508,10 +510,13 @@ class OffloadedOptimizer(StatefulOptimizer):
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
         with self._lock:
-            engine = self._holder.open()
-            self._route.check_used()
-            engine.park(host_memory, gpu_memory, wait=wait, accepted=self._route.drop_used)
-            self._scaling.forget()
+            self._holder.open().park(host_memory, gpu_memory, wait=wait, accepted=self._let_go_of_gradients)
+
+    def _let_go_of_gradients(self) -> list[tuple[int, int]]:
+        """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
+        self._route.check_used()
+        self._scaling.forget()
+        return self._route.drop_used()
 
     def unpark(self) -> None:
         """Take memory again that `park` gave back; state comes home when it is used. Any use does this by itself.

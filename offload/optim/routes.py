@@ -200,9 +200,10 @@ class Route:
             gradient = bound.parameter.grad
             bound.used_gradient = None if gradient is None else (weakref.ref(gradient), shards.version(gradient))
 
-    def drop_used(self) -> None:
-        """Drop all gradients; on the engine thread, or where no backward pass can be under way."""
+    def drop_used(self) -> list[tuple[int, int]]:
+        """Drop all gradients, on the engine thread; return address and size of slots that somebody still holds."""
         self.clear_grads(self._bound.values())
+        return []
 
     def check_used(self) -> None:
         """Refuse gradients that no step has used.
@@ -215,7 +216,7 @@ class Route:
             if gradient is None:
                 continue
             if used is None or used[0]() is not gradient or used[1] != shards.version(gradient):
-                allowed = "call step() or zero_grad() first: its memory is given back, and no step has used it"
+                allowed = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
                 raise ConfigError("park", f"the gradient of {bound.name}", allowed)
 
     def drop_departed(self) -> None:
@@ -329,6 +330,12 @@ class SlotRoute(Route):
                 engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent
         bound.gathered_version = gradient._version
+
+    def drop_used(self) -> list[tuple[int, int]]:
+        """See `Route.drop_used`."""
+        super().drop_used()
+        slots = (bound.slot for bound in self._bound.values())
+        return [(slot.address, slot.nbytes) for slot in slots if not slot.is_free]
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
         return gradient.data_ptr() in self._slot_addresses

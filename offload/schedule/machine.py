@@ -494,8 +494,8 @@ class Machine:
         if leaving.line or any(map(self.plan.is_resident, self._flushes)):
             return
         if not (leaving.stays or leaving.error):
-            if self._flushes:
-                return
+            if any(subgroup.phase in (Phase.FETCHING, Phase.FLUSHING) for subgroup in self._subgroups):
+                return  # for an open sweep that was revoked, too
             for number, subgroup in enumerate(self._subgroups):
                 if subgroup.slot is not None:
                     self.staging.vacate(number)

@@ -10,6 +10,7 @@ fit on the paths is refused before anything moves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -20,7 +21,7 @@ from itertools import accumulate
 from offload import waits
 from offload.device.pieces import as_pieces
 from offload.engine.executor import visit_nothing
-from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
+from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
 from offload.memory.arenas import Arena, available_bytes
 from offload.plan import Home
 from offload.schedule.loop import pump
@@ -42,6 +43,7 @@ class PendingPark:
         keeps_gpu: Whether state at home on the GPU stays there.
         moves_bytes: State that leaves memory for the paths, or is flushed from staging slots.
         started_s: When it was asked for (`time.monotonic`).
+        kept: Address and size of memory that stays, as somebody holds gradients in it.
         leave: What leaves now.
         done: Set when the park has ended, well or not.
         error: Why memory was not given back.
@@ -52,6 +54,7 @@ class PendingPark:
     keeps_gpu: bool
     moves_bytes: int
     started_s: float
+    kept: Sequence[tuple[int, int]] = ()
     leave: Leave | None = None
     done: waits.Latch = field(default_factory=waits.Latch)
     error: OffloadError | None = None
@@ -84,6 +87,8 @@ class Parking:
         self._parts = parts
         self._pending: PendingPark | None = None
         self._numbers = 0
+        self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
+        self._keeps_gpu = False  # whether it has left state at home on the GPU
         self._on_host: tuple[Arena, Mapping[int, int]] | None = None
         """Memory for state at home on the GPU that stays in host memory meanwhile, and where it lies there."""
 
@@ -104,15 +109,18 @@ class Parking:
 
     # Memory is given back
 
-    def begin(self, host_bytes: int, gpu_bytes: int) -> PendingPark:
+    def begin(
+        self, host_bytes: int, gpu_bytes: int, accepted: Callable[[], Sequence[tuple[int, int]]]
+    ) -> PendingPark:
         """Begin to park: it goes on between requests.
 
         Args:
             host_bytes: State that may stay in host memory.
             gpu_bytes: State that may stay at home on the GPU: all that is there, or nothing.
+            accepted: See `Engine.park`.
 
         Raises:
-            ConfigError: Gradients have left the GPU that no step has used.
+            ConfigError: A gradient is there that no step has used.
             InfeasiblePlanError: The paths have no room for what has to leave; nothing has changed.
         """
         parts, machine = self._parts, self._parts.machine
@@ -124,12 +132,17 @@ class Parking:
             numbers = (number for number, place in enumerate(plan.homes) if place is home)
             return [number for number in numbers if not machine.is_fresh(number) and not machine.is_away(number)]
 
-        on_gpu = [] if self.is_parked else at(Home.GPU)
+        on_gpu = at(Home.GPU)
         keeps_gpu = sum(subgroups[number].state_bytes for number in on_gpu) <= gpu_bytes
         leaving, staying = self._split(at(Home.HOST), host_bytes)
         host_bytes -= sum(subgroups[number].state_bytes for number in staying)
         leaving_gpu, to_host = self._split([] if keeps_gpu else on_gpu, host_bytes)
         self._check_room((*leaving, *leaving_gpu))
+        if self.is_parked and on_gpu:
+            if (keeps_gpu, to_host) == (self._keeps_gpu, tuple(self._on_host[1]) if self._on_host is not None else ()):
+                leaving_gpu = to_host = ()  # which are where they may stay
+            else:
+                self._take_memory()
         moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
         self._numbers += 1
         self._pending = pending = PendingPark(
@@ -139,6 +152,11 @@ class Parking:
             sum(subgroups[number].state_bytes for number in moving),
             time.monotonic(),
         )
+        try:  # from now on a gradient that arrives takes memory first
+            pending.kept = accepted()
+        except BaseException:
+            self._pending = None
+            raise
         return pending
 
     def _split(self, numbers: Sequence[int], nbytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -213,6 +231,8 @@ class Parking:
                     self._leave(pending)
                     return
                 self._give_back(pending)
+            except InternalError:
+                raise
             except OffloadError as failed:
                 error = failed
         self.give_up(error)
@@ -220,6 +240,7 @@ class Parking:
     def _leave(self, pending: PendingPark) -> None:
         """Have the next batch leave memory."""
         parts, batch = self._parts, pending.batches.popleft()
+        self._check_room(batch)  # again: a path may have failed since
         if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
             self._copy_from_gpu(self._lend(batch))
         self._numbers += 1
@@ -249,19 +270,23 @@ class Parking:
         parts, machine, memory = self._parts, self._parts.machine, self._parts.memory
         homes = [s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST]
         kept = [s for s in homes if not machine.is_away(s.index) and not machine.is_fresh(s.index)]
-        ranges = [(memory.home(s.index), s.state_bytes) for s in kept]
+        ranges = [*pending.kept, *((memory.home(s.index), s.state_bytes) for s in kept)]
         if pending.to_host:
             nbytes = sum(parts.plan.layout.subgroups[number].state_bytes for number in pending.to_host)
             arena = memory.arena(nbytes)
-            self._on_host = arena, self._lend(pending.to_host, arena.address)
-            self._copy_from_gpu(self._on_host[1])
+            places = self._lend(pending.to_host, arena.address)
+            try:
+                self._copy_from_gpu(places)
+            except OffloadError:
+                memory.give_back(arena)
+                raise
+            self._on_host = arena, places
         if self._on_host is not None:
             ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
-        memory.lend(self._on_host[1] if self._on_host is not None else {})
         if not self.is_parked:
             parts.lanes.park(keeps_homes=pending.keeps_gpu)
             parts.gradients.park()
-        self.is_parked = True
+        self.is_parked, self._keeps_gpu, self._kept = True, pending.keeps_gpu, ranges
         given_bytes = memory.park(ranges, parts.tiers)
         seconds = time.monotonic() - pending.started_s
         self.figures = {
@@ -283,7 +308,9 @@ class Parking:
         if pending is None:
             return
         machine = self._parts.machine
-        if machine.is_leaving and machine.broken is None:
+        if not machine.is_leaving:
+            self._parts.memory.lend(self._on_host[1] if self._on_host is not None else {})
+        elif machine.broken is None:
             machine.handle(Stay())
         if error is not None:
             kept = f"state stays in memory, which is not given back: {error}"
@@ -332,17 +359,19 @@ class Parking:
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)
-        parts.lanes.unpark()
-        try:
+        with contextlib.ExitStack() as undo:
+            parts.lanes.unpark()
+            undo.callback(parts.lanes.park, keeps_homes=self._keeps_gpu)
             parts.gradients.unpark()
-        except OffloadError:
-            parts.lanes.park(keeps_homes=False)
-            raise
-        parts.memory.unpark(parts.tiers)
+            undo.callback(parts.gradients.park)
+            undo.callback(parts.memory.park, self._kept, parts.tiers)
+            parts.memory.unpark(parts.tiers)
+            if self._on_host is not None:
+                parts.lanes.store(self._copies(self._on_host[1]))
+            undo.pop_all()
         self.is_parked = False
         if self._on_host is not None:
-            (arena, places), self._on_host = self._on_host, None
-            parts.lanes.store(self._copies(places))
+            arena, self._on_host = self._on_host[0], None
             parts.memory.lend({})
             parts.memory.give_back(arena)
 

@@ -23,6 +23,7 @@ from offload.schedule.operations import (
     Extend,
     Failed,
     Hold,
+    Leave,
     ReadTile,
     Run,
     Seal,
@@ -523,3 +524,17 @@ def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_wel
     assert machine.broken is None
     newest = {machine.index.get(tile).step for tile, _, _ in machine.plan.layout.subgroups[0].tiles}
     assert newest == ({1} if fails_before else {2})
+
+
+def test_memory_is_vacated_only_when_what_an_open_sweep_fetched_has_come():
+    machine = make(2, 2)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished_sweep()
+    finish(machine, give(machine, Leave(1, ())))
+    machine.take_finished_leave()
+    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)))
+    assert not give(machine, Seal(), Leave(2, ()))
+    assert machine.is_leaving, "slots are vacated, and something is still read into them"
+    finish(machine, reads)
+    assert machine.take_finished_leave() == (Leave(2, ()), None)
+    assert not machine.slots
