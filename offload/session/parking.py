@@ -139,8 +139,7 @@ class Parking:
         leaving_gpu, to_host = self._split([] if keeps_gpu else on_gpu, host_bytes)
         self._check_room((*leaving, *leaving_gpu))
         if self.is_parked and on_gpu:
-            on_host = tuple(self._on_host[1]) if self._on_host is not None else ()
-            if (keeps_gpu, to_host) == (self._keeps_gpu, on_host):
+            if (keeps_gpu, to_host) == (self._keeps_gpu, tuple(self._on_host[1]) if self._on_host is not None else ()):
                 leaving_gpu = to_host = ()  # which are where they may stay
             else:
                 self._take_memory()
@@ -309,8 +308,9 @@ class Parking:
         if pending is None:
             return
         machine = self._parts.machine
-        self._parts.memory.lend(self._on_host[1] if self._on_host is not None else {})
-        if machine.is_leaving and machine.broken is None:
+        if not machine.is_leaving:
+            self._parts.memory.lend(self._on_host[1] if self._on_host is not None else {})
+        elif machine.broken is None:
             machine.handle(Stay())
         if error is not None:
             kept = f"state stays in memory, which is not given back: {error}"
