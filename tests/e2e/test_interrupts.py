@@ -235,7 +235,7 @@ def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_park_and_what_ends_it(tmp_path: Path, stride: int) -> None:
-    """At every line (or every second one, where it does not wait): the next step has the bits of one without parks."""
+    """At every line (every second one where it does not wait): the next step has the bits of one without parks."""
     twin = torch.nn.Parameter(torch.ones(3000).bfloat16())
     never = offload.AdamW([twin], offload=offload.OffloadConfig(subgroup_numel=1024, threads=1))
     config = offload.OffloadConfig(paths=[tmp_path], subgroup_numel=1024, threads=1, host_memory="1GiB")

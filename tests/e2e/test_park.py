@@ -104,7 +104,7 @@ def test_every_step_after_a_park_has_the_same_bits(pair: Pair) -> None:
     assert pair.parking.metrics()["park/away_bytes"] == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 64))])
 def test_random_programs_have_the_bits_of_one_that_never_parks(pair: Pair, seed: int, tmp_path: Path) -> None:
     """Steps, parks, saves, loads and reads at random, all of them of the parked session."""
     rng = random.Random(seed)

@@ -4,8 +4,8 @@
 
 Each life resumes from the last checkpoint (if there is one), with tiers, subgroups and folders of its own, verifies
 every bit of weights and state against an unkilled run at that step, and trains on, saving all the time, until it is
-killed: during start-up, resume, steps, checkpoints and commits. The last life is left alone and has to end where the
-unkilled run ends.
+killed: during start-up, resume, steps, parks, checkpoints and commits. The last life is left alone and has to end where
+the unkilled run ends.
 
     python tests/faults/torture.py --ranks 2 --kills 200 --json FILE
 
@@ -144,10 +144,17 @@ def newest(root: Path) -> tuple[int, Path] | None:
     return whole
 
 
+def park_sometimes(rng: random.Random, optimizer: Any) -> None:
+    """Give memory back, at random; waiting or not."""
+    if rng.random() < 0.4:
+        BEHIND[0] = 0
+        optimizer.park(rng.choice((0, 0, 100_000)), wait=rng.random() < 0.5)
+
+
 def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) -> None:
     """One life; ends by itself only after `until` steps."""
     torch.set_num_threads(1)
-    rng = random.Random(seed)
+    rng, parks = random.Random(seed), random.Random(seed + 1)
     paths = [root / "p0", root / "p1"]
     layers, optimizer = make(rng, paths, hidden=hidden)
     step = 0
@@ -169,12 +176,14 @@ def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) ->
         step += 1
         if hidden in ("forward", "both"):
             time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
+        park_sometimes(parks, optimizer)
         if rng.random() < 0.6:
             folder = folders(root)[step % 2 if alternate else 0]
             BEHIND[0] = 0
             optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
             if rng.random() < 0.3:
                 optimizer.wait_checkpoint()
+            park_sometimes(parks, optimizer)
     if fingerprint(layers, optimizer) != expected[step]:
         print(f"life {seed}: came to step {step} with other bits", file=sys.stderr)
         os._exit(MISMATCH)
@@ -197,7 +206,7 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
     """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
-    rng = random.Random(seed)
+    rng, parks = random.Random(seed), random.Random(seed + rank)
     together = torch.distributed
     waits.QUIET_S, commit.RANKS_TIMEOUT_S = QUIET_S, RANKS_TIMEOUT_S
     try:
@@ -226,6 +235,7 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
                 update(layers, optimizer, step)
                 step += 1
                 together.all_reduce(torch.ones(1))
+                park_sometimes(parks, optimizer)
                 if rng.random() < 0.6:
                     folder = folders(root)[step % 2 if alternate else 0]
                     optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
