@@ -4,8 +4,8 @@
 
 Each life resumes from the last checkpoint (if there is one), with tiers, subgroups and folders of its own, verifies
 every bit of weights and state against an unkilled run at that step, and trains on, saving all the time, until it is
-killed: during start-up, resume, steps, parks, checkpoints and commits. The last life is left alone and has to end where
-the unkilled run ends.
+killed: during start-up, resume, steps, parks, checkpoints and commits. The last life is left alone and has to end
+where the unkilled run ends.
 
     python tests/faults/torture.py --ranks 2 --kills 200 --json FILE
 
