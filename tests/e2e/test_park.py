@@ -14,6 +14,7 @@ from simulated import OnDevice
 
 import offload
 from offload.sim import SimulatedDevice
+from offload.units import format_seconds
 
 NUMELS = (3000, 1024, 5, 7000)
 
@@ -137,3 +138,19 @@ def test_random_programs_have_the_bits_of_one_that_never_parks(pair: Pair, seed:
                 pair.parking.unpark()
     pair.train()
     pair.check()
+
+
+def test_what_is_said_of_a_park(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """How long memory and state take to come back: in the log, in metrics, and in the plan while memory is gone."""
+    optimizer = pair.parking
+    pair.train()
+    assert not [name for name in optimizer.metrics() if name.startswith("park/")]
+    with caplog.at_level("INFO", logger="offload"):
+        optimizer.park()
+    seconds = optimizer.metrics()["park/predicted_back_s"]
+    assert seconds > 0
+    assert f"back in about {format_seconds(seconds)}" in caplog.text
+    assert f"given back, back in about {format_seconds(seconds)}" in str(optimizer.plan)
+    optimizer.unpark()
+    assert "given back" not in str(optimizer.plan)
+    assert optimizer.metrics()["park/predicted_back_s"] == seconds
