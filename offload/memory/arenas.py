@@ -198,9 +198,18 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.
         """
-        touch(self._touch, self.nbytes, nodes, given_up)
+        touch(self.touch_part, self.nbytes, nodes, given_up)
 
-    def _touch(self, offset: int, nbytes: int) -> None:
+    def touch_part(self, offset: int, nbytes: int) -> None:
+        """Touch some pages on this thread; their content stays.
+
+        Args:
+            offset: Where they begin; at a page.
+            nbytes: How many bytes.
+
+        Raises:
+            OffloadError: The system does not have that much memory.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
         length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -211,6 +220,7 @@ class Arena:
             return
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # a kernel that does not know this
-            self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE] = 0
+            pages = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
+            pages |= np.uint8(0)
             return
         raise OffloadError(f"no memory for an arena of {self.nbytes} bytes: {os.strerror(code)}")

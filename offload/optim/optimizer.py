@@ -541,8 +541,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
-        unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
-        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
+        metrics = self.engine.metrics()
+        unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
+        parked = None
+        if self.engine.is_parked and "park/given_back_bytes" in metrics:
+            parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
+        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in), parked)
 
     @property
     def _is_hidden(self) -> bool:

@@ -180,7 +180,7 @@ class Engine:
         `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
         before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
         state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
-        `park/seconds`.
+        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]

@@ -24,6 +24,7 @@ from offload.engine.executor import visit_nothing
 from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
 from offload.memory.arenas import Arena, available_bytes
 from offload.plan import Home
+from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
 from offload.schedule.operations import Leave, Run, Stay, Sweep
 from offload.schedule.staging import Phase
@@ -87,8 +88,8 @@ class Parking:
         self._parts = parts
         self._pending: PendingPark | None = None
         self._numbers = 0
-        self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
-        self._keeps_gpu = False  # whether it has left state at home on the GPU
+        self._staged: tuple[int, ...] = ()
+        """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
         self._on_host: tuple[Arena, Mapping[int, int]] | None = None
         """Memory for state at home on the GPU that stays in host memory meanwhile, and where it lies there."""
 
@@ -147,6 +148,7 @@ class Parking:
             else:
                 self._take_memory()
         moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
+        self._staged = tuple(machine.slots) or self._staged
         self._numbers += 1
         self._pending = pending = PendingPark(
             deque((leaving, *self._batches(leaving_gpu))),
@@ -296,13 +298,34 @@ class Parking:
             "park/moved_bytes": pending.moves_bytes,
             "park/given_back_bytes": given_bytes,
             "park/seconds": seconds,
+            "park/predicted_back_s": self._back_s(given_bytes),
         }
         log.info(
-            "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used",
+            "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used; "
+            "back in about %s",
             format_bytes(given_bytes),
             format_bytes(pending.moves_bytes),
             format_seconds(seconds),
             format_bytes(self.away_bytes),
+            format_seconds(self.figures["park/predicted_back_s"]),
+        )
+
+    def _back_s(self, given_bytes: int) -> float:
+        """Return what `predict_back_s` says of all that was given back and all that has left memory."""
+        parts, machine = self._parts, self._parts.machine
+        plan, reads = parts.plan, Counter[int]()
+        away = [number for number in range(len(plan.homes)) if machine.is_away(number)]
+        for number in (*away, *self._staged):
+            for tile, _, nbytes in plan.layout.subgroups[number].tiles:
+                record = machine.index.get(tile)
+                if record is not None:
+                    reads[record.location.path] += nbytes
+        lent = self._on_host[1] if self._on_host is not None else {}
+        sizes = {number: plan.layout.subgroups[number].state_bytes for number in (*away, *lent)}
+        sent_bytes = sum(nbytes for number, nbytes in sizes.items() if plan.homes[number] is Home.GPU)
+        beside_bytes = 0 if parts.lanes.on_gpu else sum(sizes.values())
+        return predict_back_s(
+            parts.rates, reads, sent_bytes, given_bytes - beside_bytes, beside_bytes, parts.memory.take_bytes_per_s
         )
 
     def give_up(self, error: BaseException | None) -> None:
