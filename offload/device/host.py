@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -158,7 +159,8 @@ class HostMemory:
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
+            with contextlib.suppress(OffloadError):  # `park` says so
+                self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def take_back_home(self, subgroup: int, offset: int, nbytes: int) -> None:
         """Touch memory of a home that a path is about to read into: the device then writes to memory that is there.
@@ -195,11 +197,11 @@ class HostMemory:
             self._lanes.unpin(arena)
         for arena in self.arenas:
             at, end = arena.address, arena.address + arena.nbytes
-            for address, nbytes in [*(r for r in ranges if at <= r[0] < end), (end, 0)]:
-                if address > at:
-                    arena.discard(at - arena.address, address - at)
-                    given_bytes += address - at
-                at = address + nbytes
+            for first, last in [*(r for r in ranges if at <= r[0] < end), (end, end)]:
+                if first > at:
+                    arena.discard(at - arena.address, first - at)
+                    given_bytes += first - at
+                at = max(at, last)
         self._see_how_fast()
         return given_bytes
 

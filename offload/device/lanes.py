@@ -62,7 +62,7 @@ class GpuLanes(Lanes):
         cpu_updates: Whether the CPU may update some of the state.
     """
 
-    on_gpu = True
+    on_gpu = pins = True
     names = ("gpu", "h2d", "d2h")
 
     def __init__(

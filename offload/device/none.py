@@ -67,12 +67,14 @@ class Lanes:
 
     Attributes:
         on_gpu: Whether the weights lie on a GPU.
+        pins: Whether host memory is pinned, and so taken all at once.
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
     """
 
     on_gpu: ClassVar[bool] = False
+    pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, device: Device) -> None:

@@ -88,6 +88,8 @@ class Parking:
         self._parts = parts
         self._pending: PendingPark | None = None
         self._numbers = 0
+        self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
+        self._keeps_gpu = False  # whether it has left state at home on the GPU
         self._staged: tuple[int, ...] = ()
         """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
         self._on_host: tuple[Arena, Mapping[int, int]] | None = None
@@ -323,7 +325,7 @@ class Parking:
         lent = self._on_host[1] if self._on_host is not None else {}
         sizes = {number: plan.layout.subgroups[number].state_bytes for number in (*away, *lent)}
         sent_bytes = sum(nbytes for number, nbytes in sizes.items() if plan.homes[number] is Home.GPU)
-        beside_bytes = 0 if parts.lanes.on_gpu else sum(sizes.values())
+        beside_bytes = 0 if parts.lanes.pins else sum(sizes.values())
         return predict_back_s(
             parts.rates, reads, sent_bytes, given_bytes - beside_bytes, beside_bytes, parts.memory.take_bytes_per_s
         )
