@@ -367,9 +367,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._holder.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
+        for bound in self._weights.bound.values():
+            bound.used_gradient = None  # it may be used again, and a signal handler may park meanwhile
         active = self._bind_gradients()
-        for bound in active:
-            bound.used_gradient = None  # it is about to be used again, and a signal handler may park
         self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begin_step()

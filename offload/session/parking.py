@@ -142,10 +142,8 @@ class Parking:
         leaving_gpu, to_host = self._split([] if keeps_gpu else on_gpu, host_bytes)
         self._check_room((*leaving, *leaving_gpu))
         if self.is_parked and on_gpu:
-            if (keeps_gpu, to_host) == (
-                self._keeps_gpu,
-                tuple(self._on_host[1]) if self._on_host is not None else (),
-            ):
+            on_host = tuple(self._on_host[1]) if self._on_host is not None else ()
+            if (keeps_gpu, to_host) == (self._keeps_gpu, on_host):
                 leaving_gpu = to_host = ()  # which are where they may stay
             else:
                 self._take_memory()

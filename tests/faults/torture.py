@@ -4,8 +4,8 @@
 
 Each life resumes from the last checkpoint (if there is one), with tiers, subgroups and folders of its own, verifies
 every bit of weights and state against an unkilled run at that step, and trains on, saving all the time, until it is
-killed: during start-up, resume, steps, parks, checkpoints and commits. The last life is left alone and has to end
-where the unkilled run ends.
+killed: during start-up, resume, steps, checkpoints and commits. The last life is left alone and has to end where the
+unkilled run ends.
 
     python tests/faults/torture.py --ranks 2 --kills 200 --json FILE
 
@@ -14,6 +14,8 @@ one has to end, by an error that it raises or by itself, or to say within `QUIET
 
 With `--overlap` steps go on behind the process that is killed (`overlap_forward`), while it makes the next gradients
 and until it saves; with `--overlap backward` they are made before it takes them; with `--overlap both`, both.
+
+With `--parks` lives give memory back between steps, too.
 """
 
 from __future__ import annotations
@@ -98,6 +100,12 @@ def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: floa
     optimizer.zero_grad()
 
 
+def park(rng: random.Random, optimizer: Any) -> None:
+    """Perhaps give memory back."""
+    if rng.random() < 0.4:
+        optimizer.park(rng.choice((0, 0, 300_000)), wait=rng.random() < 0.5)
+
+
 def fingerprint(layers: torch.nn.ModuleList, optimizer: Any) -> int:
     checksum = 0
     parameters = [*layers.parameters()]
@@ -144,17 +152,10 @@ def newest(root: Path) -> tuple[int, Path] | None:
     return whole
 
 
-def park_sometimes(rng: random.Random, optimizer: Any) -> None:
-    """Give memory back, at random; waiting or not."""
-    if rng.random() < 0.4:
-        BEHIND[0] = 0
-        optimizer.park(rng.choice((0, 0, 100_000)), wait=rng.random() < 0.5)
-
-
-def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) -> None:
+def live(root: Path, seed: int, expected: list[int], until: int, hidden: str, parks: bool) -> None:
     """One life; ends by itself only after `until` steps."""
     torch.set_num_threads(1)
-    rng, parks = random.Random(seed), random.Random(seed + 1)
+    rng = random.Random(seed)
     paths = [root / "p0", root / "p1"]
     layers, optimizer = make(rng, paths, hidden=hidden)
     step = 0
@@ -176,14 +177,14 @@ def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) ->
         step += 1
         if hidden in ("forward", "both"):
             time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
-        park_sometimes(parks, optimizer)
         if rng.random() < 0.6:
             folder = folders(root)[step % 2 if alternate else 0]
             BEHIND[0] = 0
             optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
             if rng.random() < 0.3:
                 optimizer.wait_checkpoint()
-            park_sometimes(parks, optimizer)
+        if parks:
+            park(rng, optimizer)
     if fingerprint(layers, optimizer) != expected[step]:
         print(f"life {seed}: came to step {step} with other bits", file=sys.stderr)
         os._exit(MISMATCH)
@@ -202,11 +203,13 @@ COLLECTIVE_S = 20.0
 """How long gloo waits for a peer: where that has just been killed in its start-up, nobody else tells."""
 
 
-def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str) -> None:
+def live_together(
+    root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str, parks: bool
+) -> None:
     """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
-    rng, parks = random.Random(seed), random.Random(seed + rank)
+    rng = random.Random(seed)
     together = torch.distributed
     waits.QUIET_S, commit.RANKS_TIMEOUT_S = QUIET_S, RANKS_TIMEOUT_S
     try:
@@ -235,12 +238,13 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
                 update(layers, optimizer, step)
                 step += 1
                 together.all_reduce(torch.ones(1))
-                park_sometimes(parks, optimizer)
                 if rng.random() < 0.6:
                     folder = folders(root)[step % 2 if alternate else 0]
                     optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
                     if rng.random() < 0.3:
                         optimizer.wait_checkpoint()
+                if parks:
+                    park(rng, optimizer)
             if fingerprint(layers, optimizer) != expected[step]:
                 os._exit(MISMATCH)
     except (RuntimeError, offload.CheckpointError) as error:  # gloo's, or that of a commit that waited in vain
@@ -263,7 +267,7 @@ def has_ended(child: int) -> bool:
 
 
 def torture_ranks(
-    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True
+    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", parks: bool = False, quiet: bool = True
 ) -> dict[str, Any]:
     """Kill one rank of each of `kills` lives of two; return figures.
 
@@ -292,7 +296,7 @@ def torture_ranks(
                 child = os.fork()
                 if child == 0:
                     try:
-                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden)
+                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden, parks)
                     except BaseException as error:
                         print(f"life {life}, rank {rank}: {error!r}", file=sys.stderr)
                         os._exit(4)
@@ -335,7 +339,9 @@ def torture_ranks(
     }
 
 
-def torture(kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True) -> dict[str, Any]:
+def torture(
+    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", parks: bool = False, quiet: bool = True
+) -> dict[str, Any]:
     """Kill `kills` lives; return figures.
 
     Raises:
@@ -361,7 +367,7 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quie
             child = os.fork()  # everything is loaded already, and no thread of ours runs
             if child == 0:
                 try:
-                    live(root, seed * 100_003 + life, expected, until, hidden)
+                    live(root, seed * 100_003 + life, expected, until, hidden, parks)
                 except BaseException as error:
                     print(f"life {life}: {error!r}", file=sys.stderr)
                     os._exit(4)
@@ -410,11 +416,12 @@ def main() -> None:
         choices=("forward", "backward", "both"),
         help="hide steps",
     )
+    parser.add_argument("--parks", action="store_true", help="give memory back between steps")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     run = torture if arguments.ranks == 1 else torture_ranks
     described = environment()
-    figures = run(arguments.kills, arguments.seed, arguments.steps, arguments.overlap, quiet=False)
+    figures = run(arguments.kills, arguments.seed, arguments.steps, arguments.overlap, arguments.parks, quiet=False)
     text = json.dumps({"environment": described, "results": figures}, indent=2)
     print(text)
     if arguments.json:
