@@ -85,7 +85,7 @@ class Size:
 
 
 SMOKE = Size(1 << 19, 4, 2, MIB, 4, 1 << 20)
-FULL = Size(1 << 28, 16, 7, 8 * MIB, 64, 512 << 20)
+FULL = Size(1 << 28, 16, 5, 8 * MIB, 64, 512 << 20)
 
 
 class Disk:
