@@ -240,7 +240,7 @@ class Parking:
                 raise
             except OffloadError as failed:
                 error = failed
-        self.give_up(error)
+        self.end(error)
 
     def _leave(self, pending: PendingPark) -> None:
         """Have the next batch leave memory."""
@@ -328,7 +328,7 @@ class Parking:
             parts.rates, reads, sent_bytes, given_bytes - beside_bytes, beside_bytes, parts.memory.take_bytes_per_s
         )
 
-    def give_up(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """End the park under way, if there is one: nothing more leaves memory."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -368,7 +368,7 @@ class Parking:
             if machine.is_leaving:
                 machine.handle(Stay())
             pump(machine, self._parts.executor, lambda m: not m.is_leaving)
-            self.give_up(None)
+            self.end(None)
         while self._pending is not None:
             pump(machine, self._parts.executor, lambda m: self.is_due())
             self.serve()
