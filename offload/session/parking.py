@@ -356,7 +356,7 @@ class Parking:
             self._finish(ends=needs_memory)
         if needs_memory and self.is_parked:
             self._take_memory()
-        if needs_memory and self._parts.machine.broken is None:
+        if needs_memory and self._numbers and self._parts.machine.broken is None:
             self._bring_to_gpu()
 
     def _finish(self, *, ends: bool) -> None:
