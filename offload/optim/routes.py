@@ -198,7 +198,7 @@ class Route:
         """Note the gradients that a step has used."""
         for bound in active:
             gradient = bound.parameter.grad
-            bound.used_gradient = None if gradient is None else (weakref.ref(gradient), shards.version(gradient))
+            bound.used_gradient = None if gradient is None else (weakref.ref(gradient), _version(gradient))
 
     def drop_used(self) -> list[tuple[int, int]]:
         """Drop all gradients, on the engine thread; return address and size of slots that somebody still holds."""
@@ -215,7 +215,7 @@ class Route:
             gradient, used = bound.parameter.grad, bound.used_gradient
             if gradient is None:
                 continue
-            if used is None or used[0]() is not gradient or used[1] != shards.version(gradient):
+            if used is None or used[0]() is not gradient or used[1] != _version(gradient):
                 allowed = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
                 raise ConfigError("park", f"the gradient of {bound.name}", allowed)
 
@@ -458,6 +458,11 @@ def _when_backward_ends(call: Callable[[], None]) -> None:
     """Have autograd call a function at the end of the backward pass under way, behind earlier ones."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """Return a gradient's version; 0 for one that was made in inference mode, which has no count."""
+    return 0 if gradient.is_inference() else shards.version(gradient)
 
 
 def _has_one_owner(storage: int) -> bool:
