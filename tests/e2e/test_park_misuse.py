@@ -476,8 +476,9 @@ def test_groups_loads_and_state_dicts_of_a_parked_session(pair: Pair, tmp_path: 
         parks(wait=False)
         train(optimizer, weights, 3)
     pair.check()
-    for number, optimizer in enumerate(pair.optimizers):
+    for optimizer in pair.optimizers:
         optimizer.wait_checkpoint()
+    for number, optimizer in enumerate(pair.optimizers):
         if not number:
             optimizer.park()
         optimizer.load_checkpoint(tmp_path / f"copy {1 - number}")
