@@ -176,6 +176,8 @@ class Tables:
             for tensor in layout.tensors
         }
         addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
+        if version is not None and not is_fp32:
+            weights_address = version[0]  # no update reads the old ones, which may lie on a GPU
         if weights_address is None:
             addresses["weight"] = rows.weights[parameter] + start * item
         else:

@@ -87,8 +87,7 @@ class StateViews:
         """
         lanes, fill = self._lanes, self._tables.fill
         if version is not None:
-            image = version[0] if lanes.on_gpu else None  # no table of the CPU names weights there
-            return fill(run, self._address(run), rows, weights_address=image, version=version)
+            return fill(run, self._address(run), rows, version=version)
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
@@ -170,7 +169,10 @@ class StateViews:
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         if tile.tensor < len(subgroup.tensors):
             offset, nbytes = next((offset, nbytes) for each, offset, nbytes in subgroup.tiles if each == tile)
-            self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
+            if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
+                ctypes.memmove(address, lent + offset, nbytes)
+            else:
+                self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)
