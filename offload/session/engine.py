@@ -367,10 +367,8 @@ class Engine:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
             thread.speculation.begin_step(chosen)
-            subgroups = tables.begin_step(groups, scale, clip, chosen)
-            if pending is not None:
-                places = parts.plan.layout.places
-                subgroups = tuple(dict.fromkeys(subgroup for n in chosen for subgroup, _ in places[n]))
+            tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
+            subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
 
             def applied() -> None:
                 tables.steps[chosen] += 1
