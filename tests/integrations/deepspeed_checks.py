@@ -546,6 +546,47 @@ def checkpoints_go_both_ways(folder: Path) -> None:
                 train(engine, plain, 0, 1)
 
 
+@check
+def saves_behind_training_are_those_that_wait(folder: Path) -> None:
+    """Byte for byte, while training goes on; `latest` follows when all is whole; what is loaded goes on exactly."""
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    rank = torch.distributed.get_rank()
+    for stage, dtype, format in (
+        (1, "bf16", "exact"),
+        (2, "fp32", "exact"),
+        (3, "bf16", "compact8"),
+        (3, "fp16", "exact"),
+    ):
+        settings = {**paths(folder), "state_format": format, "checkpoint": {"wait": False}}
+        case = Case(stage, dtype, 2, offload=settings, net={"branch": True})
+        place = folder / f"{stage}-{dtype}"
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 3)
+            engine.save_checkpoint(str(place), tag="behind", client_state={"epoch": 3})
+            type(engine).save_checkpoint(
+                engine, str(place), tag="waits", client_state={"epoch": 3}, save_latest=False
+            )
+            whole = train(engine, case, 3, 3), state_of(engine)
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            assert (place / "latest").read_text() == "behind"
+            names = sorted(file.name for file in (place / "waits").iterdir())
+            assert names == sorted(file.name for file in (place / "behind").iterdir())
+            for name in names[rank :: torch.distributed.get_world_size()]:
+                assert (place / "behind" / name).read_bytes() == (place / "waits" / name).read_bytes(), name
+            engine.save_checkpoint(str(place), tag="behind")  # again, and loaded at once
+            engine.load_checkpoint(str(place))
+            assert_same(state_of(engine), whole[1])
+            assert not (place / ".offload-behind").exists()
+        with training(case, ours=True) as engine:
+            _, client = engine.load_checkpoint(str(place), tag="waits")
+            assert client["epoch"] == 3
+            assert train(engine, case, 3, 3) == whole[0]
+            assert_same(state_of(engine), whole[1])
+
+
 def saved_weight(folder: Path, tag: str, name: str, engine: Any) -> Any:
     """Return a weight of a checkpoint, rounded to what the model has."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
