@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -27,12 +28,13 @@ from offload import CheckpointError, OffloadError, waits
 from offload.checkpoint.reader import Checkpoint, Range
 from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.shard import STATE, Shard
+from offload.tiers.filesystem import replacing, sync_directory
 from offload.units import format_seconds
 
 log = logging.getLogger("offload")
 
-PARTIAL = ".partial"
-"""What the name of a file ends with that is not whole."""
+PARTIAL = ".offload-partial"
+"""The folder in a tag's in which files are that are not whole, under their names, which torch writes into them."""
 
 PINNED = ".offload-behind"
 """The folder beside the tags in which versions are pinned, by rank, until they have been copied."""
@@ -79,7 +81,12 @@ class PendingTag:
     @property
     def partial(self) -> str:
         """This rank's file until it is whole."""
-        return self.file + PARTIAL
+        return partial_of(self.file)
+
+
+def partial_of(file: str) -> str:
+    """Return where a file is until it is whole."""
+    return os.path.join(os.path.dirname(file), PARTIAL, os.path.basename(file))
 
 
 class SavesBehind:
@@ -172,8 +179,10 @@ class SavesBehind:
             try:
                 if pending.starts is not None:
                     self._copy(pending, pending.starts, pinned)
-                for name in (pending.file, *pending.synced, os.path.dirname(pending.file)):
+                for name in (pending.partial, *pending.synced):
                     _sync(name)
+                os.rename(pending.partial, pending.file)
+                sync_directory(os.path.dirname(pending.file))
             except Exception as error:
                 pending.error = error
                 log.warning("checkpoint %s could not be written, the one before stays: %s", pending.tag, error)
@@ -183,7 +192,7 @@ class SavesBehind:
                 self._release(pinned)
         finally:
             pending.durable.set()
-        if pending.error is None and pending.publishes and self._rank == 0:
+        if pending.error is None and self._rank == 0:
             self._publish(pending)
 
     def _copy(self, pending: PendingTag, starts: stream.Starts, pinned: str) -> None:
@@ -200,10 +209,8 @@ class SavesBehind:
                         out = dict(zip(STATE, memory[:, : min(PIECE_NUMEL, piece.numel - first)], strict=True))
                         checkpoint.read([Range(piece.name, name, piece.start + first, out[name]) for name in STATE])
                         stream.write_run(file, starts[piece.flat], piece.offset + first, out)
-            os.fsync(file)
         finally:
             os.close(file)
-        os.rename(pending.partial, pending.file)
 
     def _release(self, pinned: str) -> None:
         """Let go of the pinned versions; where that fails, the next save does."""
@@ -213,19 +220,18 @@ class SavesBehind:
             os.rmdir(os.path.dirname(pinned))
 
     def _publish(self, pending: PendingTag) -> None:
-        """Have `latest` name the tag once all files are there."""
+        """Have `latest` name the tag, if it is to, once all files are there."""
         while not (pending.settled.is_set() or all(map(os.path.exists, pending.others))):
             if pending.is_given_up:
                 return
             pending.settled.wait(LOOK_S)
-        latest = os.path.join(pending.folder, "latest")
+        with contextlib.suppress(OSError):  # those of a save that was killed may still be there
+            os.rmdir(os.path.dirname(pending.partial))
         try:
-            with open(latest + PARTIAL, "w", encoding="utf-8") as file:
-                file.write(pending.tag)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(latest + PARTIAL, latest)
-            _sync(pending.folder)
+            if not pending.publishes:
+                return
+            with replacing(Path(pending.folder, "latest"), "latest.partial") as file:
+                file.write(pending.tag.encode())
         except OSError as error:
             pending.error = error
             return
@@ -241,7 +247,7 @@ def _end(behind: weakref.ref[SavesBehind]) -> None:
 
 
 def _sync(path: str) -> None:
-    """Make a file or folder durable."""
+    """Make a file durable."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -21,7 +21,7 @@ import torch
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.errors import known
 from offload.integrations.deepspeed import stream
-from offload.integrations.deepspeed.behind import PARTIAL, PendingTag, SavesBehind
+from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
 from offload.rules import GroupScalars
@@ -360,13 +360,14 @@ class OffloadedOptimizer:
         torch.distributed.all_gather_object(paths, path)
 
         def begin() -> None:
-            engine._get_zero_ckpt_name = lambda *given: name(*given) + PARTIAL
+            os.makedirs(os.path.dirname(partial_of(path)), exist_ok=True)
+            engine._get_zero_ckpt_name = lambda *given: partial_of(name(*given))
             try:
-                starts = self._save_without_state(save, path + PARTIAL, save_path, tag)
+                starts = self._save_without_state(save, partial_of(path), save_path, tag)
+                if starts is None:
+                    save(save_path, tag)
             finally:
                 del engine._get_zero_ckpt_name
-            if starts is None:
-                save(save_path, tag)
             synced = [model] if os.path.exists(model) else []
             behind.begin(PendingTag(save_path, tag, path, paths, starts, synced, publishes))
 
