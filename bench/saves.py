@@ -30,7 +30,6 @@ from offload.plan import Home
 from offload.units import format_seconds
 
 MOST_STALL = 0.05
-SHARES = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Size:
         iterations: Of a round.
         rounds: With a save.
         worlds: Numbers of ranks.
+        shares: Of the state that are resident.
     """
 
     width: int
@@ -50,10 +50,11 @@ class Size:
     iterations: int
     rounds: int
     worlds: tuple[int, ...]
+    shares: tuple[float, ...]
 
 
-SMOKE = Size(64, 2, 4, 2, 1, (1,))
-FULL = Size(2048, 8, 384, 10, 4, (1, 2))
+SMOKE = Size(64, 2, 4, 2, 1, (1,), (0.0,))
+FULL = Size(2048, 8, 384, 10, 4, (1, 2), (0.0, 0.5, 1.0))
 
 
 def moved(before: dict[str, int]) -> int:
@@ -205,7 +206,7 @@ def main() -> None:
     targets = []
     for world in size.worlds:
         digests = set()
-        for share in SHARES:
+        for share in size.shares:
             where = f"{world} rank{'s' * (world > 1)}, {share:.0%} resident"
             progress(where)
             with tempfile.TemporaryDirectory(dir=args.path) as folder:

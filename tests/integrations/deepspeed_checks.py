@@ -930,6 +930,16 @@ def alone_trainer(folder: Path) -> None:
     torch.manual_seed(0)
     data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 50, (24, 8))]
     histories = []
+
+    class Saved(TrainerCallback):
+        trainer: Any
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            place = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            tag = place / (place / "latest").read_text()
+            assert len(list(tag.glob("*_optim_states.pt"))) == 1
+            assert self.trainer.deepspeed.optimizer._behind._pending is None
+
     for resumed in (False, True):
         arguments = TrainingArguments(
             output_dir=str(folder / "out"),
@@ -944,17 +954,10 @@ def alone_trainer(folder: Path) -> None:
             report_to=[],
             disable_tqdm=True,
         )
-
-        class Saved(TrainerCallback):
-            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                place = Path(args.output_dir, f"checkpoint-{state.global_step}")
-                tag = place / (place / "latest").read_text()
-                assert len(list(tag.glob("*_optim_states.pt"))) == 1
-                assert trainer.deepspeed.optimizer._behind._pending is None
-
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, vocab_size=50, **shape))
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Saved()])
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[saved := Saved()])
+        saved.trainer = trainer
         trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3") if resumed else None)
         assert type(trainer.deepspeed.optimizer).__name__ == "OffloadedStage3"
         histories.append(
