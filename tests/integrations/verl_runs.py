@@ -1,9 +1,9 @@
 """Trains a small model in verl's `FSDPEngine` on the CPU, in phases; run by `test_verl.py` in ranks.
 
-    python verl_runs.py FOLDER STEPS [resume=CHECKPOINT] [save=STEP] [keep=N] [impl=MODULE] [phases=yes|no] [lazy=yes]
+    python verl_runs.py FOLDER STEPS [resume=CHECKPOINT] [save=STEP] [keep=N] [impl=MODULE] [phases=no] [external=yes]
 
-The model and its sharding are a test's; building the optimizer, the step, phases and checkpoints are verl's. `lazy` has
-nothing enabled but what verl's own configuration imports. Prints one line of JSON for each rank.
+The model and its sharding are a test's; the optimizer, the step, phases and checkpoints are made by verl. `external`
+enables ours as verl's configuration of a model does. Prints one line of JSON for each rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     play_a_device()
-    if options.get("lazy") == "yes":  # what `external_lib` of verl's configuration of a model does
+    if options.get("external") == "yes":  # the model's `external_lib`
         import_module("verl.utils.import_utils").import_external_libs("offload.integrations.verl.enabled")
     else:
         import_module("offload.integrations.verl").enable()
