@@ -1,7 +1,7 @@
 """verl's FSDP engines with our optimizers: parked between phases, saved into folders, resumed exactly.
 
-verl itself brings Ray and much more, so that most tests take a package that has its functions in short for it. Tests of
-its engine are left out where it is not installed.
+verl itself brings Ray and much more, so that most tests take a package that has its functions in short for it. Tests
+of its engine are left out where it is not installed.
 """
 
 from __future__ import annotations
