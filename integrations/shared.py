@@ -40,11 +40,13 @@ def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     """Return the fields of an `OffloadConfig`, which may be in a JSON file.
 
     Raises:
-        ConfigError: The file is not JSON.
+        ConfigError: The file is not JSON, or the config is neither a mapping nor a path.
         OSError: It cannot be read.
     """
     if isinstance(config, Mapping):
         return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError("config", config, "OffloadConfig's fields, or the path of a JSON file of them")
     with open(config, encoding="utf-8") as file:
         try:
             found: Mapping[str, Any] = json.load(file)

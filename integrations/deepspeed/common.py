@@ -10,7 +10,7 @@ import re
 import shlex
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -307,13 +307,53 @@ class OffloadedOptimizer:
         super().reset_cpu_buffers()  # type: ignore[misc]
         self.shard.close_window()
 
-    def offload_states(self, *arguments: Any, **keywords: Any) -> None:
-        """Refuse: state is offloaded already."""
-        raise ConfigError("offload_states", "called", "leave it out: state is where multi_tier_offload says")
+    # Phases
 
-    def reload_states(self, *arguments: Any, **keywords: Any) -> None:
-        """Refuse: state is offloaded already."""
-        raise ConfigError("reload_states", "called", "leave it out: state is where multi_tier_offload says")
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        *arguments: Any,
+        non_blocking: bool = False,
+        **keywords: Any,
+    ) -> None:
+        """Give memory back between phases: `Engine.park` for masters and moments, DeepSpeed's own way for the rest.
+
+        State at home in host memory stays there, as the config says; `engine.optimizer.offload.park()` has it leave
+        for the paths, too. Gradients lie where the update reads them, and stay.
+
+        Args:
+            include: DeepSpeed's `OffloadStateTypeEnum`s; None for all.
+            arguments: DeepSpeed's further ones, for what it moves.
+            non_blocking: Whether to go on before memory has been given back.
+            keywords: As `arguments`.
+        """
+        kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
+        wanted = set(kinds if include is None else include)
+        if wanted & {kinds.optim_states, kinds.hp_params}:
+            self.offload.park(self.offload.plan.budgets.host_bytes, wait=not non_blocking)
+        rest = wanted - {kinds.optim_states, kinds.hp_params, kinds.lp_grads}
+        if kinds.lp_params in rest:
+            self._release_weights()
+        if rest:
+            super().offload_states(rest, *arguments, non_blocking=non_blocking, **keywords)  # type: ignore[misc]
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Take memory again, for what DeepSpeed has moved and for our state, which comes home when it is used."""
+        super().reload_states(non_blocking=non_blocking)  # type: ignore[misc]
+        self._rebind_weights()
+        self.offload.unpark()
+
+    def _release_weights(self) -> None:
+        """Let go of the flat tensors of weights: DeepSpeed moves them."""
+        self.shard.weights.clear()
+
+    def _rebind_weights(self) -> None:
+        """Take the flat tensors of weights from DeepSpeed again, which may have moved them."""
+        raise NotImplementedError
+
+    def honour_include(self, engine: Any) -> None:
+        """Have a DeepSpeed engine tell `offload_states` of masters and moments, too, which it takes for offloaded."""
+        engine._refine_include_states = lambda include: include
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
         """Refuse: DeepSpeed gathers new weights before `step` returns."""

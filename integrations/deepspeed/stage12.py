@@ -37,12 +37,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 self._numbers[identity] = len(pieces)
                 whole, shape = parameter.numel(), tuple(parameter.shape)
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, whole, shape))
-        weights = [
-            partitions[torch.distributed.get_rank(group)]
-            for partitions, group in zip(
-                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
-            )
-        ]
+        weights = self._own_weights()
         self._flats = self.single_partition_of_fp32_groups
         # Before the engine takes its memory.
         for flat in self._flats:
@@ -55,6 +50,26 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         if isinstance(gradients := self.shard.gradients, HostGradients):
             gradients.buffers = [gradients.transfers.buffer(weight, dtype) for weight in weights]
         self._sums: dict[int, torch.Tensor] = {}
+        self._take_back()
+
+    def _own_weights(self) -> list[torch.Tensor]:
+        """Return this rank's part of each flat tensor of weights."""
+        return [
+            partitions[torch.distributed.get_rank(group)]
+            for partitions, group in zip(
+                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
+            )
+        ]
+
+    def _release_weights(self) -> None:
+        super()._release_weights()
+        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        for flat in self._flats:
+            flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def _rebind_weights(self) -> None:
+        self.shard.weights[:] = self._own_weights()
+        self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
         self._take_back()
 
     def _take_back(self) -> None:
@@ -171,6 +186,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # deepspeed.utils.safe_get_* and safe_set_*
 
     def _link_all_hp_params(self) -> None:
+        if not self.shard.weights:  # DeepSpeed has just moved them, and reads their flat tensors now
+            self._rebind_weights()
         super()._link_all_hp_params()
         for parameters in self.params_in_partition:
             for parameter in parameters:

@@ -80,6 +80,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         for flat in self._flats:
             flat.data = torch.zeros(1, dtype=torch.float32, device="cpu")
 
+    def _rebind_weights(self) -> None:
+        self.shard.weights[:] = self.fp16_partitioned_groups_flat
+
     # Gradients
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:

@@ -168,6 +168,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     engine.optimizer.report_to(engine)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)
+    engine.optimizer.honour_include(engine)
 
 
 def _is_offloaded(engine: Any) -> bool:

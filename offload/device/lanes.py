@@ -26,7 +26,7 @@ from offload.device.pieces import PieceCopies, Pieces
 from offload.device.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.kernels.table import active_rows
-from offload.layout import Layout
+from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.memory.touching import nodes_for
 from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
@@ -62,7 +62,7 @@ class GpuLanes(Lanes):
         cpu_updates: Whether the CPU may update some of the state.
     """
 
-    on_gpu = True
+    on_gpu = pins = True
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
@@ -84,6 +84,8 @@ class GpuLanes(Lanes):
         self._queue = queue
         self._plan: Plan | None = None
         self._homes: dict[int, int] = {}
+        self._home_blocks: list[tuple[int, tuple[Subgroup, ...]]] = []  # allocations, and whose homes lie there
+        self._parked_piece_bytes = 0
         self._slots_address = 0
         self._slots_bytes = 0
         self._ready: dict[int, Mark] = {}
@@ -117,9 +119,8 @@ class GpuLanes(Lanes):
             piece_bytes = plan.piece_buffer_bytes if plan.piece_buffer_bytes > self.pieces.buffer_bytes else 0
             pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
             undo.pop_all()
-        for subgroup in added:
-            self._homes[subgroup.index] = homes
-            homes += subgroup.state_bytes
+        if added:
+            self._place_homes(homes, tuple(added))
         if slots:
             self.wait()
             if self._slots_address:
@@ -131,6 +132,45 @@ class GpuLanes(Lanes):
                 self.device.release(before_pieces)
         if weight_slots:
             self._weights_address = weight_slots
+
+    def _place_homes(self, address: int, subgroups: tuple[Subgroup, ...]) -> None:
+        self._home_blocks.append((address, subgroups))
+        for subgroup in subgroups:
+            self._homes[subgroup.index] = address
+            address += subgroup.state_bytes
+
+    def park(self, *, keeps_homes: bool) -> None:
+        """Give back device memory; only homes may stay. Until `unpark` nothing is put on lanes but single copies."""
+        self.wait()
+        released = [self._slots_address] if self._slots_address else []
+        if not keeps_homes:
+            released += [address for address, _ in self._home_blocks]
+            self._homes.clear()
+        self._parked_piece_bytes, self._slots_address = self.pieces.buffer_bytes, 0
+        if pieces := self.pieces.adopt(0, 0):
+            released.append(pieces)
+        for address in released:
+            self.device.release(address)
+
+    def unpark(self) -> None:
+        """Take device memory again; what homes hold is undefined, unless they have stayed.
+
+        Raises:
+            OffloadError: The device has no room; nothing has changed then.
+        """
+        blocks = [] if self._homes else [subgroups for _, subgroups in self._home_blocks]
+        with contextlib.ExitStack() as undo:
+            homes = [self._allocate(sum(s.state_bytes for s in subgroups), undo) for subgroups in blocks]
+            slots = self._allocate(self._slots_bytes, undo)
+            pieces = self._allocate(PIECE_BUFFERS * self._parked_piece_bytes, undo)
+            undo.pop_all()
+        self._slots_address = slots
+        if blocks:
+            self._home_blocks.clear()
+            for address, subgroups in zip(homes, blocks, strict=True):
+                self._place_homes(address, subgroups)
+        if pieces:
+            self.pieces.adopt(pieces, self._parked_piece_bytes)
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
@@ -179,6 +219,18 @@ class GpuLanes(Lanes):
             raise
         self.pinned.pin(arena)
         return arena
+
+    def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
+        """Keep pages of an arena that is in use: they are pinned. See `HostMemory.park`."""
+
+    def pin(self, arena: Arena) -> None:
+        """Pin an arena again that was unpinned, and whose pages were given back."""
+        arena.touch(self._nodes, lambda: self.given_up)
+        self.pinned.pin(arena)
+
+    def unpin(self, arena: Arena) -> None:
+        """Unpin an arena; no work uses it any more."""
+        self.pinned.unpin(arena)
 
     def give_back(self, arena: Arena) -> None:
         """Free an arena that `arena` returned; no work uses it any more."""

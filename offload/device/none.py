@@ -67,12 +67,14 @@ class Lanes:
 
     Attributes:
         on_gpu: Whether the weights lie on a GPU.
+        pins: Whether host memory is pinned, and so taken all at once.
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
     """
 
     on_gpu: ClassVar[bool] = False
+    pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, device: Device) -> None:
@@ -80,8 +82,8 @@ class Lanes:
         self.given_up = False
         self.wakes = False
 
-    adopt = bind = follow_caller = lead_caller = lead_caller_to = wait = await_sent = will_push = nothing
-    take_timed = close = nothing
+    adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
+    wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = never
     home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
@@ -96,6 +98,10 @@ class Lanes:
     def give_back(self, arena: Arena) -> None:
         """Free an arena that `arena` returned; no work uses it any more."""
         arena.close()
+
+    def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
+        """Give back pages of an arena that is in use; none of one that a device has pinned."""
+        arena.discard(offset, nbytes)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the device's memory, for `Engine.metrics`."""

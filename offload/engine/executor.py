@@ -28,6 +28,7 @@ from offload.schedule.operations import (
     Done,
     Event,
     Failed,
+    GiveBack,
     Operation,
     ReadTile,
     Run,
@@ -62,6 +63,12 @@ class SaveSource(Protocol):
 
     def resident_address(self, subgroup: int) -> int:
         """Return where a resident subgroup's state begins."""
+
+    def give_back(self, subgroup: int) -> None:
+        """Give back the memory of a subgroup's home; its address stays."""
+
+    def take_back(self, subgroup: int, offset: int, nbytes: int) -> None:
+        """Take memory of a subgroup's home again, before it is read into."""
 
     def buffer_address(self, buffer: int) -> int:
         """Return where a copy buffer begins."""
@@ -220,10 +227,18 @@ class LiveExecutor:
             self._in_flight[operation.op] = (operation, None)
             self._source().commit(operation)
             return
+        if isinstance(operation, GiveBack):
+            self._in_flight[operation.op] = (operation, None)
+            self._seals.touched_home(operation.subgroup)
+            self._source().give_back(operation.subgroup)
+            self._queue.post(operation.op)
+            return
         request = self._request(operation, *self._checks(operation))
         self._in_flight[operation.op] = (operation, request)
         tier = self._tier(operation.record.location.path)
         if isinstance(operation, ReadTile | CopyTile):
+            if isinstance(operation, ReadTile) and operation.slot is None:
+                self._source().take_back(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
                 self._coming(operation.tile.subgroup)
             tier.read(request)
@@ -295,7 +310,7 @@ class LiveExecutor:
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
         if isinstance(operation, ReadTile | WriteTile):
-            return self.slot_address(operation.slot) + operation.buffer_offset
+            return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         source = self._source()
         if operation.buffer is None:
             return source.resident_address(operation.tile.subgroup) + operation.source_offset
@@ -386,8 +401,8 @@ class LiveExecutor:
             if isinstance(operation, Commit):
                 return Failed(completion.op, self._source().commit_error())
             return Failed(completion.op, self._tier_error("sync", completion, None, self._tier(operation.path)))
-        if isinstance(operation, Run) and operation.visit.gpu:
-            return Done(completion.op)  # its time is known when the GPU has come to it
+        if isinstance(operation, GiveBack) or (isinstance(operation, Run) and operation.visit.gpu):
+            return Done(completion.op)  # a run's time is known when the GPU has come to it
         if isinstance(operation, Run):
             lane, subgroup = "cpu", operation.visit.subgroup
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0

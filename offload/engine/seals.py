@@ -60,6 +60,8 @@ class Seals:
     def reading(self, operation: ReadTile) -> bool:
         """Return whether the tier has to verify a tile that is about to be read; else an update will."""
         tile, slot = operation.tile, operation.slot
+        if slot is None:  # to its home
+            return True
         state = self._slots.get(slot)
         if state is None or state.subgroup != tile.subgroup or state.seal is not None:
             state = self._slots[slot] = _SlotState(tile.subgroup)
@@ -73,6 +75,8 @@ class Seals:
     def writing(self, operation: WriteTile) -> int | None:
         """Return the checksum of a tile that is about to be flushed, if it is known."""
         tile = operation.tile
+        if operation.slot is None:
+            return self.at_home(tile)
         state = self._slots.get(operation.slot)
         if state is None or state.subgroup != tile.subgroup or state.seal is None:
             self._flushed.pop(tile.subgroup, None)
@@ -82,8 +86,11 @@ class Seals:
 
     def saving(self, operation: SaveTile) -> int | None:
         """Return the checksum of a tile that is about to be saved, if it is known."""
-        tile = operation.tile
-        seal = self._homes.get(tile.subgroup) if operation.buffer is None else None
+        return self.at_home(operation.tile) if operation.buffer is None else None
+
+    def at_home(self, tile: TileId) -> int | None:
+        """Return the checksum of a tile at home in memory, if it is known."""
+        seal = self._homes.get(tile.subgroup)
         return None if seal is None else seal.checksum(tile.tensor, tile.tile)
 
     def state(self, subgroup: Subgroup, address: int) -> SealedState:
@@ -156,6 +163,7 @@ class Seals:
 
     def _verify(self, state: _SlotState) -> None:
         for operation, _ in state.unverified.values():
-            address = self._slot_address(operation.slot) + operation.buffer_offset
+            slot = known(operation.slot, "a tile at home waits to be verified")
+            address = self._slot_address(slot) + operation.buffer_offset
             if crc32c(address, operation.record.location.nbytes) != operation.record.checksum:
                 raise DamagedError(operation)

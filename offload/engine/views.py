@@ -185,7 +185,10 @@ class StateViews:
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         if tile.tensor < len(subgroup.tensors):
             offset, nbytes = next((offset, nbytes) for each, offset, nbytes in subgroup.tiles if each == tile)
-            self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
+            if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
+                ctypes.memmove(address, lent + offset, nbytes)
+            else:
+                self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)

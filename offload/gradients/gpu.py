@@ -15,6 +15,7 @@ the caller's stream waits for the oldest.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -204,6 +205,31 @@ class GpuGradients(GradientStore):
         items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
         return [record.blocks for record in self.records[first:]]
+
+    def park(self) -> None:
+        """Give back device memory; no gradient has arrived. Until `unpark` none does."""
+        for region in self._regions:
+            self.lanes.device.release(region.device)
+
+    def unpark(self) -> None:
+        """Take device memory again.
+
+        Raises:
+            OffloadError: The device has no room; nothing has changed then.
+        """
+        device = self.lanes.device
+        with contextlib.ExitStack() as undo:
+            addresses = []
+            for region in self._regions:
+                addresses.append(device.allocate(region.host.nbytes))
+                undo.callback(device.release, addresses[-1])
+            undo.pop_all()
+        for region, address in zip(self._regions, addresses, strict=True):
+            region.device = address
+            for record in self.records:
+                offset = record.blocks.ctypes.data - region.host.address
+                if 0 <= offset < region.host.nbytes:
+                    record.device_blocks = address + offset
 
     def bound_at(self) -> npt.NDArray[np.uint64]:
         """See `GradientStore.bound_at`."""

@@ -367,6 +367,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._holder.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
+        for bound in self._weights.bound.values():
+            bound.used_gradient = None  # it may be used again, and a signal handler may park meanwhile
         active = self._bind_gradients()
         self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
@@ -382,6 +384,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.forget()
             self._route.forget()
             self._weights.note_written(active)
+        self._route.note_used(active)
         self._overlap.pace.end_call(began_s)
         if not self._overlap.is_pending:
             self._weights.gather()
@@ -484,6 +487,46 @@ class OffloadedOptimizer(StatefulOptimizer):
         with self._lock:
             pass
 
+    # Phases
+
+    def park(self, host_memory: int | str = 0, gpu_memory: int | str = 0, *, wait: bool = True) -> None:
+        """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
+
+        State at home in memory leaves it for the paths, beyond what may stay; state on paths is not moved. Then
+        homes, staging slots, gradient slots and device memory are given back. Gradients that a step has used are
+        dropped (`.grad` is None); memory of those that somebody else holds stays. Numbers, checkpoints and weights
+        stay what they are. Ranks do not wait for each other.
+
+        Args:
+            host_memory: State that may stay in host memory: bytes, or a size such as "8GiB".
+            gpu_memory: State that may stay on the GPU.
+            wait: Wait until memory has been given back. False: that goes on behind the caller, and ends early where
+                the optimizer is used.
+
+        Raises:
+            ConfigError: A gradient is there that no step has used, or a size is none; nothing has changed then.
+            InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
+            OffloadError: Paths have failed. The state that they did not take is still in memory; training goes on.
+            SessionBrokenError: The optimizer was closed or its session is broken.
+        """
+        with self._lock:
+            self._holder.open().park(host_memory, gpu_memory, wait=wait, accepted=self._let_go_of_gradients)
+
+    def _let_go_of_gradients(self) -> list[tuple[int, int]]:
+        """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
+        self._route.check_used()
+        self._scaling.forget()
+        return self._route.drop_used()
+
+    def unpark(self) -> None:
+        """Take memory again that `park` gave back; state comes home when it is used. Any use does this by itself.
+
+        Raises:
+            InfeasiblePlanError: The system has no such memory now; the optimizer stays parked, and nothing is lost.
+        """
+        with self._lock:
+            self._holder.open().unpark()
+
     # Figures and the end
 
     @property
@@ -498,8 +541,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
-        unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
-        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
+        metrics = self.engine.metrics()
+        unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
+        parked = None
+        if self.engine.is_parked and "park/given_back_bytes" in metrics:
+            parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
+        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in), parked)
 
     @property
     def _is_hidden(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,6 +43,7 @@ class BoundParameter:
         arrivals: The number of gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
         gathered_version: Version of the gradient in the slot when its norm was gathered.
+        used_gradient: The gradient that the last step has used, and its version then.
         expected_digest: Digest of the 16-bit weight that a newly set master makes, until the next update.
         was_different: Whether the weight was not that one when the master was set, and nobody has loaded it since.
     """
@@ -55,6 +57,7 @@ class BoundParameter:
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
     gathered_version: int = -1
+    used_gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
     expected_digest: bytes | None = None
     was_different: bool = False
 

@@ -24,6 +24,7 @@ from offload.schedule.operations import (
     Commit,
     CopyTile,
     Event,
+    GiveBack,
     Operation,
     ReadTile,
     Run,
@@ -128,7 +129,7 @@ class VirtualLanes:
                 return self._gpu["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
             case Transfer(nbytes=nbytes):
                 return self._gpu[operation.lane], nbytes
-            case AwaitPush():
+            case AwaitPush() | GiveBack():
                 return self._pushes, 0
             case CopyTile(record=record):
                 return self._reads[record.location.path], record.location.nbytes
@@ -159,8 +160,8 @@ def label(operation: Operation | int | None) -> str:
         return f"gradients of subgroup {operation}"
     if isinstance(operation, Run):
         return f"subgroup {operation.visit.subgroup}"
-    if isinstance(operation, Transfer | AwaitPush):
-        is_state = isinstance(operation, Transfer) and operation.what == "state"
+    if isinstance(operation, Transfer | AwaitPush | GiveBack):
+        is_state = not isinstance(operation, AwaitPush) and getattr(operation, "what", "state") == "state"
         return f"subgroup {operation.subgroup}" if is_state else f"weights of subgroup {operation.subgroup}"
     if isinstance(operation, Sync):
         return f"sync of path {operation.path}"

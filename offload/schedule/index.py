@@ -144,6 +144,12 @@ class TileIndex:
         if before is not None:
             self._release(before.location)
 
+    def forget(self, tile: TileId) -> None:
+        """Free the slot of a tile's newest version, and the room that was reserved for it: it is in memory again."""
+        record = self._records.pop(tile)
+        self._release(record.location)
+        self._change_unmade({record.location.nbytes: 1}, -1)
+
     def abandon(self, location: Location) -> None:
         """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")
@@ -161,15 +167,22 @@ class TileIndex:
             slot_counts: How many, by payload bytes.
             spare: Whether to leave the room that checkpoints may still need.
         """
+        fits = self.missing_bytes(slot_counts, spare=spare) <= 0
+        if fits:
+            self._change_unmade(slot_counts, 1)
+        return fits
+
+    def missing_bytes(self, slot_counts: Mapping[int, int], *, spare: bool = False) -> int:
+        """Return the bytes that the stores lack for slots beyond the plan; see `reserve`."""
+        if not any(slot_counts.values()):
+            return 0
         unmade = dict(self._unmade)
         for nbytes, count in slot_counts.items():
             unmade[nbytes] = unmade.get(nbytes, 0) + count
-        usable = any(store.usable for store in self._stores)
+        if not any(store.usable for store in self._stores):
+            return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
         promised_bytes = self._promised_bytes() if spare else 0
-        if any(slot_counts.values()) and (not usable or self._spare_bytes(unmade, leaves=spare) < promised_bytes):
-            return False
-        self._change_unmade(slot_counts, 1)
-        return True
+        return max(0, promised_bytes - self._spare_bytes(unmade, leaves=spare))
 
     def give_back(self, slot_counts: Mapping[int, int]) -> None:
         """Give back reserved room that was not used."""

@@ -14,6 +14,8 @@ speculative version, beside the live one, and that is written to slots of its ow
 where it is on storage until `Seal` makes speculative versions live or revokes them, and begins what is left of the
 step; nothing of a revoked version is used again.
 
+State at home in memory may *leave* it for storage. It comes home again when it is visited, and its slots go.
+
 Invariants, verified by `check`, with those of the books:
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
     not before it is confirmed;
@@ -31,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.dtypes import DtypeCode
-from offload.errors import InternalError, TierError, TierFullError, invariant, known
+from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
 from offload.schedule.index import Record, TileIndex
@@ -44,7 +46,9 @@ from offload.schedule.operations import (
     Event,
     Extend,
     Failed,
+    GiveBack,
     Hold,
+    Leave,
     Operation,
     ReadTile,
     Release,
@@ -53,6 +57,7 @@ from offload.schedule.operations import (
     Save,
     SaveOperation,
     Seal,
+    Stay,
     Stop,
     Sweep,
     Taken,
@@ -64,6 +69,9 @@ from offload.schedule.operations import (
 from offload.schedule.runs import Runs
 from offload.schedule.saving import Saver
 from offload.schedule.staging import Phase, Staging, Subgroup
+
+MOST_MOVING = 4
+"""Subgroups that leave memory, or come home to it, at once: enough to keep all paths at work."""
 
 
 def update_visits(
@@ -93,6 +101,15 @@ class _Flush:
     for_save: bool = False  # nothing but a save needs it
     speculative: bool = False  # the version that is written is speculative, and not confirmed yet
     reserved: Counter[int] = field(default_factory=Counter)  # slots, from when its sweep has been sealed
+    avoided: set[int] = field(default_factory=set)  # paths that a leave has found no room on, or failing
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Leaving:
+    leave: Leave
+    line: deque[int]  # subgroups that have not begun to leave
+    stays: bool = False  # whether nothing further is to leave
     error: Exception | None = None
 
 
@@ -138,6 +155,10 @@ class Machine:
         """Subgroups with a speculative version, and where its tiles lie once all are written."""
         self.is_on_hold = False  # whether no further visit of the open sweep begins
         self._reserved: Counter[int] = Counter()  # slots that are reserved for the open sweep
+        self._leaving: _Leaving | None = None
+        self.finished_leave: tuple[Leave, Exception | None] | None = None
+        """The last leave that has ended, and why some state is still in memory; None once it is `Taken`."""
+        self._returns: deque[int] = deque()  # subgroups whose visits wait for their state to come home
         self._stopped = False
         self._unfinished = 0
         self._new_op: Callable[[], int] = itertools.count(1).__next__
@@ -188,6 +209,22 @@ class Machine:
         """Return whether a subgroup's state has never been changed."""
         return self._subgroups[subgroup].version is None
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether state is leaving memory."""
+        return self._leaving is not None
+
+    def is_away(self, subgroup: int) -> bool:
+        """Return whether the state of a subgroup at home in memory lies on storage."""
+        return self.plan.is_resident(subgroup) and self._subgroups[subgroup].phase is Phase.ABSENT
+
+    def take_finished_leave(self) -> tuple[Leave, Exception | None] | None:
+        """Return the leave that has ended since the last call, if any, and why some state is still in memory."""
+        finished = self.finished_leave
+        if finished is not None:
+            self.handle(Taken(finished[0]))
+        return finished
+
     def take_finished_sweep(self) -> Sweep | None:
         """Return the sweep that has finished since the last call, if any."""
         sweep = self.finished_sweep
@@ -223,6 +260,14 @@ class Machine:
                 case Taken(Save()):
                     self.saver.finished_save = None
                     return
+                case Taken(Leave()):
+                    self.finished_leave = None
+                    return
+                case Leave():
+                    self._leave(event)
+                case Stay():
+                    if self._leaving is not None:
+                        self._leaving.stays = True
                 case Extend(plan):
                     self._extend(plan)
                 case Reshare(shares):
@@ -280,7 +325,8 @@ class Machine:
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
         waits = waits or (visit.speculative and (not self.staging.is_admitted(number) or phase is Phase.DIRTY))
         waits = waits or self.broken is not None  # then nobody is let on any more
-        queue = self.staging.line if phase is Phase.ABSENT else self._runs.queue_of(visit)
+        absent_line = self._returns if self.plan.is_resident(number) else self.staging.line
+        queue = absent_line if phase is Phase.ABSENT else self._runs.queue_of(visit)
         invariant(waits or number in queue, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
@@ -312,7 +358,7 @@ class Machine:
                 case Phase.RESIDENT if self.saver.blocks(visit.subgroup):
                     self.saver.hurry(visit.subgroup)
                 case Phase.ABSENT:
-                    self.staging.line.append(visit.subgroup)
+                    self._await_state(visit.subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
                     self._let_on(visit.subgroup)
 
@@ -401,10 +447,86 @@ class Machine:
             self.index.commit(tile, record)
 
     def _forget_waiting(self) -> None:
+        self._returns.clear()
         self._runs.clear()
         self.staging.forget_waiting()
         for subgroup in self._subgroups:
             subgroup.visit = None
+
+    # State that leaves memory, and comes home
+
+    def _leave(self, leave: Leave) -> None:
+        """Begin to have state leave memory; what is changed in staging slots is flushed at once."""
+        invariant(self._sweep is None and Phase.BUSY not in self.phases, "state leaves memory during a visit")
+        invariant(self.saver.under_way is None, "state leaves memory while it is saved")
+        invariant(self._leaving is None, "state leaves memory twice at once")
+        self.finished_leave = None
+        for number in leave.subgroups:
+            resident = self.plan.is_resident(number) and self._subgroups[number].phase is Phase.RESIDENT
+            invariant(resident and not self.is_fresh(number), f"subgroup {number} has no state in memory to leave it")
+        if self.broken is not None:
+            self.finished_leave = leave, self.broken
+            return
+        room = sum((self._slots_of(number) for number in leave.subgroups), Counter[int]())
+        invariant(self.index.reserve(room, spare=True), "state leaves memory for stores without room")
+        self._leaving = _Leaving(leave, deque(leave.subgroups))
+        for number in list(self.staging.dirty):
+            if self.broken is None:
+                self._flush(number)
+
+    def _go_on_leaving(self) -> None:
+        """Have the next subgroups leave; note the end when all that are to leave have."""
+        leaving = self._leaving
+        if leaving is None:
+            return
+        while leaving.line and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
+            number = leaving.line.popleft()
+            if leaving.stays or leaving.error:
+                self.index.give_back(self._slots_of(number))
+                continue
+            records = self.saver.held_version(self.plan.layout.subgroups[number], self._subgroups[number].version)
+            if records:
+                self.staging.to(number, Phase.FLUSHING)
+                for tile, record in records.items():
+                    self.index.adopt(tile, record)
+                self._left(number)
+            else:
+                self._flush(number)
+        if leaving.line or any(map(self.plan.is_resident, self._flushes)):
+            return
+        if not (leaving.stays or leaving.error):
+            if any(subgroup.phase in (Phase.FETCHING, Phase.FLUSHING) for subgroup in self._subgroups):
+                return  # for an open sweep that was revoked, too
+            for number, subgroup in enumerate(self._subgroups):
+                if subgroup.slot is not None:
+                    self.staging.vacate(number)
+        self._leaving, self.finished_leave = None, (leaving.leave, leaving.error)
+
+    def _left(self, number: int) -> None:
+        """Take in that a subgroup's state is whole on storage, and in its slots."""
+        self.staging.to(number, Phase.ABSENT)
+        if self.broken is None:
+            self._issue(GiveBack(self._new_op(), number))
+        if self._subgroups[number].visit is not None:
+            self._await_state(number)
+
+    def _await_state(self, number: int) -> None:
+        """Have the visit of an absent subgroup wait until its state can be fetched."""
+        (self._returns if self.plan.is_resident(number) else self.staging.line).append(number)
+
+    def _bring_home(self) -> None:
+        """Fetch state that visits wait for to its home."""
+        phases = (subgroup.phase for n, subgroup in enumerate(self._subgroups) if self.plan.is_resident(n))
+        coming = sum(phase is Phase.FETCHING for phase in phases) if self._returns else 0
+        while self._returns and coming < MOST_MOVING:
+            coming += 1
+            self._fetch(self._returns.popleft(), None)
+
+    def _came_home(self, number: int) -> None:
+        """Take in that a subgroup's state is in memory again, or is about to be replaced there."""
+        for tile, _, _ in self.plan.layout.subgroups[number].tiles:
+            self.index.forget(tile)
+        self._settle(number, changed=False)
 
     # Saves
 
@@ -412,6 +534,7 @@ class Machine:
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "a save begins during a visit")
         versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
+        invariant(self._leaving is None, "a save begins while state leaves memory")
         dirty = list(self.staging.dirty)
         unsaved = dict.fromkeys([*dirty, *(n for n, flush in self._flushes.items() if not flush.speculative)])
         if self.broken is not None:
@@ -445,7 +568,10 @@ class Machine:
                 fetched.unread -= 1
                 if fetched.unread:
                     return False
-                self._settle(tile.subgroup, changed=False)
+                if self.plan.is_resident(tile.subgroup):
+                    self._came_home(tile.subgroup)
+                else:
+                    self._settle(tile.subgroup, changed=False)
             case WriteTile(tile=tile, record=record):
                 flush = self._flushes[tile.subgroup]
                 flush.records.append((tile, Record(record.location, record.step, checksum)))
@@ -464,6 +590,8 @@ class Machine:
                     self._runs.await_push(operation)
             case AwaitPush(weight_slot=weight_slot):
                 self._runs.free(weight_slot, gpu=False)
+            case GiveBack():
+                return False
             case _:
                 self.saver.landed(operation, checksum, None)
         return True
@@ -477,6 +605,9 @@ class Machine:
         del self._flushes[subgroup]
         if flush.speculative:
             self._flushed_speculative(subgroup, flush)
+        elif flush.error is None and self.plan.is_resident(subgroup):
+            self._commit(flush.records)
+            self._left(subgroup)
         elif flush.error is None:
             self._commit(flush.records)
             self.saver.flushed(flush.records, subgroup)
@@ -485,7 +616,12 @@ class Machine:
             for _, new in flush.records:
                 self.index.abandon(new.location)
             self._settle(subgroup, changed=True)
-            self.saver.abort(flush.error)
+            if self.plan.is_resident(subgroup):
+                self.index.give_back(self._slots_of(subgroup))
+                if self._leaving is not None:  # else the machine has broken since
+                    self._leaving.error = flush.error
+            else:
+                self.saver.abort(flush.error)
         return True
 
     def _flushed_speculative(self, subgroup: int, flush: _Flush) -> None:
@@ -558,6 +694,16 @@ class Machine:
             self._give_up_version(operation.tile.subgroup, error)
             self._flushed_tile(operation.tile.subgroup)
             return
+        if isinstance(operation, WriteTile) and operation.slot is None:
+            # The state is still in memory, where it stays if no path takes it: each is tried once.
+            flush, location = self._flushes[operation.tile.subgroup], operation.record.location
+            self.index.lose(location)
+            flush.avoided.add(location.path)
+            place = operation.buffer_offset, location.nbytes
+            if flush.error is not None or not self._write(operation.tile, None, *place, avoid=flush.avoided):
+                flush.error = flush.error or error
+                self._flushed_tile(operation.tile.subgroup)
+            return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
             # Training can do without this flush, so the save may be given up and the path is not.
             location = operation.record.location
@@ -598,12 +744,16 @@ class Machine:
                     self._runs.device_of(operation.visit).runs -= 1
             self._decided.clear()
             self.saver.break_off(error)
+            if self._leaving is not None:
+                self.finished_leave, self._leaving = (self._leaving.leave, error), None
 
     # Decisions ------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         if self.broken is None:
             self.saver.advance()
+            self._go_on_leaving()
+            self._bring_home()
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
@@ -646,11 +796,12 @@ class Machine:
                 coming += 1
                 self._flush(number)
 
-    def _fetch(self, number: int, slot: int) -> None:
+    def _fetch(self, number: int, slot: int | None) -> None:
         subgroup = self._subgroups[number]
-        self.staging.give(number, slot)
+        if slot is not None:
+            self.staging.give(number, slot)
         if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):
-            self._settle(number, changed=False)
+            self._came_home(number) if slot is None else self._settle(number, changed=False)
             return
         tiles = self.plan.layout.subgroups[number].tiles
         self.staging.to(number, Phase.FETCHING)
@@ -663,7 +814,7 @@ class Machine:
 
     def _flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
-        slot = known(self._subgroups[subgroup].slot, "what is flushed has no slot")
+        slot = self._subgroups[subgroup].slot
         self.staging.to(subgroup, Phase.FLUSHING)
         self.staging.dirty.pop(subgroup, None)
         step = self._sweep.step if speculative and self._sweep else self._subgroups[subgroup].version or 0
@@ -672,7 +823,7 @@ class Machine:
             if not self._write(tile, slot, offset, nbytes):
                 detail = f"no path has room left for {tile}"
                 error = TierFullError("write", tier="storage", path="(all)", detail=detail)
-                if not (for_save or speculative):
+                if not (for_save or speculative or slot is None):
                     self._break(error)
                     return
                 if speculative:
@@ -682,7 +833,7 @@ class Machine:
                 self._flushed_tile(subgroup)
                 return
 
-    def _write(self, tile: TileId, slot: int, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
+    def _write(self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
         location = self.index.claim(nbytes, avoid)
         if location is None:
             return False

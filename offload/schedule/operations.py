@@ -63,22 +63,22 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class ReadTile:
-    """Fetch one tile: from its slot in a store to its place in staging slot `slot`."""
+    """Fetch one tile: from its slot in a store to its place in staging slot `slot`, or at home in memory (None)."""
 
     op: int
     tile: TileId
-    slot: int
+    slot: int | None
     buffer_offset: int
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTile:
-    """Flush one tile: from its place in staging slot `slot` to a free slot of a store."""
+    """Flush one tile: from staging slot `slot`, or from its home in memory (None), to a free slot of a store."""
 
     op: int
     tile: TileId
-    slot: int
+    slot: int | None
     buffer_offset: int
     record: Record
 
@@ -146,6 +146,14 @@ class AwaitPush:
     subgroup: int
     weight_slot: int
     lane: ClassVar[str] = "h2d"
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Give back the memory of a subgroup's home: its state has left for storage."""
+
+    op: int
+    subgroup: int
 
 
 # Saves ------------------------------------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ class Commit:
 SaveOperation = SaveTile | CopyTile | Sync | Commit
 
 
-Operation = ReadTile | WriteTile | Run | Transfer | AwaitPush | SaveOperation
+Operation = ReadTile | WriteTile | Run | Transfer | AwaitPush | GiveBack | SaveOperation
 
 
 # Events -----------------------------------------------------------------------------------------------------------
@@ -263,10 +271,31 @@ class BeginSave:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Event: whoever began a sweep or a save knows that it is finished."""
+class Leave:
+    """Event: have state leave memory for storage; between sweeps and saves.
 
-    finished: Sweep | Save
+    Staging slots that hold changes are flushed, and all are empty in the end. A visit brings a subgroup's state home
+    again.
+
+    Attributes:
+        number: Identifies it; grows.
+        subgroups: Those at home in memory whose state leaves it; for these the stores have room.
+    """
+
+    number: int
+    subgroups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Event: have no further state leave memory, though `Leave` has said so: it is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Event: whoever began a sweep, a save or a leave knows that it is finished."""
+
+    finished: Sweep | Save | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,4 +358,20 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | Admit | Hold | Seal | BeginSave | Taken | Extend | Reshare | TakeOver | Release | Done | Failed | Stop
+Event = (
+    Begin
+    | Admit
+    | Hold
+    | Seal
+    | BeginSave
+    | Leave
+    | Stay
+    | Taken
+    | Extend
+    | Reshare
+    | TakeOver
+    | Release
+    | Done
+    | Failed
+    | Stop
+)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 
 from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
+from offload.layout import Subgroup
 from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record, TileIndex
@@ -177,8 +178,7 @@ class Saver:
             """Return the tiles that have to be written; a version that a checkpoint has is held again."""
             todo = []
             for tile, offset, nbytes in tiles:
-                older = (records.get(tile) for records in reversed(self.held_records.values()))
-                record = next((r for r in older if r is not None and r.step == step), None)
+                record = self._held(tile, step)
                 if record is not None:
                     whole.append((tile, record))
                     continue
@@ -188,7 +188,8 @@ class Saver:
 
         for subgroup in () if request.empty else plan.layout.subgroups:
             number = subgroup.index
-            if plan.is_resident(number):
+            is_away = self._index.get(subgroup.tiles[0][0]) is not None  # of state at home in memory
+            if plan.is_resident(number) and not is_away:
                 items = to_write(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
                 if items:
                     save.todo[number], save.unwritten[number] = deque(items), len(items)
@@ -223,6 +224,17 @@ class Saver:
             save.copies.append(_Item(tile, 0, record.location.nbytes, record.step, stored=record))
         else:
             save.records[tile] = record
+
+    def _held(self, tile: TileId, step: int) -> Record | None:
+        """Return where a checkpoint holds a version of a tile, if one does."""
+        older = (records.get(tile) for records in reversed(self.held_records.values()))
+        return next((record for record in older if record is not None and record.step == step), None)
+
+    def held_version(self, subgroup: Subgroup, step: int | None) -> Mapping[TileId, Record]:
+        """Return where checkpoints hold a version of a subgroup's state; nothing, if a tile of it is not there."""
+        records = {tile: self._held(tile, step) for tile, _, _ in subgroup.tiles} if step is not None else {}
+        whole = {tile: record for tile, record in records.items() if record is not None}
+        return whole if len(whole) == len(records) else {}
 
     def flushed(self, records: Iterable[tuple[TileId, Record]], subgroup: int) -> None:
         """Take in that a subgroup has been flushed."""

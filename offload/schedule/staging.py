@@ -4,14 +4,18 @@ Phases of a streamed subgroup (`ARROWS` has all)::
 
     ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
 
-A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is fetched
+A resident subgroup is RESIDENT or BUSY, unless its state has left memory for storage::
+
+    RESIDENT -> FLUSHING -> ABSENT -> FETCHING -> RESIDENT
+
+A subgroup whose state has never been changed is *fresh*: nothing is fetched
 for it, and its first visit starts from undefined memory (the visitor fills it).
 
 Visits of streamed subgroups without a slot wait for one in a line, in the order of the sweep. In an open sweep
 admitted visits come first, and also get the slots of those that are not admitted.
 
 Invariants, verified by `Staging.check`:
-  * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
+  * a staging slot belongs to at most one subgroup; a streamed subgroup in any state but ABSENT has one;
   * a slot changes hands only when its content is on storage in its newest version (or is fresh).
 """
 
@@ -40,13 +44,14 @@ class Phase(Enum):
 
 
 ARROWS: Mapping[Phase, Collection[Phase]] = {
-    Phase.ABSENT: (Phase.FETCHING, Phase.READY),  # READY: there is nothing to fetch
-    Phase.FETCHING: (Phase.READY,),
+    Phase.ABSENT: (Phase.FETCHING, Phase.READY, Phase.RESIDENT),  # the last two: there is nothing to fetch
+    Phase.FETCHING: (Phase.READY, Phase.RESIDENT),
     Phase.READY: (Phase.BUSY, Phase.ABSENT),
     Phase.BUSY: (Phase.READY, Phase.DIRTY, Phase.RESIDENT),
     Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),  # ABSENT: exchanged for what lies on storage
-    Phase.FLUSHING: (Phase.READY, Phase.DIRTY),  # DIRTY: the flush was for a save that has failed
-    Phase.RESIDENT: (Phase.BUSY,),
+    # DIRTY: the flush was for a save that has failed; RESIDENT: state that was to leave memory stays there.
+    Phase.FLUSHING: (Phase.READY, Phase.DIRTY, Phase.ABSENT, Phase.RESIDENT),
+    Phase.RESIDENT: (Phase.BUSY, Phase.FLUSHING),
 }
 """The phases that may follow each phase."""
 
@@ -207,7 +212,7 @@ class Staging:
         """
         for number, subgroup in enumerate(self.subgroups):
             phase, slot, resident = subgroup.phase, subgroup.slot, plan.is_resident(number)
-            at_home = phase in (Phase.RESIDENT, Phase.BUSY) if resident else phase is not Phase.RESIDENT
+            at_home = phase not in (Phase.READY, Phase.DIRTY) if resident else phase is not Phase.RESIDENT
             invariant(at_home, f"subgroup {number} is {phase}, resident: {resident}")
             without = resident or phase is Phase.ABSENT
             invariant(without == (slot is None), f"subgroup {number} is {phase} and has slot {slot}")

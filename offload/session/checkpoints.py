@@ -170,7 +170,7 @@ class Checkpoints:
                 self._thread.note_save_end()
                 raise error
 
-        self._request(folder.path, begin)
+        self._request(folder.path, begin, needs_memory=False)
         if overtaken:  # by what a signal handler has asked for
             self._save(folder, describe, on_done)
 
@@ -180,7 +180,7 @@ class Checkpoints:
         subgroups = range(len(self._parts.plan.layout.subgroups))
         return [number for number in subgroups if machine.is_fresh(number) or tables.needs_reload(number)]
 
-    def _request(self, folder: str, begin: Callable[[], Sweep | None]) -> None:
+    def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
         """Have the engine thread do a part of a save; tell its failure from the session's.
 
         Raises:
@@ -188,7 +188,7 @@ class Checkpoints:
             SessionBrokenError: The session has.
         """
         try:
-            self._thread.request(begin)
+            self._thread.request(begin, needs_memory=needs_memory)
         except (ConfigError, InternalError):
             raise
         except OffloadError as error:
@@ -240,7 +240,7 @@ class Checkpoints:
 
         with self._thread.turn():
             self._parts.saves.wait_for_pending()
-            self._thread.request(begin)
+            self._thread.request(begin, needs_memory=False)
 
     # Going on from one
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.config import OffloadConfig
+from offload.config import OffloadConfig, parse_bytes
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Parameter
@@ -34,6 +34,7 @@ from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
 from offload.session.checkpoints import Checkpoints
 from offload.session.gradients import Gradients
+from offload.session.parking import PendingPark
 from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
 from offload.session.shutdown import Shutdown
@@ -177,7 +178,9 @@ class Engine:
         `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
         `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
         `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
-        before the step was sealed, and that the step took over, or did not.
+        before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
+        state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
+        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -197,6 +200,7 @@ class Engine:
         if self.speculates:
             figures["speculation/confirmed_bytes"] = account.confirmed_bytes
             figures["speculation/revoked_bytes"] = account.revoked_bytes
+        figures |= self._thread.parking.metrics()
         totals = lane_totals(timeline)
         for lane in (ENGINE, "cpu", *parts.lanes.names):
             figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
@@ -210,6 +214,61 @@ class Engine:
         return figures
 
     # Memory
+
+    def park(
+        self,
+        host_memory: int | str = 0,
+        gpu_memory: int | str = 0,
+        *,
+        wait: bool = True,
+        accepted: Callable[[], Sequence[tuple[int, int]]] = tuple,
+    ) -> None:
+        """Give memory back to the system between steps, until the next request that needs it, or `unpark`.
+
+        State at home in memory leaves it for the paths, beyond what may stay there. Then all memory goes, but for
+        state that stays, including gradient slots. State on paths is not moved. No number changes by it.
+
+        Args:
+            host_memory: State that may stay at home in host memory, as a size; whole subgroups, in their order.
+            gpu_memory: The same for the GPU.
+            wait: Wait until memory has been given back, and for a checkpoint that is being written before. False:
+                this goes on behind the caller, and ends early where the session is used.
+            accepted: Called on the engine thread when nothing else stands against it, before any memory goes: the
+                caller lets go of gradients in slots, or refuses. Returns address and size of those that somebody
+                still holds, whose memory stays.
+
+        Raises:
+            ConfigError: A size is none, or gradients have left a GPU and no step has used them.
+            InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
+            OffloadError: Paths have failed; what they did not take is still in memory, and training goes on.
+        """
+        host_bytes, gpu_bytes = parse_bytes("host_memory", host_memory), parse_bytes("gpu_memory", gpu_memory)
+        parts, thread = self._parts, self._thread
+        with thread.turn():
+            if wait:
+                parts.saves.wait_for_pending()
+
+            def begin() -> None:
+                pending.append(thread.parking.begin(host_bytes, gpu_bytes, accepted))
+
+            pending: list[PendingPark] = []
+            thread.request(begin, needs_memory=False)
+        if wait:
+            pending[0].wait()
+
+    def unpark(self) -> None:
+        """Take memory again that `park` gave back; state comes home when it is used.
+
+        Raises:
+            InfeasiblePlanError: The system has no such memory now; the session stays parked.
+        """
+        with self._thread.turn():
+            self._thread.request(nothing)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether memory has been given back, and none taken again."""
+        return self._thread.parking.is_parked
 
     def add(self, parameters: Sequence[Parameter]) -> None:
         """Add parameters; the homes of the state that is there stay as they are.

@@ -11,7 +11,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import SessionBrokenError
 from offload.protocols import Mark
 from offload.session.parts import SessionParts
-from offload.session.thread import EngineThread
+from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Visits
 
 
@@ -55,10 +55,17 @@ class Gradients:
         """
         self._visits.wait_for([parameter])
         self._thread.check_usable()
+        self.take_memory()
         position = self._parts.position(parameter)
         mark = self._parts.gradients.arrived(position, address, dtype)
         self._thread.speculation.note_arrival(position)
         return mark
+
+    def take_memory(self) -> None:
+        """Take memory again that `Engine.park` has given back, or is about to; call this before writing to a slot."""
+        if self._thread.parking.is_held:
+            with self._thread.turn():
+                self._thread.request(nothing)
 
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
         """Say that a parameter's gradient lies where the step will read it, unless more of it comes.

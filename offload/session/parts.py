@@ -148,6 +148,8 @@ class SessionParts:
             [(path, self._store) for path in paths],
             self.others,
             memory.home,
+            lambda number: memory.give_back_home(self.plan.layout.subgroups[number]),
+            memory.take_back_home,
             self.views.gather_tile,
             lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
             keep=config.checkpoints,

@@ -30,6 +30,7 @@ from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Release, Stop, Sweep
+from offload.session.parking import Parking
 from offload.session.parts import SessionParts
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
@@ -55,6 +56,8 @@ class _Request:
     """Whether it seals the open sweep itself, as a step does; for another request that is revoked."""
     pending: PendingStep | None
     """The step, where its caller does not wait for it: it is told of its visits and its end."""
+    needs_memory: bool
+    """Whether a session that is parked takes memory again for it."""
     error: BaseException | None = None
 
 
@@ -79,6 +82,8 @@ class EngineThread:
         """What is to be done when the turn under way ends: to close the session, if a signal handler wanted to."""
         self.speculation = Speculation(parts)
         """The updates that are made before their step is sealed."""
+        self.parking = Parking(parts)
+        """Gives memory back between steps, and takes it again."""
         self.aborted: Callable[[BaseException], OffloadError]
         """Returns what to raise for the next step if an error has broken the session before it was called."""
         self.pending: PendingStep | None = None
@@ -217,6 +222,7 @@ class EngineThread:
         pending: PendingStep | None = None,
         *,
         seals: bool = False,
+        needs_memory: bool = True,
     ) -> None:
         """Have the engine thread do something, in the caller's turn, and wait until it has ended, well or not.
 
@@ -231,11 +237,12 @@ class EngineThread:
             meanwhile: See `_Request`.
             pending: See `_Request`.
             seals: See `_Request`.
+            needs_memory: See `_Request`.
 
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied, meanwhile, seals, pending)
+        request = _Request(begin, applied, meanwhile, seals, pending, needs_memory)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self._exchange(request)
@@ -288,6 +295,7 @@ class EngineThread:
             with contextlib.suppress(Exception):  # what has failed may fail again
                 executor.drain()  # whoever is answered may free what updates still write to
             self._end_save(error)
+            self.parking.end(error)
             if self._current is not None:
                 self._end_request(error)
             while not self._session_ends:
@@ -314,7 +322,8 @@ class EngineThread:
         return (
             machine.finished_sweep is not None
             or machine.saver.finished_save is not None
-            or self.speculation.is_due()
+            or self.parking.is_due()
+            or self._may_speculate()
             or self._may_begin(machine)
             or (self._followed_step is not None and len(machine.ended_visits) > self._told_visits)
         )
@@ -340,15 +349,22 @@ class EngineThread:
             if self._accept_request() is None:
                 return False
             self._begin_request()
-        elif self.speculation.is_due():
+        elif self.parking.is_due():
+            self.parking.serve()
+        elif self._may_speculate():
             self.speculation.serve()
         return True
+
+    def _may_speculate(self) -> bool:
+        """Return whether an update may be made before its step: there is memory for it, and something to do."""
+        return not self.parking.is_held and self.speculation.is_due()
 
     def _begin_request(self) -> None:
         request = known(self._current, "a request from nobody")
         if not request.seals:
             self.speculation.revoke()
         try:
+            self.parking.make_way(needs_memory=request.needs_memory)
             sweep = request.begin()
         except OffloadError as error:
             self.note_save_end()  # a save was being committed when the session broke
@@ -378,6 +394,7 @@ class EngineThread:
     def _finish_session(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
         self.speculation.revoke()
+        self.parking.end(None)
         pending = self._parts.saves.pending
         if pending is not None:  # whoever closes does not wait for it
             self._told_broken = True

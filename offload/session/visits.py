@@ -60,6 +60,7 @@ class Visits:
         self._observed: list[Rates] = []
         self._sweeps = 0
         thread.speculation.open = self._open
+        thread.parking.visit = partial(self.begin, changes=False)
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
         """Return the subgroups that parameters lie in."""

@@ -18,6 +18,7 @@ from offload.schedule.operations import (
     Commit,
     CopyTile,
     Event,
+    Leave,
     Operation,
     Run,
     Save,
@@ -26,6 +27,7 @@ from offload.schedule.operations import (
     TakeOver,
     Transfer,
     Visit,
+    WriteTile,
 )
 
 STORY_LENGTH = 60
@@ -64,6 +66,7 @@ class KnownSubgroup:
         gpu_holds: Whether that slot holds the newest state, whole.
         gpu_ahead: Whether only that slot does.
         copy: The copy in flight between the GPU and host memory.
+        away: Whether the memory of its home has been given back, and does not hold its state again.
         beside: The version beside the live one.
     """
 
@@ -81,6 +84,7 @@ class KnownSubgroup:
     gpu_holds: bool = False
     gpu_ahead: bool = False
     copy: int | None = None
+    away: bool = False
     beside: Beside | None = None
 
     @property
@@ -119,6 +123,7 @@ class SaveUnderWay:
         syncing: Syncs in flight and their paths.
         unlanded: Writes in flight, by path.
         again: Tiles whose write has failed and was not issued again yet.
+        is_troubled: Whether a write of it has failed: other paths may have no room for what is left.
         failed: Whether an operation of it has failed, for good.
     """
 
@@ -134,6 +139,7 @@ class SaveUnderWay:
     syncing: dict[int, int] = field(default_factory=dict)
     unlanded: dict[int, int] = field(default_factory=dict)
     again: dict[TileId, None] = field(default_factory=dict)
+    is_troubled: bool = False
     failed: bool = False
 
 
@@ -208,6 +214,7 @@ class StorageBook:
         orphans: Places that are held, and no longer of a newest whole version.
         saving_bytes: What saves may take.
         lost_bytes: Of slots that a write has failed to fill, and that nobody uses again.
+        most_away_bytes: Most that state at home in memory that has ever left may take.
         reshared: Whether tiles have been spread in other proportions.
         most_beside: Most slots that versions beside the live ones of one sweep may take, by payload bytes.
     """
@@ -218,6 +225,7 @@ class StorageBook:
         self.holds: dict[Location, int] = {}
         self.orphans: dict[Location, None] = {}
         self.saving_bytes = self.lost_bytes = 0
+        self.most_away_bytes = 0
         self.reshared = False
         self.most_beside: Counter[int] = Counter()
 
@@ -232,7 +240,7 @@ class StorageBook:
         extents.take(start, stop)
         bytes_used = sum(path.used if path.failed or self.reshared else path.end for path in self.extents)
         beside = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.most_beside.items())
-        most = self.ground.plan.storage_bytes + self.saving_bytes + self.lost_bytes + beside
+        most = self.ground.plan.storage_bytes + self.saving_bytes + self.lost_bytes + beside + self.most_away_bytes
         if bytes_used > most:
             # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
             bytes_used = sum(path.used for path in self.extents)
@@ -445,14 +453,15 @@ class SaveBook:
         known = {tile: known for named in self.kept.values() for tile, known in named.items()}
         for number, subgroup in enumerate(self.ground.subgroups):
             layout = self.ground.plan.layout.subgroups[number]
-            home = layout.tiles if self.ground.plan.is_resident(number) else ()
+            is_home = self.ground.plan.is_resident(number) and not subgroup.away
+            home = layout.tiles if is_home else ()
             for tile, _, _ in (*home, *layout.weight_tiles):
                 version, record = known.get(tile, (-1, None))
                 if record is not None and version == subgroup.version:
                     self.name(found, tile, record)
                 else:
                     found.unwritten[number].add(tile)
-            if self.ground.plan.is_resident(number):
+            if is_home:
                 continue
             if subgroup.stored_version == subgroup.version:
                 for tile, record in subgroup.stored.items():
@@ -555,6 +564,7 @@ class SaveBook:
         if not isinstance(operation, SaveTile):
             self.now.failed = True
             return
+        self.now.is_troubled = True
         self.now.again[operation.tile] = None
         self.now.unlanded[operation.record.location.path] -= 1
         if operation.record.location.path < len(self.storage.extents):
@@ -582,6 +592,75 @@ class SaveBook:
             del self.given_up[number], self.for_save[number]
             if self.now is not None:
                 self.now.flushes.pop(number, None)
+
+
+class LeaveBook:
+    """State at home in memory that leaves it for storage.
+
+    Attributes:
+        may_leave: Subgroups that are to leave, and have not yet.
+        begun: Those of them that have begun to.
+        stays: Whether no other is to begin.
+        given_up: Those that stay, as a write of them has failed, while other writes of them are in flight.
+    """
+
+    def __init__(self, ground: Ground, storage: StorageBook) -> None:
+        self.ground, self.storage, self._require = ground, storage, ground.require
+        self.may_leave: dict[int, None] = {}
+        self.begun: set[int] = set()
+        self.stays = False
+        self.given_up: dict[int, None] = {}
+        self._again: TileId | None = None
+        self._ever: set[int] = set()
+
+    def begin(self, leave: Leave, *, amid: bool) -> None:
+        """Take in that state is to leave memory."""
+        self._require(not amid, "27: state leaves memory during a sweep, a visit or a save")
+        self.may_leave, self.stays, self.begun = dict.fromkeys(leave.subgroups), False, set()
+        subgroups = self.ground.subgroups
+        there = all(self.ground.plan.is_resident(n) and not subgroups[n].away for n in leave.subgroups)
+        self._require(there, "27: state leaves memory where it is not")
+        self._ever.update(leave.subgroups)  # slots of one size are of no use to tiles of another
+        sizes = (nbytes for number in self._ever for _, nbytes in self.ground.places[number].values())
+        self.storage.most_away_bytes = sum(nbytes + SECTOR_BYTES for nbytes in sizes)
+
+    def issued_write(self, write: WriteTile) -> None:
+        """Verify that a write is of state that leaves."""
+        number = write.tile.subgroup
+        self._again = None
+        self._require(number in self.may_leave and number not in self.given_up, "27: a write of state that stays")
+        self._require(not self.stays or number in self.begun, "27: state leaves memory that is wanted there")
+        self.begun.add(number)
+
+    def gives_back(self, number: int) -> None:
+        """Take in that the memory of a home is given back."""
+        self._require(number in self.may_leave, "27: memory of a home is given back that is to stay")
+        del self.may_leave[number]
+
+    def failed(self, write: WriteTile) -> None:
+        """Take in that a write has failed: it is issued again at once, or its state stays."""
+        self.storage.lose(write.record.location)
+        if write.tile.subgroup in self.given_up:
+            self.end_given_up(write.tile.subgroup)
+        else:
+            self._again = write.tile
+
+    def settle_again(self) -> None:
+        """A failed write that has not been issued again by now never will be: its subgroup stays."""
+        tile, self._again = self._again, None
+        if tile is None:
+            return
+        subgroup = self.ground.subgroups[tile.subgroup]
+        self.storage.leave(subgroup.arriving)
+        subgroup.arriving = {}
+        self.given_up[tile.subgroup] = None
+        self.end_given_up(tile.subgroup)
+
+    def end_given_up(self, number: int) -> None:
+        """Take in that a write has ended of state that stays."""
+        if not self.ground.subgroups[number].writes:
+            del self.given_up[number]
+            self.may_leave.pop(number, None)
 
 
 def subgroup_of(operation: Transfer | AwaitPush | Run) -> int:

@@ -63,6 +63,14 @@ Rules:
      taken up).
  26. Weights are published of confirmed versions only, of each once, and before what is left of their step begins.
 
+ State that leaves memory:
+ 27. State at home in memory leaves it after `Leave`, which comes between sweeps, visits and saves; after `Stay`
+     nothing more begins to. It is written from its home as rule 7 has it; a write that has failed is issued again at
+     once, to bytes elsewhere, or its state stays. The memory is given back when the newest version is whole on
+     storage, or held by a checkpoint. Then nothing reads it before all of the newest version has been read into it
+     (rule 6), or a visit fills it. What lies on storage meanwhile comes on top of the bytes of rule 8. When all has
+     left, staging slots are empty.
+
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
 """
@@ -88,7 +96,9 @@ from offload.schedule.operations import (
     Event,
     Extend,
     Failed,
+    GiveBack,
     Hold,
+    Leave,
     Operation,
     ReadTile,
     Release,
@@ -96,6 +106,7 @@ from offload.schedule.operations import (
     Run,
     SaveTile,
     Seal,
+    Stay,
     Stop,
     Sweep,
     Sync,
@@ -104,7 +115,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
-from offload.sim.books import Beside, DeviceBook, Ground, KnownSubgroup, SaveBook, StorageBook, subgroup_of
+from offload.sim.books import Beside, DeviceBook, Ground, KnownSubgroup, LeaveBook, SaveBook, StorageBook, subgroup_of
 
 
 class CheckedExecutor:
@@ -126,6 +137,7 @@ class CheckedExecutor:
         self._storage = StorageBook(self._ground)
         self._device = DeviceBook(self._ground)
         self._saves = SaveBook(self._ground, self._storage)
+        self._leaves = LeaveBook(self._ground, self._storage)
         self._places, self._subgroups = self._ground.places, self._ground.subgroups
         self._require, self._violation = self._ground.require, self._ground.violation
         self._owners: list[int | None] = []
@@ -179,6 +191,7 @@ class CheckedExecutor:
         """Take in an event that reaches the machine by another way than `wait`."""
         self._ground.story.append(event)
         self._saves.settle_again()
+        self._leaves.settle_again()
         match event:
             case Begin(sweep):
                 self._begin(sweep)
@@ -190,6 +203,12 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._saves.begin(save, amid_a_sweep=self._sweep is not None)
+            case Leave():
+                busy = any(subgroup.busy for subgroup in self._subgroups)
+                amid = self._sweep is not None or busy or self._saves.now is not None
+                self._leaves.begin(event, amid=amid)
+            case Stay():
+                self._leaves.stays = True
             case Admit(subgroups):
                 self._admitted |= set(subgroups)
             case Hold():
@@ -218,6 +237,16 @@ class CheckedExecutor:
             InternalError: If it is said to have been committed and was not, or the other way round.
         """
         self._saves.ended(well=well)
+
+    def left(self) -> None:
+        """Verify that state has left memory, as the engine says: staging slots are empty.
+
+        Raises:
+            InternalError: If one holds what is not on storage, or is in use; notes tell the story.
+        """
+        self._require(not self._leaves.may_leave, "27: state is said to have left memory that is there")
+        for slot in range(len(self._owners)):
+            self._give_up(slot)
 
     def ended(self, *, well: bool) -> None:
         """Verify how the sweep that was begun last has ended, by what the engine says.
@@ -293,14 +322,18 @@ class CheckedExecutor:
             self._device.issued_copy(operation)
         elif isinstance(operation, Transfer | AwaitPush):
             self._device.issued_weights(operation, self._visits.get(operation.subgroup))
+        elif isinstance(operation, GiveBack):
+            self._issued_give_back(operation.subgroup)
         else:
             place = self._places[operation.tile.subgroup].get(operation.tile)
             expected = (operation.buffer_offset, operation.record.location.nbytes)
             self._require(place == expected, "6, 7: a tile is not where the layout puts it")
-            self._require(not self._plan.is_resident(operation.tile.subgroup), "4: a transfer of resident state")
-            self._require(0 <= operation.slot < len(self._owners), "4: there is no such staging slot")
-            self._flying_bytes += operation.record.location.nbytes
-            self._require(self._flying_bytes <= self._plan.staging_bytes, "8: too many bytes in flight")
+            at_home = self._plan.is_resident(operation.tile.subgroup)
+            self._require(at_home == (operation.slot is None), "4: a transfer of state that lies elsewhere")
+            if operation.slot is not None:
+                self._require(0 <= operation.slot < len(self._owners), "4: there is no such staging slot")
+                self._flying_bytes += operation.record.location.nbytes
+                self._require(self._flying_bytes <= self._plan.staging_bytes, "8: too many bytes in flight")
             if isinstance(operation, ReadTile):
                 self._issued_read(operation)
             else:
@@ -330,6 +363,8 @@ class CheckedExecutor:
         self._require(subgroup.copy is None, "10: a visit amid a copy")
         save = self._saves.now
         waits = save is not None and not (save.failed or save.again) and self._saves.waits_for(run.visit.subgroup)
+        if waits and save is not None and save.is_troubled:  # given up, as no path takes what is left
+            save.failed, waits = True, False
         self._require(not waits, "13: a visit before the state has been saved")
         at_home = self._plan.at_home_on_gpu(run.visit.subgroup)
         self._require(run.visit.gpu or not at_home, "10: state at home on the GPU is visited elsewhere")
@@ -345,6 +380,8 @@ class CheckedExecutor:
             self._require(filled or subgroup.gpu_holds, "10: a visit before the newest state is on the GPU")
         if self._plan.is_resident(run.visit.subgroup):
             self._require(run.slot is None, "4: resident state in a staging slot")
+            self._require(not subgroup.away, "27: a visit before the state is at home again")
+            self._require(not subgroup.reads and not subgroup.writes, "4: a visit amid transfers of its home")
         else:
             self._require(run.slot is not None and 0 <= run.slot < len(self._owners), "4: no staging slot")
             if run.slot is not None and subgroup.slot != run.slot:
@@ -410,10 +447,36 @@ class CheckedExecutor:
             subgroup.step = next(iter(subgroup.stored.values())).step
             subgroup.held = set()
 
+    def _issued_give_back(self, number: int) -> None:
+        subgroup = self._subgroups[number]
+        self._leaves.gives_back(number)
+        idle = not subgroup.busy and not subgroup.reads and not subgroup.writes
+        self._require(idle, "27: memory is given back that is in use")
+        if subgroup.stored_version != subgroup.version:
+            named = (records for records in reversed(self._saves.kept.values()))
+            held = next(({tile: each[tile] for tile in self._places[number] if tile in each} for each in named), {})
+            current = len(held) == len(self._places[number]) and {v for v, _ in held.values()} == {subgroup.version}
+            self._require(current, "27: memory is given back of state that is not on storage")
+            subgroup.stored = {tile: record for tile, (_, record) in held.items()}
+            subgroup.stored_version = subgroup.version
+            for record in subgroup.stored.values():
+                self._storage.orphans.pop(record.location, None)
+        subgroup.away, subgroup.held = True, set()
+        visit = self._visits.get(number)
+        if visit is not None and visit.overwrites:
+            self._came_home(subgroup)
+
+    def _came_home(self, subgroup: KnownSubgroup) -> None:
+        """Take in that memory holds a subgroup's state again, or is about to be filled: what is stored goes."""
+        self._storage.leave(subgroup.stored)
+        subgroup.away, subgroup.stored, subgroup.stored_version = False, {}, 0
+
     def _issued_read(self, read: ReadTile) -> None:
         subgroup = self._subgroups[read.tile.subgroup]
         self._require(subgroup.beside is None, "22: a read beside a version that is not confirmed")
-        if subgroup.slot != read.slot:
+        if read.slot is None:
+            self._require(subgroup.away, "27: a read over state that is at home in memory")
+        elif subgroup.slot != read.slot:
             self._take_slot(read.tile.subgroup, read.slot)
         self._require(not subgroup.busy, "4: a read into a slot that a visit works on")
         self._require(not subgroup.writes, "4: a read into a slot that is being written from")
@@ -431,6 +494,8 @@ class CheckedExecutor:
         if self._saves.now is not None:
             self._saves.now.again.pop(write.tile, None)
         self._require(subgroup.slot == write.slot, "4: a write from a slot that is not its subgroup's")
+        if write.slot is None:
+            self._leaves.issued_write(write)
         self._require(not subgroup.busy, "4: a write from a slot that a visit works on")
         self._require(not subgroup.reads, "4: a write from a slot that is being read into")
         self._require(write.tile not in subgroup.writes, "7: two writes of one tile")
@@ -517,6 +582,9 @@ class CheckedExecutor:
         self._confirmed = {}
         order = ((visit.subgroup, place) for place, visit in enumerate(sweep.visits))
         self._unbegun = {number: (place, where) for number, place in order if (where := self._where(number))}
+        for visit in sweep.visits:
+            if visit.overwrites and self._subgroups[visit.subgroup].away:
+                self._came_home(self._subgroups[visit.subgroup])
 
     @property
     def _is_open(self) -> bool:
@@ -576,7 +644,7 @@ class CheckedExecutor:
         if subgroup.busy or subgroup.copy is not None or subgroup.reads or subgroup.writes:
             return ""
         if self._plan.is_resident(number):
-            return "home"
+            return "away" if subgroup.away else "home"
         is_there = subgroup.slot is not None and (subgroup.held or not subgroup.version)
         return "slot" if is_there else "storage"
 
@@ -584,7 +652,7 @@ class CheckedExecutor:
         operation = self._flying.pop(op, None)
         if operation is None:
             raise self._violation("1: an operation is reported that is not in flight")
-        if isinstance(operation, ReadTile | WriteTile):
+        if isinstance(operation, ReadTile | WriteTile) and operation.slot is not None:
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
@@ -596,6 +664,8 @@ class CheckedExecutor:
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
                 subgroup.held.add(tile)
+                if subgroup.away and len(subgroup.held) == len(self._places[tile.subgroup]):
+                    self._came_home(subgroup)
             case WriteTile(tile=tile, record=record):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.writes[tile]
@@ -606,6 +676,10 @@ class CheckedExecutor:
                 if subgroup.beside is not None and tile in subgroup.beside.writes:
                     del subgroup.beside.writes[tile]
                     subgroup.beside.arrived[tile] = Record(record.location, record.step, checksum)
+                    return
+                if tile.subgroup in self._leaves.given_up:
+                    self._storage.extents[record.location.path].leave(record.location.offset)
+                    self._leaves.end_given_up(tile.subgroup)
                     return
                 if tile.subgroup in self._saves.given_up:
                     self._storage.extents[record.location.path].leave(record.location.offset)
@@ -661,6 +735,9 @@ class CheckedExecutor:
                 self._saves.failed(operation)
             case WriteTile(tile=tile) if operation.op in self._revoked or self._subgroups[tile.subgroup].beside:
                 self._failed_beside(operation)
+            case WriteTile(slot=None, tile=tile):
+                del self._subgroups[tile.subgroup].writes[tile]
+                self._leaves.failed(operation)
             case WriteTile(tile=tile, record=record) if tile.subgroup in self._saves.given_up:
                 del self._subgroups[tile.subgroup].writes[tile]
                 self._storage.lose(record.location)
@@ -683,6 +760,8 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case Run(visit=visit):
                 self._subgroups[visit.subgroup].run = None
+                self._fatal = self._fatal or error
+            case GiveBack():
                 self._fatal = self._fatal or error
             case Transfer(subgroup=number) | AwaitPush(subgroup=number):
                 if isinstance(operation, Transfer) and operation.what == "state":

@@ -27,6 +27,7 @@ from offload.schedule.index import Record
 from offload.schedule.operations import (
     Commit,
     CopyTile,
+    GiveBack,
     ReadTile,
     Run,
     SaveTile,
@@ -249,6 +250,10 @@ class SimData:
         if subgroup in self.weights:
             self.weights[subgroup][:] = self.images[subgroup]
 
+    def give_back(self, operation: GiveBack) -> None:
+        """Give back the memory of a home: its content is lost."""
+        self.resident[operation.subgroup][:] = RUBBISH
+
     def begin_copy(self, copy: Transfer) -> None:
         """Let a copy of state start: what its target held is lost."""
         if copy.what == "state":
@@ -283,7 +288,8 @@ class SimData:
             return self.buffers[operation.buffer or 0][: nbytes // FP32.item_bytes]
         start = operation.buffer_offset // FP32.item_bytes
         numel = operation.record.location.nbytes // FP32.item_bytes
-        return self.staging[operation.slot][start : start + numel]
+        whole = self.resident[operation.tile.subgroup] if operation.slot is None else self.staging[operation.slot]
+        return whole[start : start + numel]
 
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup

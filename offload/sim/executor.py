@@ -29,6 +29,7 @@ from offload.schedule.operations import (
     Done,
     Event,
     Failed,
+    GiveBack,
     Operation,
     ReadTile,
     Run,
@@ -168,6 +169,8 @@ class SimExecutor(VirtualLanes):
                     self.data.begin_run(operation)
                 case Transfer():
                     self.data.begin_copy(operation)
+                case GiveBack():
+                    self.data.give_back(operation)
         if not isinstance(fault, StuckOperation):
             self._push(finished_s, operation, fault)
 
@@ -262,6 +265,6 @@ _KINDS: dict[type[Operation], Kind] = {
 
 
 def _kind(operation: Operation) -> str:
-    if isinstance(operation, Transfer | AwaitPush):
+    if isinstance(operation, Transfer | AwaitPush | GiveBack):
         return "copy"
     return _KINDS[type(operation)]

@@ -131,6 +131,38 @@ def placements_agree(folder: Path) -> None:
 
 
 @check
+def phases_change_nothing(folder: Path) -> None:
+    """`offload_states` and `reload_states` between steps, of all and of some kinds of state: the same bits."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    chosen = (None, [Kind.optim_states], [Kind.lp_params], [Kind.contiguous_grad_buffer, Kind.hp_params])
+    for stage in (1, 2, 3):
+        seen = []
+        for number, host in enumerate((0, "30KiB", "1GiB")):
+            own = folder / f"{stage}-{number}"
+            own.mkdir(exist_ok=True)
+            case = Case(stage, "bf16", 2, steps=1, offload={"host_memory": host, "paths": [str(own)]})
+            with training(case, ours=True) as engine:
+                losses = []
+                for step in range(5):
+                    losses += train(engine, case, step)
+                    if number < 2 and step < 4:
+                        include = chosen[step]
+                        engine.offload_states(include=include, pin_memory=step % 2 == 0, non_blocking=step == 1)
+                        if step == 3:
+                            assert engine.optimizer.offload.is_parked
+                            engine.optimizer.offload.park()  # what had been left in host memory leaves, too
+                            assert engine.optimizer.metrics()["park/away_bytes"] > 0 or not number
+                        engine.reload_states()
+                        assert not engine.optimizer.offload.is_parked
+                seen.append((losses, state_of(engine)))
+        for losses, state in seen[:2]:
+            assert losses == seen[2][0]
+            assert_same(state, seen[2][1])
+
+
+@check
 def overflows_are_skipped_as_stock_does(folder: Path) -> None:
     from deepspeed_runs import Case, assert_equals_stock
 

@@ -34,6 +34,7 @@ from offload.schedule.operations import (
     Run,
     SaveTile,
     Seal,
+    Stay,
     Stop,
     Sweep,
     Sync,
@@ -559,6 +560,48 @@ class IndexThatLosesSlotsWhenReshared(TileIndex):
 class IndexThatTrustsFailedPaths(TileIndex):
     def retire(self, path):
         pass
+
+
+# State that leaves memory
+
+
+class GivesMemoryBackBeforeTheLastTile(EndsEarly):
+    def hits(self, operation):
+        is_home = isinstance(operation, WriteTile) and operation.slot is None
+        return is_home and operation.tile == self.plan.layout.subgroups[operation.tile.subgroup].tiles[-1][0]
+
+
+class GivesMemoryBackUnwritten(Skips):
+    def hits(self, operation):
+        return isinstance(operation, WriteTile) and operation.slot is None
+
+
+class KeepsChangesInSlots(Skips):
+    def hits(self, operation):
+        return isinstance(operation, WriteTile) and operation.slot is not None and self.is_leaving
+
+
+class VisitsWhatIsAway(Skips):
+    def hits(self, operation):
+        return isinstance(operation, ReadTile) and operation.slot is None
+
+
+class LeavesAfterAll(Filtered):
+    def hears(self, event, operation):
+        return () if isinstance(event, Stay) else (event,)
+
+
+class IgnoresFailedLeaves(IgnoresFailure):
+    def hits(self, operation):
+        return isinstance(operation, WriteTile) and operation.slot is None
+
+
+class LeavesForLiveSlots(Overwrites):
+    def target(self, write):
+        if not (isinstance(write, WriteTile) and write.slot is None):
+            return None
+        tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
+        return of_size(map(self.live, tiles), write)
 
 
 # Saves
@@ -1156,6 +1199,15 @@ SAVES = {
     LetsGoBeforeTheCopy: "rule 7:",
     TakesWhatIsHeldForFree: "rule 7:",
     TakesUpAnotherVersion: "rule 13:",
+}
+PARKS = {
+    GivesMemoryBackBeforeTheLastTile: "rule 27:",
+    GivesMemoryBackUnwritten: "rule 27:",
+    KeepsChangesInSlots: "rule 5:",
+    VisitsWhatIsAway: "rule 27:",
+    LeavesAfterAll: "rule 27:",
+    IgnoresFailedLeaves: "rule 27:",
+    LeavesForLiveSlots: "rule 7:",
 }
 FORWARDS = {
     WritesGradientsAtOnce: "weights are not the last step's",

@@ -71,6 +71,8 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
             return "weights", operation.lane, operation.subgroup, operation.through, operation.nbytes
         case ops.AwaitPush():
             return "weights", "left", operation.subgroup, operation.weight_slot
+        case ops.GiveBack():
+            return "give back", operation.subgroup
         case ops.Sync():
             return "sync", operation.path
         case ops.Commit():
@@ -108,7 +110,9 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "take up", sorted(event.stores.items()), held, [(*t, *place(r)) for t, r in event.records.items()]
         case ops.Release(number):
             return "release", number
-        case ops.Stop() | ops.Extend() | ops.Hold():
+        case ops.Leave():
+            return "leave", event.number, event.subgroups
+        case ops.Stop() | ops.Extend() | ops.Hold() | ops.Stay():
             return (type(event).__name__.lower(),)
     raise AssertionError(f"{event} has no neutral words")
 

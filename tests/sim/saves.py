@@ -115,26 +115,35 @@ def random_faults(rng: random.Random, plan: Plan, actions: list[Action]) -> tupl
     return tuple(faults)
 
 
-def run_seed(seed: int, machine_type: type[Machine] = Machine, *, self_check: bool = True, crash: int | None = None):
+def run_seed(
+    seed: int,
+    machine_type: type[Machine] = Machine,
+    *,
+    self_check: bool = True,
+    crash: int | None = None,
+    session_type: type[Session] | None = None,
+    actions: Callable[[random.Random], list[Action]] = random_actions,
+) -> Outcome:
     """Run one scenario; raise if anything is not as it has to be."""
+    make_session, make_actions = session_type or Session, actions
     rng = random.Random(seed)
     layout = swarm.random_layout(rng)
     plan = swarm.tight_plan(rng, layout)
     if rng.random() < 0.8:  # room for checkpoints
         paths = tuple(replace(path, available_bytes=path.available_bytes + (1 << 30)) for path in plan.budgets.paths)
         plan = replace(plan, budgets=replace(plan.budgets, paths=paths))
-    actions = random_actions(rng)
+    actions = make_actions(rng)
     faults = random_faults(rng, plan, actions)
     if crash is not None:
         faults = (Crash(crash),)
     rates = swarm.random_rates(rng, plan)
     disorder = Disorder() if rng.random() < 0.3 else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), 0.0)
-    session = Session(seed, plan, rates, faults, disorder, rng, machine_type, self_check)
+    session = make_session(seed, plan, rates, faults, disorder, rng, machine_type, self_check)
     outcome = session.run(actions)
     for life in range(rng.randrange(1, 3)):  # whatever happened: go on from the checkpoint that is left, if there is
-        actions = random_actions(rng)
+        actions = make_actions(rng)
         faults = random_faults(rng, plan, actions)
-        following = Session(seed + life + 1, plan, rates, faults, disorder, rng, machine_type, self_check)
+        following = make_session(seed + life + 1, plan, rates, faults, disorder, rng, machine_type, self_check)
         if not following.resume(session):
             break
         session = following
