@@ -5,9 +5,9 @@
     actor_rollout_ref.actor.optim.optimizer_impl=offload
     actor_rollout_ref.actor.optim.override_optimizer_config={offload:{host_memory:0,paths:[/mnt/nvme0/offload]}}
 
-Where verl moves an optimizer's state off the GPU, ours is parked: state leaves memory for its paths, and memory goes
-back to the system until the optimizer is used again. Checkpoints have a folder `optimizer` for its state, which does
-not pass through memory. Other optimizers stay as they are.
+Where verl moves an optimizer's state off the GPU, ours is parked: state leaves the GPU for host memory and paths, and
+memory goes back to the system until the optimizer is used again. Checkpoints have a folder `optimizer` for its state.
+Other optimizers stay as they are.
 """
 
 from offload.integrations.verl.switch import disable, enable

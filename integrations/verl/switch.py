@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from offload import CheckpointError, ConfigError
+from offload import CheckpointError, ConfigError, OffloadConfig
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
 
@@ -33,8 +33,8 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
     },
     ".".join(_MANAGER): {
         "__init__": ("self model optimizer", ""),
-        "save_checkpoint": ("self local_path", "should_save_optimizer optimizer state_dict"),
-        "load_checkpoint": ("self local_path", "should_load_optimizer optimizer load_state_dict"),
+        "save_checkpoint": ("self local_path", "should_save_optimizer optimizer"),
+        "load_checkpoint": ("self local_path", "should_load_optimizer optimizer"),
     },
 }
 """Functions that are replaced: parameters that they must begin with, and names that they must use."""
@@ -74,7 +74,7 @@ def check_verl() -> None:
         log.info("verl %s has all that is relied on, but only %s is tested", version, ", ".join(TESTED))
 
 
-def enable(host_memory: int | str = 0, gpu_memory: int | str = 0) -> None:
+def enable(host_memory: int | str | None = None, gpu_memory: int | str = 0) -> None:
     """Have verl's FSDP engines park optimizers of ours, and save them into folders of their own.
 
     In each process that trains, before or after verl's modules have been imported. A second call takes the place of
@@ -82,12 +82,14 @@ def enable(host_memory: int | str = 0, gpu_memory: int | str = 0) -> None:
 
     Args:
         host_memory: State that may stay in host memory while an optimizer is parked: bytes, or a size such as "8GiB".
+            None: as much as each optimizer's own `host_memory`.
         gpu_memory: State that may stay on the GPU.
 
     Raises:
-        ConfigError: The verl that is installed cannot be used; names what is missing.
+        ConfigError: A size is none, or the verl that is installed cannot be used; names what is missing.
     """
     global _undo
+    OffloadConfig(host_memory=host_memory or 0, gpu_memory=gpu_memory)  # refuses now what `park` would refuse
     disable()
     check_verl()
     utils, manager = import_module(_UTILS), getattr(import_module(_MANAGER[0]), _MANAGER[1])
@@ -99,12 +101,10 @@ def enable(host_memory: int | str = 0, gpu_memory: int | str = 0) -> None:
     with contextlib.ExitStack() as undo:
         for name, helper in helpers.items():
             original = vars(utils)[name]
-            for module in _users_of(name, original):
-                shared.replace(undo, module, name, functools.update_wrapper(helper, original))
+            undo.callback(_exchange, name, helper, original)
+            _exchange(name, original, helper)
         for name, wrapper in wrappers.items():
-            original = vars(manager)[name]
-            method = functools.partialmethod(wrapper, original)
-            shared.replace(undo, manager, name, method)
+            shared.replace(undo, manager, name, functools.partialmethod(wrapper, vars(manager)[name]))
         _undo = undo.pop_all()
 
 
@@ -116,19 +116,28 @@ def disable() -> None:
     _undo = None
 
 
-def _users_of(name: str, function: Callable[..., None]) -> list[Any]:
-    """Return the modules of verl that have a function under its name: where it is, and where it has been imported."""
-    modules = [module for key, module in list(sys.modules.items()) if key.startswith("verl.")]
-    return [module for module in modules if vars(module).get(name) is function]
+def _exchange(name: str, present: Any, other: Any) -> None:
+    """Replace a function under its name where it is, and in all modules that have imported it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is present:
+            setattr(module, name, other)
 
 
-def _offload(host_memory: int | str, gpu_memory: int | str, original: Callable[[Any], None], optimizer: Any) -> None:
+def _offload(
+    host_memory: int | str | None, gpu_memory: int | str, original: Callable[[Any], None], optimizer: Any
+) -> None:
     """Stand in for `offload_fsdp_optimizer`."""
     found = shared.ours(optimizer)
     if found is None:
         original(optimizer)
-    else:
-        found.park(host_memory, gpu_memory)
+        return
+    try:
+        found.park(found.engine.plan.budgets.host_bytes if host_memory is None else host_memory, gpu_memory)
+    except ConfigError as error:
+        if error.field != "park":
+            raise
+        # Workers for Tinker leave training between backward and the step, and verl moves its state all the same.
+        log.info("the optimizer is not parked now: %s", error)
 
 
 def _load(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) -> None:
@@ -144,8 +153,13 @@ def _init(manager: Any, original: Callable[..., None], *arguments: Any, **option
     """Stand in for `FSDPCheckpointManager.__init__`, which every engine gives its optimizer to."""
     original(manager, *arguments, **options)
     found = shared.ours(manager.optimizer)
-    if found is not None and not found.config.keep_grads:
+    if found is None:
+        return
+    if not found.config.keep_grads:
         raise ConfigError("keep_grads", False, "use true: verl clips gradients itself, after backward")
+    if found.config.overlaps_forward:
+        allowed = 'use "off" or "backward": verl gives new weights to generation after its step'
+        raise ConfigError("overlap", found.config.overlap, allowed)
 
 
 class _Saving:
@@ -167,20 +181,30 @@ class _Saving:
 
 
 class _Loading:
-    """Stands in for an optimizer while verl loads."""
+    """Stands in for an optimizer, ours or another one, while verl loads."""
 
     def __init__(self, optimizer: Any, place: str, known: list[str]) -> None:
         self.optimizer, self.place, self.known = optimizer, place, known
 
-    def state_dict(self) -> dict[str, Any]:  # verl may add what a checkpoint lacks, and this one lacks nothing
-        return {}
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        # verl may add what a checkpoint lacks; one of ours lacks nothing, and all state would be read for that.
+        return {} if shared.ours(self.optimizer) is not None else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if POINTER not in state_dict:  # of torch's
             self.optimizer.load_state_dict(state_dict)
             return
         folder = os.path.join(self.place, state_dict[POINTER])
-        self.optimizer.load_checkpoint(folder)
+        found = shared.ours(self.optimizer)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} was saved with an optimizer of offload, and this one is not: go on with optimizer_impl="
+                "offload, or leave the optimizer out of checkpoint.load_contents"
+            )
+        found.load_checkpoint(folder)
         self.known.append(folder)
 
 
@@ -216,16 +240,8 @@ def _load_checkpoint(
     manager: Any, original: Callable[..., None], local_path: Any, *arguments: Any, **options: Any
 ) -> None:
     """Stand in for `FSDPCheckpointManager.load_checkpoint`."""
-    found = shared.ours(manager.optimizer)
-    if found is not None and local_path is not None:
-        with _standing_in(manager, _Loading(found, os.path.abspath(local_path), _saved(manager))):
-            original(manager, local_path, *arguments, **options)
+    if manager.optimizer is None or local_path is None:
+        original(manager, local_path, *arguments, **options)
         return
-    if local_path is not None and manager.should_load_optimizer:
-        folder = os.path.join(os.path.abspath(local_path), FOLDER)
-        if os.path.isfile(os.path.join(folder, "COMMIT")):
-            raise CheckpointError(
-                f"{folder} was saved with an optimizer of offload, and this one is not: go on with optimizer_impl="
-                "offload, or leave the optimizer out of checkpoint.load_contents"
-            )
-    original(manager, local_path, *arguments, **options)
+    with _standing_in(manager, _Loading(manager.optimizer, os.path.abspath(local_path), _saved(manager))):
+        original(manager, local_path, *arguments, **options)
