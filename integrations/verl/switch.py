@@ -101,8 +101,8 @@ def enable(host_memory: int | str | None = None, gpu_memory: int | str = 0) -> N
     with contextlib.ExitStack() as undo:
         for name, helper in helpers.items():
             original = vars(utils)[name]
-            undo.callback(_exchange, name, helper, original)
-            _exchange(name, original, helper)
+            undo.callback(_replace_everywhere, name, helper, original)
+            _replace_everywhere(name, original, helper)
         for name, wrapper in wrappers.items():
             shared.replace(undo, manager, name, functools.partialmethod(wrapper, vars(manager)[name]))
         _undo = undo.pop_all()
@@ -116,7 +116,7 @@ def disable() -> None:
     _undo = None
 
 
-def _exchange(name: str, present: Any, other: Any) -> None:
+def _replace_everywhere(name: str, present: Any, other: Any) -> None:
     """Replace a function under its name where it is, and in all modules that have imported it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is present:

@@ -29,7 +29,7 @@ from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.tables import Tables
+from offload.engine.tables import GradientsAt, Tables
 from offload.errors import ConfigError, InternalError
 from offload.gradients.additions import Additions, Sending
 from offload.gradients.store import GradientSlots, GradientStore
@@ -231,10 +231,10 @@ class GpuGradients(GradientStore):
                 if 0 <= offset < region.host.nbytes:
                     record.device_blocks = address + offset
 
-    def bound_at(self) -> npt.NDArray[np.uint64]:
+    def bound_at(self) -> GradientsAt:
         """See `GradientStore.bound_at`."""
-        has_left = [record.mark is not None for record in self.records]
-        return np.where(has_left, self._slot_addresses, self._tables.gradients)
+        tables, has_left = self._tables, [record.mark is not None for record in self.records]
+        return np.where(has_left, self._slot_addresses, tables.gradients), tables.gradient_dtypes.copy()
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """See `GradientStore.has_landed`."""
@@ -473,13 +473,13 @@ class GpuGradients(GradientStore):
         self.lanes.forget_inputs()
         self._to_bring.clear()
         self._ahead.clear()
-        self.addresses = addresses = self._slot_addresses.copy()
+        rows = tables.begun
         for visit in visits:
             copies: list[tuple[int, int, int]] = []
             marks: list[Mark] = []
             for segment in plan.layout.subgroups[visit.subgroup].segments:
                 position = segment.parameter
-                if not tables.is_active(position) or not segment.numel:
+                if not rows.flags[position] or not segment.numel:
                     continue
                 mark = self.records[position].mark
                 if mark is not None:  # it arrived during backward
@@ -487,11 +487,12 @@ class GpuGradients(GradientStore):
                 elif not visit.gpu:
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
                     slot = self._slots[position]
-                    if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
-                        addresses[position] = self._wide_slot(position).data_ptr()
+                    if item > slot.element_size():
+                        slot = self._wide_slot(position)
+                    rows.gradients[position] = target = slot.data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
-                    copies.append((source, int(addresses[position]) + start, nbytes))
+                    copies.append((source, target + start, nbytes))
             self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
         self._bring_ahead()
         return len(self._wide) > wide
