@@ -4,9 +4,9 @@ A rank's save pins the versions that lie on paths, and has others written there 
 of an `Engine` does. A thread then copies them from there into DeepSpeed's file, under a name that nothing loads, and
 renames it when it is durable. Rank 0 lets `latest` name the tag when the files of all ranks are there.
 
-Invariants: `latest` names whole checkpoints alone; a tag that is not whole lacks a file, so nothing loads it; a save
-that fails leaves training and the checkpoint before it as they are, and is told on all ranks by the next call that
-all ranks make: a save, a load or `wait_checkpoint`.
+Invariants: `latest` comes to name a tag when it is whole; a tag that is not whole, as it is being saved again, too,
+lacks files, so nothing loads it; a save that fails leaves training and other tags as they are, and is told on all
+ranks by the next call that all ranks make: a save, a load or `wait_checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offload import CheckpointError, OffloadError
+from offload import CheckpointError
 from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.shard import Shard
 
@@ -100,6 +100,7 @@ class SavesBehind:
     def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
         self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
         self._pending: PendingTag | None = None
+        self._pid = os.getpid()
         atexit.register(_end, weakref.ref(self))
 
     def begin(self, pending: PendingTag) -> None:
@@ -143,16 +144,17 @@ class SavesBehind:
                 raise CheckpointError(f"{pending.tag} is whole, and not the latest: {pending.error}")
 
     def give_up(self) -> None:
-        """Have the tag under way not become the latest; what is there of it goes."""
-        pending, self._pending = self._pending, None
+        """Have the tag under way not become whole, and not the latest, if it is not yet."""
+        pending = self._pending
         if pending is not None:
             pending.is_given_up = True
             _wait(pending, lambda: pending.has_ended, "to be given up")
+            self._pending = None  # not before: an interrupted wait would leave its thread to the next save's files
 
     def close(self) -> None:
         """Wait until the tag under way is whole, alone; a Ctrl-C gives it up."""
         pending = self._pending
-        if pending is None:
+        if pending is None or os.getpid() != self._pid:  # a forked copy has no such thread
             return
         try:
             _wait(pending, lambda: pending.is_durable, "to be written")
@@ -182,7 +184,8 @@ class SavesBehind:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(pending.partial)
-            self._release(pinned)
+            if pinned:
+                self._release(pinned)
             if pending.error is not None:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
@@ -214,7 +217,7 @@ class SavesBehind:
 
     def _release(self, pinned: str) -> None:
         """Let go of the pinned versions; where that fails, the next save does."""
-        with contextlib.suppress(OffloadError, OSError):
+        with contextlib.suppress(Exception):
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
             os.rmdir(os.path.dirname(pinned))
@@ -225,6 +228,8 @@ class SavesBehind:
             if pending.is_given_up:
                 return
             time.sleep(LOOK_S)
+        if pending.is_given_up:
+            return
         with contextlib.suppress(OSError):  # those of a save that was killed may still be there
             os.rmdir(os.path.dirname(pending.partial))
         if pending.publishes:
@@ -233,7 +238,7 @@ class SavesBehind:
                 file.write(pending.tag)
             _sync(file.name)
             os.rename(file.name, latest)
-            _sync(pending.folder)
+        _sync(pending.folder)
         log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
 
 

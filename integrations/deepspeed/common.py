@@ -252,8 +252,10 @@ class OffloadedOptimizer:
         save_model, save_state = engine._save_checkpoint, engine._save_zero_checkpoint
 
         # One rank alone writes the model, and what stops it must stop the others, who are at their state by then.
-        def save_checkpoint(*arguments: Any, **keywords: Any) -> None:
-            self._on_all_ranks(lambda: save_model(*arguments, **keywords))
+        def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
+            if self._publishes is not None:  # a tag that is saved again: new weights must not lie beside old state
+                self._on_all_ranks(lambda: _unlink(engine._get_zero_ckpt_name(save_path, tag)))
+            self._on_all_ranks(lambda: save_model(save_path, tag, *arguments, **keywords))
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
             if self._behind is None or self._publishes is None:
@@ -269,7 +271,11 @@ class OffloadedOptimizer:
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
         self._behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
-        save = engine.save_checkpoint
+        save, load = engine.save_checkpoint, engine.load_checkpoint
+
+        def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
+            self.wait_checkpoint()  # before DeepSpeed reads `latest`
+            return load(*arguments, **keywords)
 
         def save_checkpoint(
             save_dir: str,
@@ -283,16 +289,16 @@ class OffloadedOptimizer:
             client_state = dict(client_state)
             if _is_accelerates() or not stream.can_stream(engine.checkpoint_engine):
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
-            self._publishes = save_latest
+            publishes, self._publishes = self._publishes, save_latest
             try:
                 return save(save_dir, tag, client_state, False, *arguments, **keywords)
             except BaseException:
                 behind.give_up()
                 raise
             finally:
-                self._publishes = None
+                self._publishes = publishes
 
-        engine.save_checkpoint = save_checkpoint
+        engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
     def wait_checkpoint(self) -> None:
         """Wait until the checkpoint that is written behind training is whole. Collective.
@@ -308,7 +314,6 @@ class OffloadedOptimizer:
         load = engine._load_checkpoint
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
-            self.wait_checkpoint()
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # Of all ranks: each node may have the files of its own.
@@ -356,7 +361,6 @@ class OffloadedOptimizer:
         publishes = bool(self._publishes)
         name = engine._get_zero_ckpt_name
         path, model = name(save_path, tag), engine._get_ckpt_name(save_path, tag)
-        self._on_all_ranks(lambda: _unlink(path))  # which says that a part is there
         paths: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(paths, path)
 
@@ -368,7 +372,7 @@ class OffloadedOptimizer:
                 if starts is None:
                     save(save_path, tag)
             finally:
-                del engine._get_zero_ckpt_name
+                vars(engine).pop("_get_zero_ckpt_name", None)
             synced = [model] if os.path.exists(model) else []
             behind.begin(PendingTag(save_path, tag, path, paths, starts, synced, publishes))
 

@@ -34,6 +34,8 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
     _ENGINE: {
         "_configure_optimizer": "client_optimizer model_parameters",
         "save_checkpoint": "save_dir tag client_state save_latest",
+        "load_checkpoint": "load_dir tag",
+        "_save_checkpoint": "save_dir tag",
         "_save_zero_checkpoint": "save_path tag",
         "_get_zero_ckpt_name": "checkpoints_path tag",
         "_load_checkpoint": "load_dir tag",
