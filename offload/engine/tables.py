@@ -85,10 +85,12 @@ class Tables:
         self._scalars, self._flags, has_active = self._rows(groups, clip / scale, active)
         return tuple(np.flatnonzero(has_active).tolist())
 
-    def expect_step(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
-        """Prepare the scalars of the expected update, without clipping."""
+    def expect_step(
+        self, groups: Sequence[Any], scale: float, active: Sequence[int], weights: npt.NDArray[np.uint64]
+    ) -> None:
+        """Prepare the scalars of the expected update, without clipping, of weights at these addresses."""
         self._expected_rows = self._rows(groups, 1.0 / scale, active)[:2]
-        self._expected_weights = self.weights.copy()  # the caller keeps these weights alive; later ones may be gone
+        self._expected_weights = weights
 
     def _rows(
         self, groups: Sequence[Any], factor: float, active: Sequence[int]

@@ -307,7 +307,6 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
-            thread.speculation.begin_step(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)
             if pending is not None:
                 places = parts.plan.layout.places
@@ -319,8 +318,9 @@ class Engine:
                 thread.speculation.end_step(scale, clip)
 
             pending_step = None if pending is None else PendingStep(pending, thread.aborted, begun)
+            begin = partial(visits.begin_step, subgroups, chosen)
             try:
-                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, pending_step, seals=True)
+                thread.request(begin, applied, visits.learn, pending_step, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:

@@ -127,10 +127,11 @@ class Tables:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._plan = session.plan
+        self.weights = np.zeros(0, np.uint64)
         self.now: Told = ((), 0.0, 0.0, frozenset())
         self.expected = self.now
 
-    def expect_step(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
+    def expect_step(self, groups: Sequence[float], scale: float, active: Sequence[int], weights: object) -> None:
         self.expected = tuple(groups), scale, 1.0, frozenset(active)
 
     def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
@@ -523,10 +524,10 @@ class Session(forwards.Session):
             told = (self.rate,), 1.0, clip, frozenset(active)
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
-            self.thread.speculation.begin_step(active)
             self.tables.now = told
 
             def begin() -> Sweep:
+                self.thread.speculation.begin_step(active)
                 done = self.thread.speculation.choose_confirmed(subgroups, self.account)
                 self.steps += 1
                 self.stands_for[number] = self.steps
