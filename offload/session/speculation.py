@@ -11,9 +11,10 @@ Not known here: where a speculative version lies (`offload.schedule.machine`), w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,16 +101,14 @@ class Speculation:
         self._is_armed = False  # whether subgroups may be opened and admitted for the next step
         self._pause = self._next_pause = 0
         self._scale = 1.0
-        self._counts: list[int] = []  # arrivals of each gradient since the last step
-        self._expected: list[int] = []
-        self._arrived_at: list[int] = []
+        self._counts: Counter[int] = Counter()  # arrivals of each gradient since the last step
+        self._expected: dict[int, int] = {}
+        self._clock = itertools.count()
+        self._arrived_at: dict[int, int] = {}
         self._final: set[int] = set()  # gradients that have arrived, and of which no more comes before the step
         self._has_heard = False  # whether a pass since the last step was not the last one
-        self._clock = 0
-        self._has_arrivals = False  # whether any gradient has been counted
         self._all_arrived = False  # whether all gradients of the last step arrived, and no others
         self._missing_gradients: dict[int, int] = {}  # by subgroup of the next open sweep: not final yet
-        self._gradient_counts: dict[int, int] = {}  # ... when none has arrived
         self._order: list[int] = []
         self._admissible: deque[int] = deque()  # subgroups whose gradients are final, and not admitted yet
         self._has_rows = False
@@ -146,7 +145,7 @@ class Speculation:
 
     def drop_arrivals(self) -> bool:
         """Post that gradients are dropped; return whether a version may have been made from them."""
-        if not self.arrivals and not self._has_arrivals:  # as after the begin of a step
+        if not self.arrivals and not self._counts:  # as after the begin of a step
             return False
         self._first_position = None
         self.arrivals.append((DROPPED, None, None))
@@ -169,11 +168,8 @@ class Speculation:
         if position == DROPPED:
             self._forget_arrivals()
             return
-        self._grow()
-        self._has_arrivals = True
         self._counts[position] += 1
-        self._clock += 1
-        self._arrived_at[position] = self._clock
+        self._arrived_at[position] = next(self._clock)
         if gradient is not None:
             self._slotless.add(position)
         if not self._is_final(position, is_last) or position in self._final:
@@ -195,21 +191,16 @@ class Speculation:
         """
         self._has_heard |= is_last is False
         if self._has_heard and is_last is not None:
-            return is_last and bool(self._expected[position])
-        return self._counts[position] == self._expected[position]
-
-    def _grow(self) -> None:
-        more = [0] * (len(self._parts.plan.layout.parameters) - len(self._counts))
-        for column in (self._counts, self._expected, self._arrived_at) if more else ():
-            column += more
+            return is_last and position in self._expected
+        return self._counts[position] == self._expected.get(position)
 
     def _forget_arrivals(self) -> None:
-        self._counts = [0] * len(self._counts)
+        """Forget them, and admit nothing more before a request: what has been admitted may be of dropped gradients."""
+        self._counts.clear()
         self._final.clear()
-        self._has_heard = self._has_arrivals = False
+        self._has_heard = False
         self._admissible.clear()
-        # What an open sweep has admitted from dropped gradients is revoked before it is admitted again.
-        self._missing_gradients = {} if self._parts.machine.is_open else dict(self._gradient_counts)
+        self._missing_gradients.clear()
 
     def _admit(self, subgroup: int) -> None:
         if not self._has_rows:
@@ -230,8 +221,7 @@ class Speculation:
             return False
         (groups, self._kept_tensors), weights = self._foreseen
         try:
-            active = [position for position, count in enumerate(self._expected) if count]
-            self._parts.tables.expect_step(groups, self._scale, active, weights)
+            self._parts.tables.expect_step(groups, self._scale, [*self._expected], weights)
         except Exception:  # the caller may mend hyperparameters before the step, which raises it else
             return False
         self._gradient_slots = self._parts.gradients.read_at()
@@ -310,18 +300,14 @@ class Speculation:
 
     def begin_step(self, active: Sequence[int]) -> None:
         """Take note that a step begins: gradients that arrive from now on are for the next one."""
-        self._is_armed = self._all_arrived = False
+        self._is_armed = False
         self._count_arrivals()
         self._is_asking = self.hyperparameters is not None
         self._first_position = self._foreseen = None
-        if self._has_arrivals:
-            # As many arrivals as before this step are expected before the next one.
-            self._expected = [0] * len(self._counts)
-            for position in active:
-                self._expected[position] = self._counts[position]
-            are_all = self._expected == self._counts and all(self._expected[position] for position in active)
-            self._all_arrived = bool(active) and are_all
-            self._forget_arrivals()
+        # As many arrivals as before this step are expected before the next one.
+        self._expected = {position: self._counts[position] for position in active}
+        self._all_arrived = bool(active) and self._expected == self._counts
+        self._forget_arrivals()
 
     def choose_confirmed(self, subgroups: Collection[int], account: StepAccount) -> tuple[int, ...]:
         """Return which of `subgroups` have a speculative version that the step would make again; see `seal`.
@@ -365,10 +351,9 @@ class Speculation:
             if machine.broken is not None:  # an update may still run: its memory stays
                 return
             self._forget_versions()
-            if self._is_armed:
-                self._prepare()
-        if not self._has_arrivals:  # they have been dropped
-            self._admissible.clear()
+        if self._is_armed:
+            self._prepare()
+        if not self._counts:  # they have been dropped
             self._release_gradients()
 
     def _state_bytes(self, numbers: Collection[int]) -> int:
@@ -435,26 +420,21 @@ class Speculation:
 
     def _prepare(self) -> None:
         """Choose the subgroups to be updated before the next step, if there are any."""
-        self._grow()
-        self._missing_gradients.clear()
-        self._gradient_counts.clear()
         self._admissible.clear()
         self._has_rows = False
-        last_arrivals: dict[int, int] = {}
+        missing, last_arrivals = {}, {}
         for subgroup in self._parts.plan.layout.subgroups:
             number = subgroup.index
             if not self._may_speculate(subgroup):
                 continue
-            positions = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
+            positions = {s.parameter for s in subgroup.segments if s.numel and s.parameter in self._expected}
             if positions:
-                self._gradient_counts[number] = len(positions)
-                self._missing_gradients[number] = sum(not self._has_arrived(position) for position in positions)
+                missing[number] = sum(not self._has_arrived(position) for position in positions)
                 last_arrivals[number] = max(self._arrived_at[position] for position in positions)
         self._order = sorted(last_arrivals, key=last_arrivals.__getitem__)
         self._is_armed = bool(self._order) and self._allocate_images()
-        for number in last_arrivals.keys() - self._image_offsets:
-            del self._gradient_counts[number], self._missing_gradients[number]
         self._order = [number for number in self._order if number in self._image_offsets]
+        self._missing_gradients = {number: missing[number] for number in self._order}
         for number in self._order:
             if self._is_armed and not self._missing_gradients[number]:  # all has arrived while the last step went on
                 self._admit(number)
