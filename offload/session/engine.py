@@ -366,7 +366,6 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
-            thread.speculation.begin_step(chosen)
             tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
 
@@ -376,8 +375,9 @@ class Engine:
                 thread.speculation.end_step(scale, clip)
 
             pending_step = None if pending is None else PendingStep(pending, thread.aborted, begun)
+            begin = partial(visits.begin_step, subgroups, chosen)
             try:
-                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, pending_step, seals=True)
+                thread.request(begin, applied, visits.learn, pending_step, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
