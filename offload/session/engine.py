@@ -240,7 +240,7 @@ class Engine:
         Raises:
             ConfigError: A size is none, or gradients have left a GPU and no step has used them.
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
-            OffloadError: Paths have failed; what they did not take is still in memory, and training goes on.
+            OffloadError: Paths have failed; what they did not take of homes is still in memory, and training goes on.
         """
         host_bytes, gpu_bytes = parse_bytes("host_memory", host_memory), parse_bytes("gpu_memory", gpu_memory)
         parts, thread = self._parts, self._thread
