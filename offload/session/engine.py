@@ -309,10 +309,10 @@ class Engine:
         slots reads them where they are bound.
 
         Args:
-            hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
-                memory of fp32 weights, and of gradients that lie in no slot, which updates read until the step.
-                Returns None if a weight has moved or hyperparameters cannot be read. None switches this off from the
-                next step on.
+            hyperparameters: Called when the first gradient of a pass arrives, by whoever says that it has. Returns
+                those of all groups (see `step`) as they are now, and tensors that have the memory of fp32 weights,
+                and of gradients that lie in no slot, which updates read until the step. Returns None if a weight has
+                moved or hyperparameters cannot be read. None switches this off from the next step on.
             is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
                 never says False, a gradient is final at its n-th arrival, n being the number before the last step.
         """

@@ -145,7 +145,7 @@ class Speculation:
         """Post that gradients are dropped; return whether a version may have been made from them."""
         if not self.arrivals and not self._counts:  # as after the begin of a step
             return False
-        self._first_position = self._foreseen = None
+        self._first_position = None
         self.arrivals.append((DROPPED, None, None))
         return self._is_armed or bool(self._loose_gradients)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -545,6 +546,20 @@ def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path:
 
 def interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path) -> None:
+    """At lines that grow from step to step; then gradients are dropped, with or without a word, and made again."""
+
+    def backward(training: Training, step: int) -> None:
+        training.seed += 1
+        at_line = AtLine(offload.session.speculation.__file__, 5 * step, interrupt)
+        with contextlib.suppress(KeyboardInterrupt), at_line:
+            loss_of(training.model, training.seed).backward()
+        (training.optimizer if step % 2 else training.model).zero_grad()
+        training.backward()
+
+    assert same_bits_for(tmp_path, backward, torch.float32)["confirmed"] > 0
 
 
 @pytest.mark.parametrize("nth", range(4))
