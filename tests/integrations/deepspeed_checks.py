@@ -912,7 +912,7 @@ def alone_trainer(folder: Path) -> None:
     """transformers' Trainer with a DeepSpeed config full of "auto"; a second one resumes exactly."""
     import torch
     from deepspeed_runs import offload_deepspeed
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     offload_deepspeed.enable()
     params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
@@ -924,12 +924,22 @@ def alone_trainer(folder: Path) -> None:
         "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": params},
         "scheduler": {"type": "WarmupDecayLR", "params": schedule},
-        "multi_tier_offload": paths(folder),
+        "multi_tier_offload": {**paths(folder), "checkpoint": {"wait": False}},  # which waits all the same
     }
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 50, (24, 8))]
     histories = []
+
+    class Saved(TrainerCallback):
+        trainer: Any
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            place = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            tag = place / (place / "latest").read_text()
+            assert len(list(tag.glob("*_optim_states.pt"))) == 1
+            assert self.trainer.deepspeed.optimizer._behind._pending is None
+
     for resumed in (False, True):
         arguments = TrainingArguments(
             output_dir=str(folder / "out"),
@@ -946,7 +956,8 @@ def alone_trainer(folder: Path) -> None:
         )
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, vocab_size=50, **shape))
-        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[saved := Saved()])
+        saved.trainer = trainer
         trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3") if resumed else None)
         assert type(trainer.deepspeed.optimizer).__name__ == "OffloadedStage3"
         histories.append(
