@@ -16,20 +16,15 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-
-from offload import CheckpointError, OffloadError, waits
-from offload.checkpoint.reader import Checkpoint, Range
+from offload import CheckpointError, OffloadError
 from offload.integrations.deepspeed import stream
-from offload.integrations.deepspeed.shard import STATE, Shard
-from offload.tiers.filesystem import replacing, sync_directory
-from offload.units import format_seconds
+from offload.integrations.deepspeed.shard import Shard
 
 log = logging.getLogger("offload")
 
@@ -39,14 +34,14 @@ PARTIAL = ".offload-partial"
 PINNED = ".offload-behind"
 """The folder beside the tags in which versions are pinned, by rank, until they have been copied."""
 
-PIECE_NUMEL = 1 << 20
-"""Elements of each state tensor that are copied at a time."""
+LOOK_S = 0.02
+"""How often somebody looks for what others have done. No event: a Ctrl-C may leave its lock behind."""
 
-LOOK_S = 0.05
-"""How often rank 0 looks for the files of the others."""
+SAY_S = 10.0
+"""How long a wait is before the log says what for."""
 
 LAST_S = 60.0
-"""How long rank 0 looks for them when the program ends."""
+"""How long rank 0 looks for the files of others when the program ends."""
 
 
 @dataclass
@@ -57,10 +52,15 @@ class PendingTag:
         folder: Of all tags.
         tag: Its name.
         file: This rank's file when it is whole.
-        others: The other files that have to be there before `latest` may name the tag; to be looked for by rank 0.
-        starts: Where each state tensor of each flat tensor begins in the file; None if it is whole already.
+        others: All ranks' files, which have to be there before `latest` may name the tag.
+        starts: Where each state tensor of each flat tensor begins in the file; None if it has them already.
         synced: What was written before, to be made durable with it.
         publishes: Whether `latest` is to name it.
+        is_given_up: Whether it is not to become whole any more.
+        is_durable: Whether this rank's part has ended, well or not.
+        is_settled: Whether all ranks know that all parts are durable.
+        has_ended: Whether nothing is done for it any more.
+        error: Why it did not become whole, or the latest.
     """
 
     folder: str
@@ -72,11 +72,10 @@ class PendingTag:
     publishes: bool
     started_s: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
-    durable: waits.Latch = field(default_factory=waits.Latch)
-    """Set when this rank's part has ended, well or not."""
-    error: Exception | None = None
-    settled: waits.Latch = field(default_factory=waits.Latch)
-    """Set when all ranks know how all parts have ended."""
+    is_durable: bool = False
+    is_settled: bool = False
+    has_ended: bool = False
+    error: BaseException | None = None
 
     @property
     def partial(self) -> str:
@@ -101,7 +100,6 @@ class SavesBehind:
     def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
         self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
         self._pending: PendingTag | None = None
-        self._work: waits.BackgroundWork | None = None
         atexit.register(_end, weakref.ref(self))
 
     def begin(self, pending: PendingTag) -> None:
@@ -110,13 +108,13 @@ class SavesBehind:
         Raises:
             CheckpointError: State cannot be pinned.
         """
-        pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
-        if pending.starts is not None:
+        if pending.starts is None:
+            threading.Thread(target=self._write, args=(pending, "", None), daemon=True).start()
+        else:
+            pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
             os.makedirs(pinned, exist_ok=True)
-            self._shard.engine.checkpoints.save(pinned)
+            self._shard.engine.checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
         self._pending = pending
-        self._work = waits.BackgroundWork(lambda: self._write(pending, pinned), "offload-save-behind")
-        self._work.start()
 
     def settle(self) -> None:
         """Wait until the tag under way is whole, and tell on all ranks if it is not. Collective.
@@ -124,11 +122,11 @@ class SavesBehind:
         Raises:
             CheckpointError: It could not be written; `latest` names the one before.
         """
-        pending, work = self._pending, self._work
+        pending = self._pending
 
         def part() -> None:
             if pending is not None:
-                self._wait(pending.durable, pending)
+                _wait(pending, lambda: pending.is_durable, "to be written")
                 if pending.error is not None:
                     raise CheckpointError(f"{pending.tag} could not be written: {pending.error}") from pending.error
 
@@ -137,80 +135,82 @@ class SavesBehind:
         except BaseException:
             self.give_up()
             raise
-        if pending is not None and work is not None:
-            pending.settled.set()
-            self._wait_for_thread(work, pending)
-            self._pending = self._work = None
-            if pending.error is not None:  # `latest` itself
+        if pending is not None:
+            pending.is_settled = True
+            _wait(pending, lambda: pending.has_ended, "to become the latest")
+            self._pending = None
+            if pending.error is not None:
                 raise CheckpointError(f"{pending.tag} is whole, and not the latest: {pending.error}")
 
     def give_up(self) -> None:
         """Have the tag under way not become the latest; what is there of it goes."""
-        pending, work, self._pending, self._work = self._pending, self._work, None, None
-        if pending is not None and work is not None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
             pending.is_given_up = True
-            self._wait_for_thread(work, pending)
+            _wait(pending, lambda: pending.has_ended, "to be given up")
 
     def close(self) -> None:
         """Wait until the tag under way is whole, alone; a Ctrl-C gives it up."""
-        pending, work = self._pending, self._work
-        if pending is None or work is None:
+        pending = self._pending
+        if pending is None:
             return
         try:
-            self._wait(pending.durable, pending)
-            if not work.wait(LAST_S):
-                log.warning("%s is not whole: not all other ranks have written their parts", pending.tag)
+            _wait(pending, lambda: pending.is_durable, "to be written")
+            until_s = time.monotonic() + LAST_S
+            _wait(pending, lambda: pending.has_ended or time.monotonic() > until_s, "of other ranks to be written")
+            if not pending.has_ended:
+                log.warning("checkpoint %s is not the latest: files of other ranks are not there", pending.tag)
         finally:
             self.give_up()
 
-    @staticmethod
-    def _wait(latch: waits.Latch, pending: PendingTag) -> None:
-        waits.wait_for(latch.wait, lambda: f"checkpoint {pending.tag} to be written")
+    # On a thread of its own
 
-    @staticmethod
-    def _wait_for_thread(work: waits.BackgroundWork, pending: PendingTag) -> None:
-        waits.wait_for(work.wait, lambda: f"checkpoint {pending.tag} to become the latest")
+    def _write(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
+        """Write this rank's part, then make it known.
 
-    # On its thread
-
-    def _write(self, pending: PendingTag, pinned: str) -> None:
-        """Write this rank's part, then make it known."""
+        Args:
+            pending: Of which tag.
+            pinned: Where its versions are pinned, if it needs any.
+            error: Why they are not.
+        """
         try:
-            try:
-                if pending.starts is not None:
-                    self._copy(pending, pending.starts, pinned)
-                for name in (pending.partial, *pending.synced):
-                    _sync(name)
-                os.rename(pending.partial, pending.file)
-                sync_directory(os.path.dirname(pending.file))
-            except Exception as error:
-                pending.error = error
-                log.warning("checkpoint %s could not be written, the one before stays: %s", pending.tag, error)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(pending.partial)
-                self._release(pinned)
+            pending.error = error
+            if error is None:
+                self._fill(pending, pinned)
+        except Exception as failed:
+            pending.error = failed
         finally:
-            pending.durable.set()
-        if pending.error is None and self._rank == 0:
-            self._publish(pending)
-
-    def _copy(self, pending: PendingTag, starts: stream.Starts, pinned: str) -> None:
-        engine, pieces = self._shard.engine, self._shard.pieces
-        engine.checkpoints.wait()
-        file = os.open(pending.partial, os.O_WRONLY)
-        memory = torch.empty(len(STATE), PIECE_NUMEL, dtype=torch.float32)
+            with contextlib.suppress(OSError):
+                os.unlink(pending.partial)
+            self._release(pinned)
+            if pending.error is not None:
+                log.warning(
+                    "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
+                )
+            pending.is_durable = True
         try:
-            with Checkpoint(pinned) as checkpoint:
-                for piece in pieces:
-                    for first in range(0, piece.numel, PIECE_NUMEL):
-                        if pending.is_given_up:
-                            raise CheckpointError("it was given up")
-                        out = dict(zip(STATE, memory[:, : min(PIECE_NUMEL, piece.numel - first)], strict=True))
-                        checkpoint.read([Range(piece.name, name, piece.start + first, out[name]) for name in STATE])
-                        stream.write_run(file, starts[piece.flat], piece.offset + first, out)
+            if pending.error is None and self._rank == 0:
+                self._publish(pending)
+        except OSError as failed:
+            pending.error = failed
         finally:
-            os.close(file)
+            pending.has_ended = True
+
+    def _fill(self, pending: PendingTag, pinned: str) -> None:
+        def visit(take: stream.Take) -> None:
+            def unless_given_up(*given: object) -> None:
+                if pending.is_given_up:
+                    raise CheckpointError("it was given up")
+                take(*given)
+
+            self._shard.engine.checkpoints.visit(pinned, unless_given_up)
+
+        if pending.starts is not None:
+            stream.write_state(pending.partial, pending.starts, self._shard, visit)
+        for name in (pending.partial, *pending.synced):
+            _sync(name)
+        os.rename(pending.partial, pending.file)
+        _sync(os.path.dirname(pending.file))
 
     def _release(self, pinned: str) -> None:
         """Let go of the pinned versions; where that fails, the next save does."""
@@ -221,22 +221,34 @@ class SavesBehind:
 
     def _publish(self, pending: PendingTag) -> None:
         """Have `latest` name the tag, if it is to, once all files are there."""
-        while not (pending.settled.is_set() or all(map(os.path.exists, pending.others))):
+        while not (pending.is_settled or all(map(os.path.exists, pending.others))):
             if pending.is_given_up:
                 return
-            pending.settled.wait(LOOK_S)
+            time.sleep(LOOK_S)
         with contextlib.suppress(OSError):  # those of a save that was killed may still be there
             os.rmdir(os.path.dirname(pending.partial))
-        try:
-            if not pending.publishes:
-                return
-            with replacing(Path(pending.folder, "latest"), "latest.partial") as file:
-                file.write(pending.tag.encode())
-        except OSError as error:
-            pending.error = error
-            return
-        seconds = format_seconds(time.monotonic() - pending.started_s)
-        log.info("checkpoint %s is whole, %s after training went on", pending.tag, seconds)
+        if pending.publishes:
+            latest = os.path.join(pending.folder, "latest")
+            with open(f"{latest}.partial", "w", encoding="utf-8") as file:
+                file.write(pending.tag)
+            _sync(file.name)
+            os.rename(file.name, latest)
+            _sync(pending.folder)
+        log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
+
+
+def _since(then_s: float) -> float:
+    return time.monotonic() - then_s
+
+
+def _wait(pending: PendingTag, arrived: Callable[[], bool], what: str) -> None:
+    """Wait until something has happened to a tag, and say so if that takes long. A Ctrl-C is a way out."""
+    said_s = time.monotonic()
+    while not arrived():
+        time.sleep(LOOK_S)
+        if _since(said_s) > SAY_S:
+            log.info("waiting for checkpoint %s %s", pending.tag, what)
+            said_s = time.monotonic()
 
 
 def _end(behind: weakref.ref[SavesBehind]) -> None:
@@ -247,7 +259,7 @@ def _end(behind: weakref.ref[SavesBehind]) -> None:
 
 
 def _sync(path: str) -> None:
-    """Make a file durable."""
+    """Make a file, or the names in a folder, durable."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

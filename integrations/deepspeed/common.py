@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
-from offload.errors import known
 from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of
 from offload.integrations.deepspeed.pieces import Piece
@@ -257,10 +256,10 @@ class OffloadedOptimizer:
             self._on_all_ranks(lambda: save_model(*arguments, **keywords))
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
-            if self._publishes is None:
+            if self._behind is None or self._publishes is None:
                 self._on_all_ranks(lambda: self._save(save_state, engine, save_path, tag))
             else:
-                self._save_behind(save_state, engine, save_path, tag)
+                self._save_behind(self._behind, save_state, engine, save_path, tag)
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
 
@@ -330,7 +329,7 @@ class OffloadedOptimizer:
         if starts is None:
             save(save_path, tag)
         else:
-            stream.write_state(path, starts, self.shard)
+            stream.write_state(path, starts, self.shard, self.shard.engine.state.visit)
 
     def _save_without_state(
         self, save: Callable[[str, str], None], path: str, save_path: str, tag: str
@@ -350,9 +349,11 @@ class OffloadedOptimizer:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
         return starts
 
-    def _save_behind(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
+    def _save_behind(
+        self, behind: SavesBehind, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str
+    ) -> None:
         """Save state so that training may go on before it is written."""
-        behind, publishes = known(self._behind, "nobody saves behind"), bool(self._publishes)
+        publishes = bool(self._publishes)
         name = engine._get_zero_ckpt_name
         path, model = name(save_path, tag), engine._get_ckpt_name(save_path, tag)
         self._on_all_ranks(lambda: _unlink(path))  # which says that a part is there

@@ -92,33 +92,32 @@ def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[Fla
     return starts
 
 
-def write_state(path: str, starts: Starts, shard: Shard) -> None:
-    """Write the bytes of state as it is now.
+Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]
+"""Takes a run of a piece's state; see `offload.Engine`'s `state.visit`."""
+
+
+def write_state(path: str, starts: Starts, shard: Shard, visit: Callable[[Take], None]) -> None:
+    """Write the bytes of state.
+
+    Args:
+        path: The file.
+        starts: Where each state tensor begins in it.
+        shard: Whose pieces they are.
+        visit: Hands out the state.
 
     Raises:
         OSError: If the file cannot be written; the state is unharmed.
     """
     with _opened(path) as file:
 
-        def take(number: int, first: int, views: Any) -> None:
+        def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
             piece = shard.pieces[number]
-            write_run(file, starts[piece.flat], piece.offset + first, views)
+            for name, start in zip(STATE, starts[piece.flat], strict=True):
+                if start is not None:
+                    offset = start + (piece.offset + first) * _ITEM_BYTES
+                    _write(file, _bytes(views[name]), offset)
 
-        shard.engine.state.visit(take)
-
-
-def write_run(file: int, starts: Sequence[int | None], first: int, views: Mapping[str, torch.Tensor]) -> None:
-    """Write a run of elements of one flat tensor's state.
-
-    Args:
-        file: An open file.
-        starts: Where its state tensors begin.
-        first: The first element, in the flat tensor.
-        views: The elements of each state tensor.
-    """
-    for name, start in zip(STATE, starts, strict=True):
-        if start is not None:
-            _write(file, _bytes(views[name]), start + first * _ITEM_BYTES)
+        visit(take)
 
 
 @contextlib.contextmanager
