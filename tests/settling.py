@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import offload
+from offload.protocols import WAKE
 
 LONG_S = 120.0
 
@@ -15,12 +16,14 @@ def settle(engine: offload.Engine) -> None:
     machine, speculation = engine._parts.machine, engine._thread.speculation
     until_s = time.monotonic() + LONG_S
     while speculation._is_armed:
+        has_counted = not speculation.arrivals
         missing = dict(speculation._missing_gradients)
         final = [n for n, count in missing.items() if count <= 0 and n in machine.staging.priorities]
         if machine.broken is not None or (machine.is_on_hold and machine.is_open and not machine.in_flight):
             return  # no more is made
         versions = machine.speculative_versions
-        if machine.is_open and not machine.in_flight and all(number in versions for number in final):
+        if has_counted and machine.is_open and not machine.in_flight and all(number in versions for number in final):
             return
         assert time.monotonic() < until_s, "a speculative version is not made"
+        engine._parts.queue.post(WAKE)  # gradients of which no subgroup is made are counted with others
         time.sleep(0.001)

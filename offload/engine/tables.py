@@ -103,7 +103,13 @@ class Tables:
             self._reload[subgroup][position] = True
 
     def rows(
-        self, groups: Sequence[Any], scale: float, clip: float, active: Sequence[int], gradients: GradientsAt = None
+        self,
+        groups: Sequence[Any],
+        scale: float,
+        clip: float,
+        active: Sequence[int],
+        gradients: GradientsAt = None,
+        weights: npt.NDArray[np.uint64] | None = None,
     ) -> StepRows:
         """Return what a step tells of each parameter.
 
@@ -113,6 +119,7 @@ class Tables:
             clip: Factor for the unscaled gradients.
             active: The parameters that it updates.
             gradients: Where the CPU reads gradients.
+            weights: Address of each weight; None for where they are bound.
 
         Raises:
             ConfigError: If a group's hyperparameters cannot be used.
@@ -143,7 +150,7 @@ class Tables:
             np.array(scalars, np.float32)[chosen],
             np.array(flags, np.uint32)[chosen],
             keys,
-            self.weights.copy(),
+            self.weights.copy() if weights is None else weights,
             *(gradients or (self.gradients.copy(), self.gradient_dtypes.copy())),
         )
 

@@ -16,7 +16,7 @@ from offload.engine.tables import GradientsAt, Tables
 from offload.errors import ConfigError
 from offload.gradients.additions import BUFFERS, buffer_bytes
 from offload.kernels import CpuUpdateKernel, norm_sq_at
-from offload.kernels.reference import TORCH_DTYPES
+from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
 from offload.memory.arenas import Arena
 from offload.plan import Plan
@@ -246,9 +246,8 @@ class HostGradients(GradientStore):
         slot = self._slots[position]
         target, target_dtype = address, dtype
         if slot.numel():
-            target, target_dtype = slot.data_ptr(), self._like.dtype_of(self._parameters[position])
+            target, target_dtype = slot.data_ptr(), DTYPE_CODES[slot.dtype]
         self._gather(position, address, dtype, target, target_dtype)
-        self.bind(position, target, target_dtype, True)
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         tables, numbers = self._tables, np.array(positions, np.int64)
@@ -258,6 +257,7 @@ class HostGradients(GradientStore):
         return numbers
 
     def _gather(self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode) -> None:
+        """Make the block sums of a gradient, copy it to its target, and bind it there."""
         numel = self._parameters[position].numel
         copies = target != address
         if numel:
@@ -270,7 +270,8 @@ class HostGradients(GradientStore):
                 target if copies else 0,
                 target_dtype if copies else DtypeCode.NONE,
             )
-        self._gathered[position] = target_dtype
+        self._tables.gradients[position] = target
+        self._tables.gradient_dtypes[position] = self._gathered[position] = target_dtype
 
     def _are_as_gathered(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each parameter whether its block sums are still those of its gradient.

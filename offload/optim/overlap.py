@@ -194,7 +194,7 @@ class OptimizerLock:
 
 
 class FollowedModel:
-    """A model whose modules wait for their weights; returned by `overlap_forward`.
+    """A model whose modules wait for their weights; returned by `overlap_forward`. It does not keep the optimizer.
 
     Attributes:
         model: The model.
@@ -205,7 +205,7 @@ class FollowedModel:
     def __init__(self, overlap: Overlap, model: torch.nn.Module, check: bool) -> None:
         self.model = model
         self.check = check
-        self._overlap = overlap
+        self._overlap = weakref.ref(overlap)
         self._parameters_of: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
         self._compiled_parts: set[torch.nn.Module] = set()
@@ -226,7 +226,7 @@ class FollowedModel:
     def remove(self) -> None:
         """Wait until the last step is over, and remove the hooks; idempotent."""
         try:
-            self._overlap.finish()
+            self.finish(self.model)
         finally:
             self.unhook()
 
@@ -235,8 +235,9 @@ class FollowedModel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self in self._overlap.models:
-            self._overlap.models.remove(self)
+        overlap = self._overlap()
+        if overlap is not None and self in overlap.models:
+            overlap.models.remove(self)
 
     def _walk(self, module: torch.nn.Module, is_part: bool = False) -> None:
         """Find all modules with their parameters and children.
@@ -263,7 +264,8 @@ class FollowedModel:
         needs = self._needs.get(module)  # another thread may empty it at any time
         if needs is None:
             needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
-        self._overlap.note_use(needs)
+        if (overlap := self._overlap()) is not None:
+            overlap.note_use(needs)
 
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield the parameters of a module, and of modules below it that have never been called themselves."""
@@ -274,7 +276,8 @@ class FollowedModel:
 
     def finish(self, module: torch.nn.Module) -> None:
         """Wait until the last step is over; a hook of `state_dict` and `load_state_dict`."""
-        self._overlap.finish()
+        if (overlap := self._overlap()) is not None:
+            overlap.finish()
 
 
 class _Hook:

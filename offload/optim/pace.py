@@ -26,11 +26,13 @@ class Pace:
 
     Attributes:
         waited_s: Seconds that the caller has waited for the last step that is over: in `step` and after it.
+        in_forward: Whether no gradient has arrived since the last step returned.
         last_intervals: `intervals` when the last step began.
     """
 
     def __init__(self) -> None:
         self.waited_s = 0.0
+        self.in_forward = True
         self.last_intervals: list[Interval] = []
         self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
         self._returned_s = self._arrived_s = self._asked_s = math.nan
@@ -57,13 +59,13 @@ class Pace:
 
     def arrived(self) -> None:
         """Note that a gradient has arrived."""
-        if math.isnan(self._arrived_s):
-            self._arrived_s = time.monotonic()
+        if self.in_forward:
+            self._arrived_s, self.in_forward = time.monotonic(), False
 
     @contextmanager
     def timed_wait(self, *, for_all: bool = False) -> Iterator[None]:
         """Measure a wait of the caller: for a part of the step, or for all of it."""
-        began_s, in_forward = time.monotonic(), math.isnan(self._arrived_s)
+        began_s, in_forward = time.monotonic(), self.in_forward
         if for_all and not in_forward and math.isnan(self._asked_s):
             self._asked_s = began_s
         try:
@@ -95,5 +97,6 @@ class Pace:
         """Note that `step` returns, which was called at `began_s`; what the step has left to do goes on."""
         self._returned_s = time.monotonic()
         self._arrived_s = self._asked_s = math.nan
+        self.in_forward = True
         self._waits = []
         self._call_s, self._forward_waits_s, self._other_waits_s = self._returned_s - began_s, 0.0, 0.0

@@ -114,7 +114,8 @@ class Route:
         gradient = bound.parameter.grad
         if gradient is None:
             return
-        self._overlap.arrived(bound)
+        if self._overlap.pace.in_forward or self._overlap.models:
+            self._overlap.arrived(bound)
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
@@ -318,10 +319,10 @@ class SlotRoute(Route):
             return  # part of a graph, or of a weight that is not what it was: `step` looks at it
         elif gradient.dtype not in (slot.dtype, parameter.dtype):
             return  # wider than its slot: it is not narrowed
-        elif not slot.is_free:
-            return  # somebody still holds the last pass's gradient, which lies in the slot
         else:
             lent = slot.lend()
+            if lent is None:
+                return  # somebody still holds the last pass's gradient, which lies in the slot
             if _lies_as(gradient, parameter):
                 engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             else:

@@ -41,8 +41,10 @@ class GradientSlot:
         """Whether nobody holds the gradient that was lent last."""
         return self._token is None or self._token() is None
 
-    def lend(self) -> torch.Tensor:
-        """Return the slot, which is free, as a gradient of the parameter's shape and strides."""
+    def lend(self) -> torch.Tensor | None:
+        """Return the slot as a gradient of the parameter's shape and strides; None while it is not free."""
+        if not self.is_free:
+            return None
         if not self._memory.size:
             return torch.empty_strided(self._size, self.stride, dtype=self.dtype, device="cpu")
         token = self._memory[:]

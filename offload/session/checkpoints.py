@@ -364,6 +364,5 @@ class Checkpoints:
             for subgroup in streamed:
                 restorer.derive_weights(subgroup)
         except OffloadError as error:
-            self._thread.error = error
             self._thread.say_broken(error)
             raise

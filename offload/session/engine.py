@@ -309,10 +309,10 @@ class Engine:
         slots reads them where they are bound.
 
         Args:
-            hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
-                memory of fp32 weights, and of gradients that lie in no slot, which updates read until the step.
-                Returns None if a weight has moved or hyperparameters cannot be read. None switches this off from the
-                next step on.
+            hyperparameters: Called when the first gradient of a pass arrives, by whoever says that it has. Returns
+                those of all groups (see `step`) as they are now, and tensors that have the memory of fp32 weights,
+                and of gradients that lie in no slot, which updates read until the step. Returns None if a weight has
+                moved or hyperparameters cannot be read. None switches this off from the next step on.
             is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
                 never says False, a gradient is final at its n-th arrival, n being the number before the last step.
         """
@@ -366,7 +366,6 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
-            thread.speculation.begin_step(chosen)
             tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
 
@@ -376,8 +375,9 @@ class Engine:
                 thread.speculation.end_step(scale, clip)
 
             pending_step = None if pending is None else PendingStep(pending, thread.aborted, begun)
+            begin = partial(visits.begin_step, subgroups, chosen)
             try:
-                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, pending_step, seals=True)
+                thread.request(begin, applied, visits.learn, pending_step, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:

@@ -53,7 +53,8 @@ class Gradients:
             waits for others to leave with, until `end_backward` or the mark's `wait` end that. The first gradient of
             a parameter of which `stays` is true is read, and added to, until the step has returned.
         """
-        self._visits.wait_for([parameter])
+        if self._thread.pending is not None:
+            self._visits.wait_for([parameter])
         self._thread.check_usable()
         self.take_memory()
         position = self._parts.position(parameter)

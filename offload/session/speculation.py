@@ -11,10 +11,10 @@ Not known here: where a speculative version lies (`offload.schedule.machine`), w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,12 @@ LONGEST_PAUSE = 64
 UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
 """What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
 
+MOST_WAITING = 1024
+"""Arrivals that the engine thread leaves where they were posted, at most, while they have nothing updated."""
+
+DROPPED = -1
+"""Posted in the place of a parameter's position: all gradients that have arrived are dropped."""
+
 Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
 """Hyperparameters of all groups, and memory to be kept while updates read it: fp32 weights, gradients in no slot."""
 
@@ -68,6 +74,8 @@ class Speculation:
     Gradients count as final at the arrival that was their last in the step before, so there is none before the first
     step, nor before one after a step that was clipped.
 
+    Callers post arrivals, and what a step would use now. The engine thread counts them, and decides.
+
     Args:
         parts: Its parts.
     """
@@ -81,21 +89,25 @@ class Speculation:
         """Returns an open sweep of these visits, in which the visitor works."""
         self.account = StepAccount()
         """The account of the step that was sealed last."""
+        self.arrivals: deque[tuple[int, torch.Tensor | None, bool | None]] = deque()
+        """Posted and not counted yet: position, the gradient if it lies in no slot, whether the pass is the last."""
         self._parts = parts
+        self._first_position: int | None = None  # of the gradient that came first: with it a pass begins
+        self._foreseen: tuple[Foreseen, npt.NDArray[np.uint64]] | None = None  # and where weights were bound then
+        self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
+        self._wanted = MOST_WAITING  # with fewer arrivals nothing can be admitted
         self._revoked_bytes = 0  # of versions that were revoked for other requests since the last step
         self._is_armed = False  # whether subgroups may be opened and admitted for the next step
         self._pause = self._next_pause = 0
         self._scale = 1.0
-        self._arrivals = np.zeros(0, np.int64)
-        self._expected = np.zeros(0, np.int64)
-        self._arrived_at = np.zeros(0, np.int64)
-        self._arrived_last = np.zeros(0, np.int64)  # 1 for gradients that are final: none arrives before the step
+        self._counts: Counter[int] = Counter()  # arrivals of each gradient since the last step
+        self._expected: dict[int, int] = {}
+        self._clock = itertools.count()
+        self._arrived_at: dict[int, int] = {}
+        self._final: set[int] = set()  # gradients that have arrived, and of which no more comes before the step
         self._has_heard = False  # whether a pass since the last step was not the last one
-        self._clock = 0
         self._all_arrived = False  # whether all gradients of the last step arrived, and no others
-        self._lock = threading.RLock()
         self._missing_gradients: dict[int, int] = {}  # by subgroup of the next open sweep: not final yet
-        self._gradient_counts: dict[int, int] = {}  # ... when none has arrived
         self._order: list[int] = []
         self._admissible: deque[int] = deque()  # subgroups whose gradients are final, and not admitted yet
         self._rows: StepRows | None = None  # of the expected step
@@ -110,102 +122,114 @@ class Speculation:
     # On the caller's thread, or that of backward
 
     def note_arrival(self, position: int, gradient: torch.Tensor | None = None) -> None:
-        """Take note that a gradient has arrived, accumulated or new: in its slot, or where `gradient` lies."""
+        """Post that a gradient has arrived, accumulated or new: in its slot, or where `gradient` lies."""
         if self.hyperparameters is None:
             return
-        with self._lock:
-            self._grow()
-            self._arrivals[position] += 1
-            self._clock += 1
-            self._arrived_at[position] = self._clock
-            if gradient is not None:
-                self._slotless.add(position)
-            if self._arrived_last[position] or not self._is_final(position):
-                return
-            self._arrived_last[position] = 1
-            if self._is_armed:
-                if gradient is not None:
-                    self._loose_gradients.setdefault(position, gradient)  # the one before may still be read
-                for subgroup, _ in self._parts.plan.layout.places[position]:
-                    if subgroup in self._missing_gradients:
-                        self._missing_gradients[subgroup] -= 1
-                        if not self._missing_gradients[subgroup]:
-                            self._admit(subgroup)
+        if self._is_asking and self._first_position in (None, position):
+            self._foresee(position)
+        self.arrivals.append((position, gradient, None if self.is_last_pass is None else self.is_last_pass()))
+        if len(self.arrivals) >= self._wanted or gradient is not None:  # which is not to be held for nothing
+            self._parts.queue.post(WAKE)
 
-    def _is_final(self, position: int) -> bool:
+    def _foresee(self, position: int) -> None:
+        """Say what the step would use if it came now, as a pass begins."""
+        self._first_position = position
+        try:
+            foreseen = self.hyperparameters() if self.hyperparameters is not None else None
+        except UNREADABLE:  # the caller may mend them before the step, which raises it else
+            foreseen = None
+        # Weights that are bound later may be gone before the step; the caller has these kept.
+        self._foreseen = None if foreseen is None else (foreseen, self._parts.tables.weights.copy())
+
+    def drop_arrivals(self) -> bool:
+        """Post that gradients are dropped; return whether a version may have been made from them."""
+        if not self.arrivals and not self._counts:  # as after the begin of a step
+            return False
+        self._first_position = None
+        self.arrivals.append((DROPPED, None, None))
+        return self._is_armed or bool(self._loose_gradients)
+
+    # On the engine thread
+
+    def _count_arrivals(self) -> None:
+        """Count what has arrived, and admit the subgroups of which that was the last."""
+        while True:
+            while self.arrivals:
+                self._count(*self.arrivals[0])
+                self.arrivals.popleft()  # last: whoever drops gradients looks at both
+            missing = [count for count in self._missing_gradients.values() if count > 0] if self._is_armed else []
+            self._wanted = min(missing, default=MOST_WAITING)
+            if len(self.arrivals) < self._wanted:  # else they have come before `_wanted` said that they count
+                return
+
+    def _count(self, position: int, gradient: torch.Tensor | None, is_last: bool | None) -> None:
+        if position == DROPPED:
+            self._forget_arrivals()
+            return
+        self._counts[position] += 1
+        self._arrived_at[position] = next(self._clock)
+        if gradient is not None:
+            self._slotless.add(position)
+        if not self._is_final(position, is_last) or position in self._final:
+            return
+        self._final.add(position)
+        if self._is_armed:
+            if gradient is not None:
+                self._loose_gradients.setdefault(position, gradient)  # the one before may still be read
+            for subgroup, _ in self._parts.plan.layout.places[position]:
+                if subgroup in self._missing_gradients:
+                    self._missing_gradients[subgroup] -= 1
+                    if not self._missing_gradients[subgroup]:
+                        self._admit(subgroup)
+
+    def _is_final(self, position: int, is_last: bool | None) -> bool:
         """Return whether a gradient that has arrived is what the step will read.
 
         Unless a pass was said not to be the last, that is its n-th arrival, n being the count before the last step.
         """
-        if self.is_last_pass is not None:
-            is_last = self.is_last_pass()
-            self._has_heard |= not is_last
-            if self._has_heard:
-                return is_last and bool(self._expected[position])
-        return bool(self._arrivals[position] == self._expected[position])
-
-    def begin_step(self, active: Sequence[int]) -> None:
-        """Take note that a step begins: gradients that arrive from now on are for the next one."""
-        with self._lock:
-            self._is_armed = False
-            if self.hyperparameters is None:
-                return
-            self._grow()
-            # As many arrivals as before this step are expected before the next one.
-            self._expected = np.zeros_like(self._arrivals)
-            self._expected[active] = self._arrivals[active]
-            are_all = np.array_equal(self._expected, self._arrivals) and (self._expected[active] > 0).all()
-            self._all_arrived = bool(active) and bool(are_all)
-            self._forget_arrivals()
-
-    def drop_arrivals(self) -> bool:
-        """Forget arrivals, as gradients are dropped; return whether a version may have been made from them."""
-        if not self._arrivals.any():  # as after the begin of a step
-            return False
-        with self._lock:
-            any_arrived = bool(self._arrivals.any())
-            self._forget_arrivals()
-            return any_arrived and (self._is_armed or bool(self._loose_gradients))
+        self._has_heard |= is_last is False
+        if self._has_heard and is_last is not None:
+            return is_last and position in self._expected
+        return self._counts[position] == self._expected.get(position)
 
     def _forget_arrivals(self) -> None:
-        self._arrivals[:] = self._arrived_last[:] = 0
+        """Forget them; admit nothing more before a request, as gradients that were admitted may have been dropped."""
+        self._counts.clear()
+        self._final.clear()
         self._has_heard = False
-        self._missing_gradients.update(self._gradient_counts)
+        self._admissible.clear()
+        self._missing_gradients.clear()
 
-    def _grow(self) -> None:
-        count = len(self._parts.plan.layout.parameters)
-        if len(self._arrivals) < count:
-            # The last one says that all have, if this is interrupted.
-            for name in ("_expected", "_arrived_at", "_arrived_last", "_arrivals"):
-                column = getattr(self, name)
-                setattr(self, name, np.concatenate([column, np.zeros(count - len(column), np.int64)]))
-
-    def _admit(self, subgroup: int, unreadable: tuple[type[Exception], ...] = UNREADABLE) -> None:
+    def _admit(self, subgroup: int) -> None:
         if self._rows is None:
-            # The caller may mend what is unreadable before the step, which raises it else.
-            with contextlib.suppress(*unreadable):
-                foreseen = self.hyperparameters() if self.hyperparameters is not None else None
-                if foreseen is not None:
-                    groups, self._kept_tensors = foreseen
-                    active = np.flatnonzero(self._expected).tolist()
-                    slots = self._parts.gradients.read_at()
-                    self._rows = self._parts.tables.rows(groups, self._scale, 1.0, active, slots)
-            if self._rows is None:
-                self._is_armed = False
-                return
+            self._rows = self._expect_step()
+        if self._rows is None:
+            self._is_armed = False
+            return
         for segment in self._parts.plan.layout.subgroups[subgroup].segments if self._loose_gradients else ():
             gradient = self._loose_gradients.get(segment.parameter)
             if gradient is not None:
                 self._rows.gradients[segment.parameter] = gradient.data_ptr()
                 self._rows.gradient_dtypes[segment.parameter] = DTYPE_CODES[gradient.dtype]
         self._admissible.append(subgroup)
-        self._parts.queue.post(WAKE)
 
-    # On the engine thread
+    def _expect_step(self) -> StepRows | None:
+        """Return the rows of the step as it was foreseen; None where they cannot be made."""
+        foreseen = self._foreseen
+        if foreseen is None:
+            return None
+        (groups, self._kept_tensors), weights = foreseen
+        slots = self._parts.gradients.read_at()
+        try:
+            return self._parts.tables.rows(groups, self._scale, 1.0, [*self._expected], slots, weights)
+        except Exception:  # the caller may mend hyperparameters before the step, which raises it else
+            return None
 
     def is_due(self) -> bool:
-        """Return whether a sweep is to be opened, or a visit to be admitted, between requests."""
+        """Count what has arrived; return whether a sweep is to be opened, or a visit to be admitted, now."""
         machine = self._parts.machine
+        if self.arrivals:
+            self._count_arrivals()
         if machine.broken is not None:
             return False
         if not machine.is_open:
@@ -272,6 +296,17 @@ class Speculation:
         """Return the address of the image of a subgroup's new weights."""
         return known(self._images, "there is no image of weights").address + self._image_offsets[subgroup]
 
+    def begin_step(self, active: Sequence[int]) -> None:
+        """Take note that a step begins: gradients that arrive from now on are for the next one."""
+        self._is_armed = False
+        self._count_arrivals()
+        self._is_asking = self.hyperparameters is not None
+        self._first_position = self._foreseen = None
+        # As many arrivals as before this step are expected before the next one.
+        self._expected = {position: self._counts[position] for position in active}
+        self._all_arrived = bool(active) and self._expected == self._counts
+        self._forget_arrivals()
+
     def choose_confirmed(self, subgroups: Collection[int], account: StepAccount) -> tuple[int, ...]:
         """Return which of `subgroups` have a speculative version that the step would make again; see `seal`.
 
@@ -306,6 +341,7 @@ class Speculation:
         It is opened again once before a step: other requests alone have nothing written again and again.
         """
         machine = self._parts.machine
+        self._count_arrivals()
         if machine.is_open:
             self._is_armed = self._is_armed and not self._revoked_bytes and machine.broken is None
             self._revoked_bytes += self._state_bytes(machine.speculative_versions)
@@ -313,10 +349,9 @@ class Speculation:
             if machine.broken is not None:  # an update may still run: its memory stays
                 return
             self._forget_versions()
-            if self._is_armed:
-                self._prepare()
-        if not self._arrivals.any():  # they have been dropped
-            self._admissible.clear()
+        if self._is_armed:
+            self._prepare()
+        if not self._counts:  # they have been dropped
             self._release_gradients()
 
     def _state_bytes(self, numbers: Collection[int]) -> int:
@@ -375,50 +410,36 @@ class Speculation:
         self._pause = max(self._pause - 1, 0)
         self._scale = scale
         if self._all_arrived and clip == 1 and not self._pause:
+            self._count_arrivals()
             self._prepare()
+        self._is_asking = self._is_armed
 
     def _prepare(self) -> None:
-        """Choose the subgroups to be updated before the next step, if there are any.
-
-        If another thread holds the lock there are none: it may be in a signal handler that waits for this thread.
-        """
-        if not self._lock.acquire(blocking=False):
-            self._is_armed = False
-            return
-        try:
-            self._choose()
-        finally:
-            self._lock.release()
-
-    def _choose(self) -> None:
-        self._grow()
-        self._missing_gradients.clear()
-        self._gradient_counts.clear()
+        """Choose the subgroups to be updated before the next step, if there are any."""
         self._admissible.clear()
         self._rows = None
-        last_arrivals: dict[int, int] = {}
+        missing, last_arrivals = {}, {}
         for subgroup in self._parts.plan.layout.subgroups:
             number = subgroup.index
             if not self._may_speculate(subgroup):
                 continue
-            positions = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
+            positions = {s.parameter for s in subgroup.segments if s.numel and s.parameter in self._expected}
             if positions:
-                self._gradient_counts[number] = len(positions)
-                self._missing_gradients[number] = sum(not self._has_arrived(position) for position in positions)
-                last_arrivals[number] = max(int(self._arrived_at[position]) for position in positions)
+                missing[number] = sum(not self._has_arrived(position) for position in positions)
+                last_arrivals[number] = max(self._arrived_at[position] for position in positions)
         self._order = sorted(last_arrivals, key=last_arrivals.__getitem__)
         self._is_armed = bool(self._order) and self._allocate_images()
-        for number in last_arrivals.keys() - self._image_offsets:
-            del self._gradient_counts[number], self._missing_gradients[number]
         self._order = [number for number in self._order if number in self._image_offsets]
+        self._missing_gradients = {number: missing[number] for number in self._order}
         for number in self._order:
             if self._is_armed and not self._missing_gradients[number]:  # all has arrived while the last step went on
-                self._admit(number, (Exception,))  # no signal handler's, on this thread
+                self._admit(number)
+        self._count_arrivals()
 
     def _has_arrived(self, position: int) -> bool:
         """Return whether a gradient is final, and an update can read it."""
         has_place = position not in self._slotless or position in self._loose_gradients
-        return has_place and bool(self._arrived_last[position])
+        return has_place and position in self._final
 
     def _allocate_images(self) -> bool:
         """Allocate images, first for subgroups whose gradients arrive first; return whether there are any."""

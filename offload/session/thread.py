@@ -71,8 +71,8 @@ class EngineThread:
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self.pid = os.getpid()
-        self.error: BaseException | None = None
-        """What has broken the session beside what broke the machine."""
+        self.broken: BaseException | None = None
+        """Why the session cannot be used any more, or None."""
         self.closed = False
         """Whether nobody may ask for anything any more."""
         self.lock = threading.RLock()
@@ -117,11 +117,6 @@ class EngineThread:
         self._parts.open(parameters, self.say_broken, caller)
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def broken(self) -> BaseException | None:
-        """Why the session cannot be used any more, or None."""
-        return self.error or (self._parts.machine.broken if self._parts.is_whole else None)
 
     @property
     def is_usable(self) -> bool:
@@ -289,7 +284,6 @@ class EngineThread:
             self._serve_requests()
         except Exception as error:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
-            self.error = error
             self.say_broken(error)
             executor = self._parts.executor
             with contextlib.suppress(Exception):  # what has failed may fail again
@@ -323,8 +317,8 @@ class EngineThread:
             machine.finished_sweep is not None
             or machine.saver.finished_save is not None
             or self.parking.is_due()
-            or self._may_speculate()
             or self._may_begin(machine)
+            or self._may_speculate()
             or (self._followed_step is not None and len(machine.ended_visits) > self._told_visits)
         )
 
@@ -357,7 +351,7 @@ class EngineThread:
 
     def _may_speculate(self) -> bool:
         """Return whether an update may be made before its step: there is memory for it, and something to do."""
-        return not self.parking.is_held and self.speculation.is_due()
+        return self.speculation.is_due() and not self.parking.is_held
 
     def _begin_request(self) -> None:
         request = known(self._current, "a request from nobody")
@@ -423,6 +417,7 @@ class EngineThread:
             self._aborts_untold = self._parts.is_whole and self._parts.machine.is_open
             log.error("the session has broken and cannot be used any more: %s", error)
         self._told_broken = True
+        self.broken = error
 
     def note_save_end(self) -> None:
         """Take note of a save that has finished, if one has."""

@@ -131,9 +131,10 @@ class Visits:
         parts.machine.handle(Begin(sweep))
         return sweep
 
-    def begin_step(self, subgroups: Sequence[int]) -> Sweep:
+    def begin_step(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
         """Seal the step that updates some subgroups as `Tables.begun` says; return what is left of it."""
         parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
+        speculation.begin_step(active)
         self._open_account()
         with self._breaking():
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed

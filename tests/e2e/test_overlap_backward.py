@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -533,11 +534,11 @@ def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path:
         asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
         with training.optimizer as optimizer:
             for step in range(40):
-                with AtLine(offload.session.speculation.__file__, 23 * step, asks[step % 3]) as handler:
+                with AtLine(offload.session.speculation.__file__, 5 * step, asks[step % 3]) as handler:
                     training.backward()
                 training.step()
                 optimizer.zero_grad()
-            assert not handler.has_fired  # every 23rd line has been met, and there are no others
+            assert not handler.has_fired  # every 5th line has been met, and there are no others
             found.append(everything(optimizer, training.model))
     assert_same(*found)
     assert training.counts["confirmed"] > 0
@@ -547,7 +548,21 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("nth", range(7, 11))
+def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path) -> None:
+    """At lines that grow from step to step; then gradients are dropped, with or without a word, and made again."""
+
+    def backward(training: Training, step: int) -> None:
+        training.seed += 1
+        at_line = AtLine(offload.session.speculation.__file__, 5 * step, interrupt)
+        with contextlib.suppress(KeyboardInterrupt), at_line:
+            loss_of(training.model, training.seed).backward()
+        (training.optimizer if step % 2 else training.model).zero_grad()
+        training.backward()
+
+    assert same_bits_for(tmp_path, backward, torch.float32)["confirmed"] > 0
+
+
+@pytest.mark.parametrize("nth", range(4))
 def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int) -> None:
     training = Training(tmp_path / "run", "backward")
     with training.optimizer as optimizer:
@@ -710,27 +725,44 @@ def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> Non
     assert training.counts["confirmed"] == 0
 
 
-def test_a_source_of_hyperparameters_that_fails_on_the_engines_thread(tmp_path: Path) -> None:
-    """Where gradients that are all there are looked at once more, after another request; the step asks itself."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_hyperparameters_are_read_as_a_pass_begins(tmp_path: Path, fails: bool) -> None:
+    """Once, and on the caller's thread, whatever else is asked for before the step; which asks itself."""
     training, asked = Training(tmp_path / "run", "backward"), []
 
     def foreseen() -> None:
-        asked.append(threading.current_thread().name)
-        raise OSError("no schedule")
+        asked.append(threading.current_thread())
+        if fails:
+            raise ValueError("no schedule")
 
     with training.optimizer as optimizer:
         for _ in range(4):
             training.backward()
             training.step()
             optimizer.zero_grad()
-        training.backward()
-        training.settle()
+        confirmed_bytes = training.counts["confirmed"]
         optimizer.engine.speculate(foreseen)
-        optimizer.state_dict()
-        assert asked == ["offload-engine"]
+        for passes in (1, 2):
+            training.backward()
+            training.settle()
+            optimizer.state_dict()
+            assert asked == passes * [threading.current_thread()]
         training.step()
         assert optimizer.engine.step_number == 5
-    assert training.counts["confirmed"] > 0
+    assert training.counts["confirmed"] == confirmed_bytes > 0
+
+
+def test_the_last_pass_says_with_which_hyperparameters_a_step_is_foreseen(tmp_path: Path) -> None:
+    """Whatever an earlier one has said, of which all gradients have arrived."""
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(4):
+            for rate in (1.0, 1e-2):
+                optimizer.param_groups[0]["lr"] = rate
+                training.backward()
+            training.step()
+            optimizer.zero_grad()
+        assert training.counts["confirmed"] == 3 * optimizer.engine.plan.state_bytes
 
 
 @pytest.mark.parametrize("reads", [False, True])

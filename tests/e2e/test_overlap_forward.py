@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -541,6 +542,23 @@ def test_an_optimizer_is_forgotten_while_its_step_goes_on(config: Callable[..., 
     model(torch.ones(3, 64).bfloat16())
     del model
     gc.collect()
+
+
+def test_what_ends_the_hooks_keeps_no_session_open(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config())
+    followed = optimizer.overlap_forward(model)
+    for _ in range(2):
+        model(torch.ones(3, 64).bfloat16()).sum().backward()
+        optimizer.step()
+    session = weakref.ref(optimizer.engine)
+    del optimizer
+    gc.collect()
+    assert session() is None
+    model(torch.ones(3, 64).bfloat16())
+    model.state_dict()
+    followed.remove()
+    assert not model._forward_pre_hooks
 
 
 def test_a_model_is_copied_and_pickled(config: Callable[..., offload.OffloadConfig]) -> None:

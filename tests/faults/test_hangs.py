@@ -217,7 +217,7 @@ def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck]) -> 
     config = offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024, threads=1)
     optimizer = Hasty([parameter], offload=config)
     stuck[0].hangs = ["read"]
-    optimizer.engine._thread.error = offload.OffloadError("as if")
+    optimizer.engine._thread.broken = offload.OffloadError("as if")
     optimizer.close()
     assert list(paths[0].iterdir())
     assert optimizer.engine._parts.closing[1][1].wait(LONG_S)

@@ -129,9 +129,16 @@ class Tables:
         self._plan = session.plan
         self.begun: Told = ((), 0.0, 0.0, frozenset())
         self.expected = self.begun
+        self.weights = np.zeros(0, np.uint64)
 
     def rows(
-        self, groups: Sequence[float], scale: float, clip: float, active: Sequence[int], gradients: None
+        self,
+        groups: Sequence[float],
+        scale: float,
+        clip: float,
+        active: Sequence[int],
+        gradients: None,
+        weights: npt.NDArray[np.uint64],
     ) -> Told:
         self.expected = tuple(groups), scale, clip, frozenset(active)
         return self.expected
@@ -520,10 +527,10 @@ class Session(forwards.Session):
             told = (self.rate,), 1.0, clip, frozenset(active)
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
-            self.thread.speculation.begin_step(active)
             self.tables.begun = told
 
             def begin() -> Sweep:
+                self.thread.speculation.begin_step(active)
                 done = self.thread.speculation.choose_confirmed(subgroups, self.account)
                 self.steps += 1
                 self.stands_for[number] = self.steps

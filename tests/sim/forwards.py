@@ -206,6 +206,7 @@ class Session(saves.Session):
             elif not isinstance(event, Done | Failed | Stop):
                 self.executor.observe(event)
             handle(event)
+            self.thread.broken = self.machine.broken
 
         self.machine.handle = told  # type: ignore[method-assign]
 

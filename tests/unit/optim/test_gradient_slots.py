@@ -41,6 +41,7 @@ def test_a_slot_is_free_once_nobody_holds_its_gradient(hold: str) -> None:
         gc.collect()
         assert slot.is_free
         gradient = slot.lend()
+        assert gradient is not None
         gradient.fill_(value)
         assert gradient.data_ptr() == slot.address == flat.data_ptr()
         assert (flat == value).all()
@@ -49,6 +50,7 @@ def test_a_slot_is_free_once_nobody_holds_its_gradient(hold: str) -> None:
         del gradient
         gc.collect()
         assert not slot.is_free
+        assert slot.lend() is None
     del slot, flat  # what was lent has the memory beyond the session, too
     gc.collect()
     np.testing.assert_array_equal(np.array(read()), seen)
@@ -59,6 +61,7 @@ def test_a_slot_is_free_once_nobody_holds_its_gradient(hold: str) -> None:
 def test_a_gradient_has_the_parameter_s_form_and_the_slot_s_dtype(like: torch.Tensor, dtype: torch.dtype) -> None:
     slot = GradientSlot(torch.zeros(like.numel(), dtype=dtype), like)
     gradient = slot.lend()
+    assert gradient is not None
     assert (gradient.shape, gradient.stride()) == (like.shape, like.stride())
     assert gradient.dtype == dtype
     assert slot.is_free == (like.numel() == 0)  # there is nothing to hold
