@@ -339,15 +339,28 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""
 
-    def allocate(self, nbytes: int) -> int:
+    def cached_bytes(self) -> int:
+        """Return how much of its memory torch's allocator holds for this process, and no tensor has now."""
+
+    def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """Return the address of new device memory, aligned to at least 256 bytes.
+
+        Args:
+            nbytes: How much.
+            caller: A lane that `caller` returned, in whose order the memory is taken, and given back to others: lanes
+                that use it follow a later `mark_caller`. None: any lane may use it at once.
 
         Raises:
             OffloadError: There is not that much.
         """
 
-    def release(self, address: int) -> None:
-        """Give memory back that no work uses any more."""
+    def release(self, address: int, *, behind: bool = False) -> None:
+        """Give memory back.
+
+        Args:
+            address: What `allocate` returned.
+            behind: Work that is on lanes now may still use it: it is used again behind that, and nobody waits.
+        """
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """Say that the caller drops a tensor on the device: its memory is used again behind the caller's lane only.

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -229,18 +229,29 @@ class AcceleratorDevice:
         with self.current():
             return int(torch.accelerator.get_memory_info(self.device)[0])
 
-    def allocate(self, nbytes: int) -> int:
+    def cached_bytes(self) -> int:
+        """See `Device.cached_bytes`."""
+        with self.current():
+            return torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+
+    def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """See `Device.allocate`."""
         with self.current():
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             # The allocator orders memory by the stream that asked for it; our lanes are other streams.
-            self.backend.current_stream(self.device).synchronize()
+            with working_on(cast(Any, caller)) if caller is not None else contextlib.nullcontext():
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if caller is None:
+                self.backend.current_stream(self.device).synchronize()
         self._memory[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
 
-    def release(self, address: int) -> None:
+    def release(self, address: int, *, behind: bool = False) -> None:
         """See `Device.release`."""
-        del self._memory[address]
+        tensor = self._memory.pop(address)
+        if behind:
+            with self.current():
+                for stream in self._streams.values():
+                    tensor.record_stream(stream)
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""

@@ -48,6 +48,8 @@ class NoDevice:
         """Return 0."""
         return 0
 
+    cached_bytes = free_bytes
+
     def mark(self, *lane: Any, timed: bool = True) -> Mark:
         """Return this."""
         return self
@@ -70,10 +72,12 @@ class Lanes:
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
+        borrows: Whether memory of the device is taken between backward and forward alone.
     """
 
     on_gpu: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
+    borrows = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -81,9 +85,9 @@ class Lanes:
         self.wakes = False
 
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
-    wait = await_sent = will_push = take_timed = close = nothing
+    wait = await_sent = will_push = take_timed = return_borrowed = close = nothing
     report_inputs = never
-    home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""

@@ -68,7 +68,12 @@ class _GradientRecord:
 
 @dataclass(slots=True)
 class _Region:
-    """Block sums of the parameters of one `Engine.add`, on the device and in host memory."""
+    """Block sums of the parameters of one `Engine.add`, on the device and in host memory.
+
+    Attributes:
+        device: Address there; 0 while they are in host memory alone.
+        host: Their memory in the host.
+    """
 
     device: int
     host: Arena
@@ -190,7 +195,7 @@ class GpuGradients(GradientStore):
         del self.records[first:]  # of an `adopt` that failed
         region, device = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, 0
         if region is not None:
-            device = self.lanes.device.allocate(region.nbytes)
+            device = self.lanes.device.allocate(region.nbytes) if not self.lanes.borrows else 0
             self._regions.append(_Region(device, region))
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
         for parameter, count in zip(self._parameters[first:], counts, strict=True):
@@ -209,27 +214,69 @@ class GpuGradients(GradientStore):
     def park(self) -> None:
         """Give back device memory; no gradient has arrived. Until `unpark` none does."""
         for region in self._regions:
-            self.lanes.device.release(region.device)
+            if region.device:
+                self.lanes.device.release(region.device)
+            region.device = 0
 
     def unpark(self) -> None:
-        """Take device memory again.
+        """Take device memory again, unless it is borrowed when it is needed.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
         """
-        device = self.lanes.device
+        if not self.lanes.borrows:
+            self._take_regions(None)
+
+    def _take_regions(self, caller: Hashable) -> list[_Region]:
+        """Take device memory for the block sums that are in host memory alone; return which."""
+        device, regions = self.lanes.device, [region for region in self._regions if not region.device]
         with contextlib.ExitStack() as undo:
             addresses = []
-            for region in self._regions:
-                addresses.append(device.allocate(region.host.nbytes))
+            for region in regions:
+                addresses.append(device.allocate(region.host.nbytes, caller))
                 undo.callback(device.release, addresses[-1])
             undo.pop_all()
-        for region, address in zip(self._regions, addresses, strict=True):
+        for region, address in zip(regions, addresses, strict=True):
             region.device = address
             for record in self.records:
                 offset = record.blocks.ctypes.data - region.host.address
                 if 0 <= offset < region.host.nbytes:
                     record.device_blocks = address + offset
+        return regions
+
+    def _borrow(self, *, buffers: bool) -> None:
+        """Take borrowed memory again for block sums, and for `buffers` of pieces; on the caller's thread."""
+        lanes = self.lanes
+        if not lanes.borrows or all(region.device for region in self._regions):
+            return
+        device, caller = lanes.device, lanes.device.caller()
+        with self._lock:
+            if buffers:
+                lanes.borrow_buffers(caller)
+            regions = self._take_regions(caller)
+            lanes.follow_borrowed(caller)
+            device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
+            for region in regions:
+                lanes.copy(DeviceLane.H2D, region.device, region.host.address, region.host.nbytes)
+            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
+
+    def return_borrowed(self) -> None:
+        """Give borrowed memory back, with block sums in host memory once lane `GRADIENTS` has come so far."""
+        self._return_borrowed(are_copied=False)
+
+    def _return_borrowed(self, *, are_copied: bool) -> None:
+        lanes = self.lanes
+        if not lanes.borrows:
+            return
+        with self._lock:
+            self.leave()
+            for region in self._regions:
+                if region.device:
+                    if not are_copied:
+                        lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
+                    lanes.device.release(region.device, behind=True)
+                    region.device = 0
+            lanes.return_borrowed()
 
     def bound_at(self) -> npt.NDArray[np.uint64]:
         """See `GradientStore.bound_at`."""
@@ -266,6 +313,7 @@ class GpuGradients(GradientStore):
             ConfigError: If its dtype is not that of the slot, or of earlier passes.
         """
         record = self.records[position]
+        self._borrow(buffers=True)
         with self._lock:
             self._check_dtype(record, dtype)
             if self._bucket is not None and record.mark is self._bucket.departure:
@@ -417,6 +465,7 @@ class GpuGradients(GradientStore):
         stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
         dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
         if stale.size:  # their memory is the caller's: sum behind its work
+            self._borrow(buffers=False)
             device = self.lanes.device
             device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
             self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
@@ -433,8 +482,10 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         self.finish()
         for region in self._regions:
-            self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
+            if region.device:
+                self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
         device.mark(DeviceLane.GRADIENTS, timed=False).wait()
+        self._return_borrowed(are_copied=True)
         self._drop_read()
         for record in self.records:
             if record.was_added and not record.stays:
@@ -456,6 +507,7 @@ class GpuGradients(GradientStore):
         for record in self.records:
             record.forget()
         self._drop_all()
+        self.return_borrowed()
 
     def _drop_all(self) -> None:
         self.in_transit.clear()
@@ -481,13 +533,16 @@ class GpuGradients(GradientStore):
                 position = segment.parameter
                 if not tables.is_active(position) or not segment.numel:
                     continue
-                mark = self.records[position].mark
-                if mark is not None:  # it arrived during backward
+                mark, slot = self.records[position].mark, self._slots[position]
+                if mark is not None and (visit.gpu or slot.numel()):  # it arrived during backward
                     marks.append(mark.on_lane())
                 elif not visit.gpu:
+                    if mark is not None:  # it has stayed for the GPU, which does not update it in this step
+                        for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
+                            self.lanes.device.follow(lane, mark.on_lane())
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
-                    slot = self._slots[position]
-                    if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
+                    is_small = not slot.numel() or item > slot.element_size()
+                    if is_small and addresses[position] == self._slot_addresses[position]:
                         addresses[position] = self._wide_slot(position).data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
@@ -524,9 +579,9 @@ class GpuGradients(GradientStore):
             self._bring_early(next(iter(self._to_bring)))
 
     def _wide_slot(self, position: int) -> torch.Tensor:
-        """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""
+        """Return a parameter's second slot: for the fp32 gradient of a 16-bit weight, or where it has no other."""
         if position not in self._wide:
-            numel = self._slots[position].numel()
+            numel = self.records[position].numel
             self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
         return self._wide[position]
 

@@ -70,7 +70,7 @@ class GradientStore:
         addresses: The host address of each parameter's gradient in the step under way; None for where it is bound.
     """
 
-    leave = hold = forget = settle = finish = bring = coming = park = unpark = nothing
+    leave = hold = forget = settle = finish = bring = coming = park = unpark = return_borrowed = nothing
     stays = has_arrived = have_arrived = begin_step = never
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
 

@@ -537,7 +537,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
         unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
-        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
+        plan, hidden = self.engine.plan, " and ".join(hidden_in)
+        borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
+        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, borrowing)
 
     @property
     def _is_hidden(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 
 from offload.plan.budget import Plan
 from offload.plan.cost import estimate
+from offload.plan.planner import on_the_cpu
 from offload.plan.rates import Rates
 from offload.predict.explanation import Explanation
 from offload.predict.predict import Prediction, predict, with_backward_s, with_forward_s
@@ -59,6 +60,12 @@ class Forecast:
         made = now if self._made is None else self._made[3]
         return made, now.step_s / made.step_s if made.step_s else 1.0
 
+    def borrowing_s(self, plan: Plan, rates: Rates) -> tuple[float, float] | None:
+        """Return the seconds of a step with the staging slots that are borrowed, and without; None if none are."""
+        if not (plan.budgets.borrows and plan.gpu_slots):
+            return None
+        return self.carried_on(plan, rates).step_s, predict(on_the_cpu(plan), rates).step_s
+
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.
 
@@ -88,6 +95,7 @@ class PlanReport:
         unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
         iteration: Where the step is hidden, seconds of forward, of backward, and of a whole iteration.
         hidden_in: In what it is: "forward", "backward", "forward and backward".
+        borrowing: Where staging slots on the GPU are borrowed, seconds of a step with them, and of one on the CPU.
     """
 
     plan: Plan
@@ -95,6 +103,7 @@ class PlanReport:
     unpinned_bytes: int = 0
     iteration: tuple[float, float, float] | None = None
     hidden_in: str = ""
+    borrowing: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         lines = [str(self.plan), str(self.explanation)]
@@ -104,6 +113,9 @@ class PlanReport:
                 f"the step is hidden in {self.hidden_in}: with {format_seconds(forward_s)} of forward and "
                 f"{format_seconds(backward_s)} of backward an iteration takes {format_seconds(iteration_s)}"
             )
+        if self.borrowing is not None:
+            with_s, without_s = map(format_seconds, self.borrowing)
+            lines.append(f"with the staging slots that are borrowed a step takes {with_s}, and {without_s} without")
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)
             lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")
