@@ -352,6 +352,7 @@ class Engine:
                 comes before both or after both.
 
         Raises:
+            ConfigError: `scale` is 0 or not finite, something is not bound, or memory is borrowed for a pending step.
             StepAbortedError: If it, or a pending step before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
@@ -366,6 +367,9 @@ class Engine:
                 parameter = parameters[chosen[number]]
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
+            if pending is not None and parts.lanes.borrows:
+                allowed = 'leave it out with gpu_memory "borrow": what is borrowed goes back before forward'
+                raise ConfigError("pending", "given", allowed)
             started_s = time.monotonic()
             thread.speculation.begin_step(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)

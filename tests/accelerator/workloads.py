@@ -637,6 +637,7 @@ def tables(run: Run) -> None:
     run.keep("words", found)
 
 
+BORROWING = {"gpu_memory": "borrow"}
 PLAIN = {"gpu_memory": 0, "subgroup_numel": 2048, "staging_memory": "120KiB"}
 
 WORKLOADS = {
@@ -649,6 +650,9 @@ WORKLOADS = {
         Workload("kept-gpu", plain, {**PLAIN, "placement": "gpu"}),
         Workload("kept-cpu", plain, {**PLAIN, "placement": "cpu"}),
         Workload("home", plain, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": 0.5}),
+        Workload("borrowing", plain, {**PLAIN, **BORROWING, "placement": "gpu"}),
+        Workload("borrowing-departing", plain, {**PLAIN, **BORROWING, "placement": 0.5, "keep_grads": False}),
+        Workload("borrowing-streams", streams, {**PLAIN, **BORROWING, "placement": 0.5}),
         Workload("auto", growing, {"subgroup_numel": 2048}, device_bytes=440 << 10),
         Workload(
             "backward",
