@@ -143,13 +143,14 @@ class Group:
 
     def limit(self, nbytes: int) -> None:
         """Limit the memory, swap included, of all its processes together."""
-        names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes") if self.version == 1 else ("memory.max",)
-        (self.folder / names[0]).write_text(str(nbytes))
-        with contextlib.suppress(OSError):  # a kernel that does not count swap
+        limit, swap = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), ("memory.max", "memory.swap.max")
+        name, swap_name = limit if self.version == 1 else swap
+        with contextlib.suppress(OSError):  # it may not be below the other limit, which may not be above it
             if self.version == 1:
-                (self.folder / names[1]).write_text(str(nbytes))
-            else:
-                (self.folder / "memory.swap.max").write_text("0")
+                (self.folder / swap_name).write_text(str(nbytes))
+        (self.folder / name).write_text(str(nbytes))
+        with contextlib.suppress(OSError):  # a kernel that does not count swap
+            (self.folder / swap_name).write_text(str(nbytes) if self.version == 1 else "0")
 
     def join(self) -> None:
         """Put the calling process into it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,25 @@ LOGGED = "step_s", "predicted_step_s", "resident_share"
 """Metrics that go where a framework logs its loss."""
 
 _log = logging.getLogger("offload")
+
+
+def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return the fields of an `OffloadConfig`, which may be in a JSON file.
+
+    Raises:
+        ConfigError: The file is not JSON, or the config is neither a mapping nor a path.
+        OSError: It cannot be read.
+    """
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError("config", config, "OffloadConfig's fields, or the path of a JSON file of them")
+    with open(config, encoding="utf-8") as file:
+        try:
+            found: Mapping[str, Any] = json.load(file)
+        except ValueError as cause:
+            raise ConfigError("config", file.name, f"it is not JSON: {cause}") from cause
+    return found
 
 
 def ours(optimizer: Any) -> Any:

@@ -17,7 +17,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPTS = sorted(path.name for path in BENCH.glob("[!_]*.py"))
 OF_THEIR_OWN = ("gpu.py", "kernel.py")
 """Whose smoke runs are looked at more closely, below and in kernels/test_bench_smoke.py."""
-OF_MEMORY = ("capacity.py", "memory.py")
+OF_MEMORY = ("capacity.py", "memory.py", "phases.py")
 """What measures and limits the memory of processes, and so needs those that begin with nothing."""
 
 

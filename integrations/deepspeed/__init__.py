@@ -7,12 +7,19 @@
     offload_deepspeed.enable()  # then deepspeed.initialize(...) as always
 
 Without that call DeepSpeed ignores the object. `python -m offload.integrations.deepspeed train.py` makes it for a
-script that cannot be edited.
+script that cannot be edited; `--config FILE` before the script has the object for one that writes its config itself.
+With the environment variable `OFFLOAD_DEEPSPEED_CONFIG`, which names such a file, this import makes the call.
 
 ZeRO stages 1 to 3, Adam and AdamW. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
 `offload` (the `offload.Engine`).
 """
 
-from offload.integrations.deepspeed.switch import disable, enable, initialize
+import os
 
-__all__ = ["disable", "enable", "initialize"]
+from offload.integrations.deepspeed.settings import VARIABLE
+from offload.integrations.deepspeed.switch import disable, enable, enable_at_import, initialize
+
+__all__ = ["disable", "enable", "enable_at_import", "initialize"]
+
+if os.environ.get(VARIABLE):
+    enable_at_import()

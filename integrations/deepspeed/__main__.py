@@ -6,7 +6,11 @@
 `-m package.train` runs a module. The program sees what it would see without us: it is `__main__`, with its arguments,
 its directory first on the path, its exit status and its tracebacks. DeepSpeed is imported when it does that.
 
-Not here: processes that the program starts anew (`multiprocessing` with "spawn"). They are programs of their own.
+`--config offload.json` before the script names a file of our object, for programs that write their DeepSpeed config
+themselves. It sets the environment variable `OFFLOAD_DEEPSPEED_CONFIG`, which may be set in its place.
+
+Not here: processes that the program starts anew (`multiprocessing` with "spawn"). They are programs of their own:
+with the variable set, each has to import `offload.integrations.deepspeed` and no more.
 """
 
 from __future__ import annotations
@@ -17,35 +21,15 @@ import runpy
 import sys
 import types
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from typing import Any
 
-from offload.integrations.deepspeed.switch import enable
+from offload import ConfigError
+from offload.integrations.deepspeed import settings
+from offload.integrations.deepspeed.switch import enable_at_import
 
 NAME = "offload.integrations.deepspeed"
-USAGE = f"usage: python -m {NAME} SCRIPT [ARGUMENT...]\n       python -m {NAME} -m MODULE [ARGUMENT...]"
+USAGE = f"usage: python -m {NAME} [--config FILE] {{SCRIPT | -m MODULE}} [ARGUMENT...]"
 OUR_FILES = (__file__, runpy.run_module.__code__.co_filename)
-
-
-class _EnableAtImport(MetaPathFinder):
-    """Switches the backend on when DeepSpeed has been imported, so that what a script sets before still counts."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != "deepspeed":
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                enable()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _hide_our_frames() -> None:
@@ -58,6 +42,19 @@ def _hide_our_frames() -> None:
         show(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = excepthook
+
+
+def _use(file: str) -> None:
+    """Have this program and those that it starts use a file's object; end if it cannot be used."""
+    try:
+        settings.load(file)
+    except ConfigError as error:
+        print(f"{NAME}: {file}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"{NAME}: can't open file {file!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    os.environ[settings.VARIABLE] = os.path.abspath(file)
 
 
 def _run_script(path: str) -> None:
@@ -103,6 +100,12 @@ def main(arguments: Sequence[str]) -> None:
     ranks = []
     while rest and rest[0].startswith(("--local_rank=", "--local-rank=")):  # launchers put theirs first
         ranks.append(rest.pop(0))
+    file = os.environ.get(settings.VARIABLE) or None
+    if rest[:1] == ["--config"] and len(rest) > 1:
+        file = rest[1]
+        del rest[:2]
+    elif rest and rest[0].startswith("--config="):
+        file = rest.pop(0).partition("=")[2]
     run: Callable[[str], None] = _run_script
     if rest[:1] == ["-m"]:
         run = _run_module
@@ -112,9 +115,9 @@ def main(arguments: Sequence[str]) -> None:
         print(USAGE, file=sys.stdout if wanted else sys.stderr)
         sys.exit(0 if wanted else 2)
     sys.argv = [rest[0], *ranks, *rest[1:]]
-    if "deepspeed" in sys.modules:  # a site's own start-up file may do that
-        enable()
-    sys.meta_path.insert(0, _EnableAtImport())
+    if file is not None:
+        _use(file)
+    enable_at_import()
     run(rest[0])
 
 

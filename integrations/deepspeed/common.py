@@ -312,9 +312,9 @@ class OffloadedOptimizer:
     def offload_states(
         self,
         include: Iterable[Any] | None = None,
-        device: Any = None,
-        pin_memory: bool = True,
+        *arguments: Any,
         non_blocking: bool = False,
+        **keywords: Any,
     ) -> None:
         """Give memory back between phases: `Engine.park` for masters and moments, DeepSpeed's own way for the rest.
 
@@ -323,9 +323,9 @@ class OffloadedOptimizer:
 
         Args:
             include: DeepSpeed's `OffloadStateTypeEnum`s; None for all.
-            device: DeepSpeed's; the CPU.
-            pin_memory: For what DeepSpeed moves.
+            arguments: DeepSpeed's further ones, for what it moves.
             non_blocking: Whether to go on before memory has been given back.
+            keywords: As `arguments`.
         """
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
@@ -335,10 +335,7 @@ class OffloadedOptimizer:
         if kinds.lp_params in rest:
             self._release_weights()
         if rest:
-            more = {"device": device} if device is not None else {}
-            super().offload_states(  # type: ignore[misc]
-                include=rest, pin_memory=pin_memory, non_blocking=non_blocking, **more
-            )
+            super().offload_states(rest, *arguments, non_blocking=non_blocking, **keywords)  # type: ignore[misc]
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Take memory again, for what DeepSpeed has moved and for our state, which comes home when it is used."""

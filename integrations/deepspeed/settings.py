@@ -6,13 +6,18 @@ DeepSpeed's own path in silence.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from offload import ConfigError, OffloadConfig
+from offload.integrations import shared
 
 KEY = "multi_tier_offload"
 """The top-level object of the DeepSpeed config; its fields are `OffloadConfig`'s."""
+
+VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
+"""The environment variable that names a JSON file of the object, for programs that write their DeepSpeed config."""
 
 # Keys of DeepSpeed's that ask for another way of doing what this backend does: (where, key, harmless value, advice).
 OFFLOAD = "zero_optimization.offload_optimizer"
@@ -64,19 +69,46 @@ def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
     return section
 
 
-def read(config: Mapping[str, Any]) -> OffloadConfig:
-    """Return what the config's `multi_tier_offload` object says.
+def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return the object that configs without one are given, or the one that a JSON file has; check it.
 
     Raises:
-        ConfigError: If it, or what the rest of the config asks for, cannot be used.
+        ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
+        OSError: The file cannot be read.
     """
-    values = config[KEY]
+    values: Any = shared.fields(config)
+    if isinstance(values, Mapping) and KEY in values:
+        raise ConfigError(KEY, values[KEY], f"give the fields of {KEY} alone, as this is no DeepSpeed config")
+    check(values)
+    found: Mapping[str, Any] = values
+    return found
+
+
+def check(values: Any) -> OffloadConfig:
+    """Return what a `multi_tier_offload` object says.
+
+    Raises:
+        ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(KEY, values, 'give an object, such as {"host_memory": "64GiB", "paths": ["/mnt/nvme0"]}')
     for field, advice in _DEEPSPEEDS.items():
         if field in values:
             raise ConfigError(f"{KEY}.{field}", values[field], advice)
     settings = OffloadConfig.from_dict(values, KEY)
+    if settings.overlaps_forward:
+        allowed = 'use "off" or "backward": DeepSpeed gathers new weights in its step'
+        raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
+    return settings
+
+
+def read(config: Mapping[str, Any]) -> OffloadConfig:
+    """Return what the config's `multi_tier_offload` object says.
+
+    Raises:
+        ConfigError: If it, or what the rest of the config asks for, cannot be used.
+    """
+    settings = check(config[KEY])
     for where, key, harmless, advice in _CONTRADICTIONS:
         section = _section(config, where)
         if key in section and section[key] is not None and section[key] != harmless:
@@ -87,9 +119,6 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
     overlaps = _section(config, "zero_optimization").get("overlap_comm")
-    if settings.overlaps_forward:
-        allowed = 'use "off" or "backward": DeepSpeed gathers new weights in its step'
-        raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
     if settings.overlaps_backward and stage == 1 and not overlaps:
         allowed = 'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended'
         raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)

@@ -6,15 +6,20 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from offload import ConfigError, OffloadConfig
 from offload.integrations.deepspeed import settings
-from offload.integrations.deepspeed.settings import KEY
+from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
 log = logging.getLogger("offload")
 
@@ -79,6 +84,9 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
 """Methods that are overridden or called, with the parameters that they must begin with."""
 
 _original: Callable[..., Any] | None = None
+for_all: Mapping[str, Any] | None = None
+"""Our object for configs that have none."""
+_said_own = False
 
 
 def check_deepspeed() -> None:
@@ -163,12 +171,19 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     engine.optimizer.honour_include(engine)
 
 
+def _is_offloaded(engine: Any) -> bool:
+    """Return whether the config of an engine that has an optimizer offloads it to some device."""
+    given = engine._config.zero_config.offload_optimizer
+    none = import_module("deepspeed.runtime.zero.offload_config").OffloadDeviceEnum.none
+    return bool(given is not None and given.device != none)
+
+
 def _offload_to_cpu(engine: Any) -> None:
     """Have an optimizer that is offloaded to no device, DeepSpeed's default, count as offloaded to the CPU."""
+    if _is_offloaded(engine):
+        return
     zero, found = engine._config.zero_config, import_module("deepspeed.runtime.zero.offload_config")
     given, device = zero.offload_optimizer, found.OffloadDeviceEnum
-    if given is not None and given.device != device.none:
-        return
     given = found.DeepSpeedZeroOffloadOptimizerConfig() if given is None else given
     zero.offload_optimizer = given.model_copy(update={"device": device.cpu})
     if engine.global_rank == 0:
@@ -195,23 +210,54 @@ def _check_engine(engine: Any) -> None:
         raise ConfigError("tensor_parallel.autotp_size", tensor_parallel, allowed)
 
 
-def enable() -> None:
+def _inject(engine: Any) -> None:
+    """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer."""
+    global _said_own
+    if for_all is None:
+        return
+    config, speaks = engine.config or {}, engine.global_rank == 0
+    if KEY in config:
+        if speaks and not _said_own and config[KEY] != for_all:
+            _said_own = True
+            log.warning("a DeepSpeed config has its own %s, which is used: not the one that was given for all", KEY)
+    elif _is_offloaded(engine):
+        engine.config = {**config, KEY: dict(for_all)}  # the program may use its own for another engine
+    elif speaks:
+        log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s.device", settings.OFFLOAD)
+
+
+def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
     """Let `deepspeed.initialize` use the engine wherever the config has a `multi_tier_offload` object.
 
-    Idempotent. Without that object nothing changes.
+    Idempotent. Without that object nothing changes, but for what `config` says.
+
+    Args:
+        config: The object, or a JSON file of it, for programs that write their DeepSpeed config themselves. A config
+            that offloads its optimizer (`zero_optimization.offload_optimizer.device`) and has no object gets this
+            one. If left out, it is what an earlier call gave, or what the file has that the environment variable
+            `OFFLOAD_DEEPSPEED_CONFIG` names.
 
     Raises:
-        ConfigError: If the DeepSpeed that is installed cannot be used; names what is missing.
+        ConfigError: If the DeepSpeed that is installed cannot be used, or the object; names what is missing or wrong.
+        OSError: The file cannot be read.
     """
-    global _original
+    global _original, for_all, _said_own
+    if config is None and for_all is None:
+        config = os.environ.get(VARIABLE) or None
+    given = for_all if config is None else settings.load(config)
+    if _original is None:
+        check_deepspeed()
+    if given is not for_all:
+        for_all, _said_own = given, False
     if _original is not None:
         return
-    check_deepspeed()
     kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
     original = kind._configure_optimizer
 
     @functools.wraps(original)
     def configure(engine: Any, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if _original is not None:
+            _inject(engine)
         if _original is None or KEY not in (engine.config or {}):
             original(engine, client_optimizer, model_parameters)
         else:
@@ -223,13 +269,45 @@ def enable() -> None:
 
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _original
+    global _original, for_all
+    for_all = None
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _EnableAtImport)]
     if _original is None:
         return
     kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
     if getattr(kind._configure_optimizer, "__wrapped__", None) is _original:  # nobody has wrapped ours since
         kind._configure_optimizer = _original
     _original = None
+
+
+class _EnableAtImport(MetaPathFinder):
+    """Switches the backend on when DeepSpeed has been imported, so that what a script sets before still counts."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "deepspeed":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                enable()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def enable_at_import() -> None:
+    """Call `enable` when DeepSpeed is imported, or now if it has been. Idempotent.
+
+    For what starts processes that may never import it, and that may set its variables before they do.
+    """
+    if "deepspeed" in sys.modules:
+        enable()
+    elif not any(isinstance(finder, _EnableAtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _EnableAtImport())
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -46,17 +45,10 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
         OSError: The file cannot be read.
     """
     global _undo
-    if isinstance(config, str | os.PathLike):
-        with open(config, encoding="utf-8") as file:
-            try:
-                fields = json.load(file)
-            except ValueError as cause:
-                raise ConfigError("config", file.name, f"it is not JSON: {cause}") from cause
-        settings = OffloadConfig.from_dict(fields)
-    elif isinstance(config, OffloadConfig):
+    if isinstance(config, OffloadConfig):
         settings = config
     else:
-        settings = OffloadConfig.from_dict({} if config is None else config)
+        settings = OffloadConfig.from_dict({} if config is None else shared.fields(config))
     try:
         trainer = import_module("transformers.trainer").Trainer
         names = import_module("transformers.training_args").OptimizerNames

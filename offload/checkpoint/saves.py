@@ -162,6 +162,7 @@ class Saves:
         others: Tiers beyond the session's own, by path number: the sink and foreign stores.
         resident_address: Returns the address of a resident subgroup's state.
         give_back: Gives back the memory of its home.
+        take_back: Takes some of that memory again: subgroup, offset, bytes.
         gather: Copies a tile of masters that are weights to an address.
         buffers: Takes memory for the copy buffers; returns its address and the bytes of each buffer.
         keep: How many checkpoints are kept.
@@ -176,6 +177,7 @@ class Saves:
         others: dict[int, Tier],
         resident_address: Callable[[int], int],
         give_back: Callable[[int], None],
+        take_back: Callable[[int, int, int], None],
         gather: Callable[[TileId, int], None],
         buffers: Callable[[], tuple[int, int]],
         *,
@@ -200,6 +202,8 @@ class Saves:
         self._resident_address = resident_address
         self.give_back = give_back
         """See `SaveSource.give_back`."""
+        self.take_back = take_back
+        """See `SaveSource.take_back`."""
         self._gather = gather
         self._keep = keep
         self._checksum = checksum

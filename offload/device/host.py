@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from offload.device.none import Lanes
@@ -12,6 +14,9 @@ from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.plan import Home, Plan
 from offload.protocols import Tier
+
+SAMPLE_BYTES = 64 << 20
+"""Memory that is taken to see how fast that goes: milliseconds, and several threads' work."""
 
 
 class HostMemory:
@@ -23,11 +28,13 @@ class HostMemory:
     Attributes:
         arenas: All arenas that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
+        take_bytes_per_s: How fast memory that was given back can be taken again, as seen at the last `park`.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.arenas: list[Arena] = []
         self.bounce: Arena | None = None
+        self.take_bytes_per_s = 0.0
         self._lanes = lanes
         self._homes: dict[int, int] = {}
         self._home_arenas: list[Arena] = []
@@ -151,14 +158,29 @@ class HostMemory:
         """Give back the memory of a home whose state has left, as far as that can be before `park`."""
         address = self._homes.get(subgroup.index)
         if address is not None:
-            arena = next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
-            self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
+            arena = self._home_arena(address)
+            with contextlib.suppress(OffloadError):  # `park` says so
+                self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
+
+    def take_back_home(self, subgroup: int, offset: int, nbytes: int) -> None:
+        """Touch memory of a home that a path is about to read into: the device then writes to memory that is there.
+
+        Raises:
+            OffloadError: The system does not have that much memory.
+        """
+        if subgroup in self._homes:
+            address = self._homes[subgroup] + offset
+            arena = self._home_arena(address)
+            arena.touch_part(address - arena.address, nbytes)
+
+    def _home_arena(self, address: int) -> Arena:
+        return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
     def park(self, kept: Iterable[tuple[int, int]], tiers: Sequence[Tier]) -> int:
         """Give back all memory but some ranges; addresses stay. Nothing is in flight.
 
         Args:
-            kept: Address and size of each range that stays; both of whole pages.
+            kept: Address and size of each range that stays; its pages do.
             tiers: All tiers that know of staging slots.
 
         Returns:
@@ -168,23 +190,40 @@ class HostMemory:
         if self._staging is not None:
             for tier in tiers:
                 tier.register_memory(self._staging.address, 0)
-        ranges = sorted(kept)
+        page = mmap.PAGESIZE
+        ranges = sorted((address // page * page, -(-(address + nbytes) // page) * page) for address, nbytes in kept)
         given_bytes = 0
         for arena in self.arenas:
             self._lanes.unpin(arena)
+        for arena in self.arenas:
             at, end = arena.address, arena.address + arena.nbytes
-            for address, nbytes in [*(r for r in ranges if at <= r[0] < end), (end, 0)]:
-                if address > at:
-                    arena.discard(at - arena.address, address - at)
-                    given_bytes += address - at
-                at = address + nbytes
+            for first, last in [*(r for r in ranges if at <= r[0] < end), (end, end)]:
+                if first > at:
+                    arena.discard(at - arena.address, first - at)
+                    given_bytes += first - at
+                at = max(at, last)
+        self._see_how_fast()
         return given_bytes
+
+    def _see_how_fast(self) -> None:
+        """Take some memory as `unpark` will, and give it back."""
+        nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
+        if nbytes:
+            started_s = time.monotonic()
+            with contextlib.suppress(OffloadError):  # less is free than a moment ago: what was seen before counts
+                sample = self._lanes.arena(nbytes)
+                try:
+                    sample.touch()
+                    self.take_bytes_per_s = nbytes / (time.monotonic() - started_s)
+                finally:
+                    self._lanes.give_back(sample)
 
     def unpark(self, tiers: Sequence[Tier]) -> None:
         """Take memory again that `park` gave back, as far as a device or tiers have to know of it."""
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:
+            self._staging.touch()  # by several threads, before registering it does so by one
             for tier in tiers:
                 tier.register_memory(self._staging.address, self._staging.nbytes)
 

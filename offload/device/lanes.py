@@ -66,7 +66,7 @@ class GpuLanes(Lanes):
         borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
     """
 
-    on_gpu = True
+    on_gpu = pins = True
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
@@ -173,9 +173,10 @@ class GpuLanes(Lanes):
         blocks = [] if self._homes else [subgroups for _, subgroups in self._home_blocks]
         with contextlib.ExitStack() as undo:
             homes = [self._allocate(sum(s.state_bytes for s in subgroups), undo) for subgroups in blocks]
-            self._slots_address = self._allocate(self._slots_bytes, undo)
+            slots = self._allocate(self._slots_bytes, undo)
             pieces = self._allocate(PIECE_BUFFERS * self._parked_piece_bytes, undo)
             undo.pop_all()
+        self._slots_address = slots
         if blocks:
             self._home_blocks.clear()
             for address, subgroups in zip(homes, blocks, strict=True):

@@ -69,6 +69,7 @@ class Lanes:
 
     Attributes:
         on_gpu: Whether the weights lie on a GPU.
+        pins: Whether host memory is pinned, and so taken all at once.
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
@@ -76,6 +77,7 @@ class Lanes:
     """
 
     on_gpu: ClassVar[bool] = False
+    pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
     borrows = False
 

@@ -67,6 +67,9 @@ class SaveSource(Protocol):
     def give_back(self, subgroup: int) -> None:
         """Give back the memory of a subgroup's home; its address stays."""
 
+    def take_back(self, subgroup: int, offset: int, nbytes: int) -> None:
+        """Take memory of a subgroup's home again, before it is read into."""
+
     def buffer_address(self, buffer: int) -> int:
         """Return where a copy buffer begins."""
 
@@ -234,6 +237,8 @@ class LiveExecutor:
         self._in_flight[operation.op] = (operation, request)
         tier = self._tier(operation.record.location.path)
         if isinstance(operation, ReadTile | CopyTile):
+            if isinstance(operation, ReadTile) and operation.slot is None:
+                self._source().take_back(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
                 self._coming(operation.tile.subgroup)
             tier.read(request)

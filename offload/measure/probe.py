@@ -241,7 +241,9 @@ def _rounds(sample: Callable[[], T]) -> list[T]:
 
 
 def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates:
-    nbytes = min(MAX_TILE_BYTES, max(plan.staging_bytes // PROBE_TILES // SECTOR_BYTES * SECTOR_BYTES, SECTOR_BYTES))
+    # Without staging memory, state that is resident moves when it is parked.
+    usual_bytes = plan.staging_bytes or min(SPARE_BYTES, PROBE_TILES * plan.largest_tile_bytes)
+    nbytes = min(MAX_TILE_BYTES, max(usual_bytes // PROBE_TILES // SECTOR_BYTES * SECTOR_BYTES, SECTOR_BYTES))
     slots = range(max(1, min(PROBE_TILES, tier.free_bytes() // (nbytes + SECTOR_BYTES))))
     path, half = Slots(tier, nbytes), len(slots) // 2
 

@@ -41,6 +41,7 @@ _GROUP_FILES = {
 """For each version: the limit, what is used, and how names in memory.stat begin that count groups below, too."""
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
+_MADV_DONTNEED_LOCKED = 24  # since Linux 5.18
 
 
 def available_bytes() -> int:
@@ -168,14 +169,17 @@ class Arena:
             nbytes: How many bytes, of whole pages; None for all from there on.
 
         Raises:
-            OffloadError: The system does not take them, as where memory is locked (`mlockall`).
+            OffloadError: The system does not take them, as where memory is locked (`mlockall`) before Linux 5.18.
         """
         if self._mapping is None:
             return
         end = self.nbytes if nbytes is None else offset + nbytes
         length = -(-(end - offset) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + offset, length)
+            try:
+                self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + offset, length)
+            except OSError:
+                self._mapping.madvise(_MADV_DONTNEED_LOCKED, self._skip + offset, length)
         except OSError as cause:
             raise OffloadError(f"{length} bytes of memory cannot be given back: {cause.strerror}") from cause
 
@@ -194,9 +198,18 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.
         """
-        touch(self._touch, self.nbytes, nodes, given_up)
+        touch(self.touch_part, self.nbytes, nodes, given_up)
 
-    def _touch(self, offset: int, nbytes: int) -> None:
+    def touch_part(self, offset: int, nbytes: int) -> None:
+        """Touch some pages on this thread; their content stays.
+
+        Args:
+            offset: Where they begin; at a page.
+            nbytes: How many bytes.
+
+        Raises:
+            OffloadError: The system does not have that much memory.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
         length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -207,6 +220,7 @@ class Arena:
             return
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # a kernel that does not know this
-            self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE] = 0
+            pages = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
+            pages |= np.uint8(0)
             return
         raise OffloadError(f"no memory for an arena of {self.nbytes} bytes: {os.strerror(code)}")

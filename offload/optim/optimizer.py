@@ -367,6 +367,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._holder.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
+        for bound in self._weights.bound.values():
+            bound.used_gradient = None  # it may be used again, and a signal handler may park meanwhile
         active = self._bind_gradients()
         self._weights.warn_of_differences()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
@@ -492,8 +494,8 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         State at home in memory leaves it for the paths, beyond what may stay; state on paths is not moved. Then
         homes, staging slots, gradient slots and device memory are given back. Gradients that a step has used are
-        dropped (`.grad` is None). Numbers, checkpoints and weights stay what they are. Ranks do not wait for each
-        other.
+        dropped (`.grad` is None); memory of those that somebody else holds stays. Numbers, checkpoints and weights
+        stay what they are. Ranks do not wait for each other.
 
         Args:
             host_memory: State that may stay in host memory: bytes, or a size such as "8GiB".
@@ -508,10 +510,13 @@ class OffloadedOptimizer(StatefulOptimizer):
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
         with self._lock:
-            engine = self._holder.open()
-            self._route.check_used()
-            engine.park(host_memory, gpu_memory, wait=wait, accepted=self._route.drop_used)
-            self._scaling.forget()
+            self._holder.open().park(host_memory, gpu_memory, wait=wait, accepted=self._let_go_of_gradients)
+
+    def _let_go_of_gradients(self) -> list[tuple[int, int]]:
+        """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
+        self._route.check_used()
+        self._scaling.forget()
+        return self._route.drop_used()
 
     def unpark(self) -> None:
         """Take memory again that `park` gave back; state comes home when it is used. Any use does this by itself.
@@ -536,10 +541,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
-        unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
+        metrics = self.engine.metrics()
+        unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
+        parked = None
+        if self.engine.is_parked and "park/given_back_bytes" in metrics:
+            parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
         plan, hidden = self.engine.plan, " and ".join(hidden_in)
         borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
-        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, borrowing)
+        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, parked, borrowing)
 
     @property
     def _is_hidden(self) -> bool:

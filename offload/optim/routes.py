@@ -199,11 +199,12 @@ class Route:
         """Note the gradients that a step has used."""
         for bound in active:
             gradient = bound.parameter.grad
-            bound.used_gradient = None if gradient is None else (weakref.ref(gradient), shards.version(gradient))
+            bound.used_gradient = None if gradient is None else (weakref.ref(gradient), _version(gradient))
 
-    def drop_used(self) -> None:
-        """Drop all gradients; on the engine thread, or where no backward pass can be under way."""
+    def drop_used(self) -> list[tuple[int, int]]:
+        """Drop all gradients, on the engine thread; return address and size of slots that somebody still holds."""
         self.clear_grads(self._bound.values())
+        return []
 
     def check_used(self) -> None:
         """Refuse gradients that no step has used.
@@ -215,8 +216,8 @@ class Route:
             gradient, used = bound.parameter.grad, bound.used_gradient
             if gradient is None:
                 continue
-            if used is None or used[0]() is not gradient or used[1] != shards.version(gradient):
-                allowed = "call step() or zero_grad() first: its memory is given back, and no step has used it"
+            if used is None or used[0]() is not gradient or used[1] != _version(gradient):
+                allowed = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
                 raise ConfigError("park", f"the gradient of {bound.name}", allowed)
 
     def drop_departed(self) -> None:
@@ -330,6 +331,12 @@ class SlotRoute(Route):
                 engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent
         bound.gathered_version = gradient._version
+
+    def drop_used(self) -> list[tuple[int, int]]:
+        """See `Route.drop_used`."""
+        super().drop_used()
+        slots = (bound.slot for bound in self._bound.values())
+        return [(slot.address, slot.nbytes) for slot in slots if not slot.is_free]
 
     def _is_slot(self, gradient: torch.Tensor) -> bool:
         return gradient.data_ptr() in self._slot_addresses
@@ -452,6 +459,11 @@ def _when_backward_ends(call: Callable[[], None]) -> None:
     """Have autograd call a function at the end of the backward pass under way, behind earlier ones."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """Return a gradient's version; 0 for one that was made in inference mode, which has no count."""
+    return 0 if gradient.is_inference() else shards.version(gradient)
 
 
 def _has_one_owner(storage: int) -> bool:

@@ -22,12 +22,14 @@ class GradientSlot:
 
     Attributes:
         address: Address of the memory.
+        nbytes: Its size.
         dtype: Dtype of the gradient.
         stride: Strides of the parameter.
     """
 
     def __init__(self, flat: torch.Tensor, parameter: torch.Tensor) -> None:
         self.address = flat.data_ptr()
+        self.nbytes = flat.nbytes
         self.dtype = flat.dtype
         self.stride = parameter.stride()
         self._size = parameter.size()

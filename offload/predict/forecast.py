@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 from offload.plan.budget import Plan
 from offload.plan.cost import estimate
@@ -95,6 +96,8 @@ class PlanReport:
         unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
         iteration: Where the step is hidden, seconds of forward, of backward, and of a whole iteration.
         hidden_in: In what it is: "forward", "backward", "forward and backward".
+        parked: While memory has been given back: how many bytes, and in how many seconds (`predict_back_s`) they are
+            back.
         borrowing: Where staging slots on the GPU are borrowed, seconds of a step with them, and of one on the CPU.
     """
 
@@ -103,6 +106,7 @@ class PlanReport:
     unpinned_bytes: int = 0
     iteration: tuple[float, float, float] | None = None
     hidden_in: str = ""
+    parked: tuple[int, float] | None = None
     borrowing: tuple[float, float] | None = None
 
     def __str__(self) -> str:
@@ -119,7 +123,39 @@ class PlanReport:
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)
             lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")
+        if self.parked is not None:
+            given_bytes, back_s = self.parked
+            lines.append(f"parked: {format_bytes(given_bytes)} given back, back in about {format_seconds(back_s)}")
         return "\n".join(lines)
+
+
+def predict_back_s(
+    rates: Rates,
+    read_bytes: Mapping[int, int],
+    sent_bytes: int,
+    taken_bytes: int,
+    beside_bytes: int,
+    take_bytes_per_s: float,
+) -> float:
+    """Return by how much the first step of a session that was parked takes longer than others, `unpark` included.
+
+    Args:
+        rates: What is known of the lanes.
+        read_bytes: State that other steps need not read, by the number of its path. Numbers beyond the paths of the
+            rates are other stores on them.
+        sent_bytes: State that comes home to the GPU.
+        taken_bytes: Memory that is taken again before.
+        beside_bytes: Memory that is taken while state is read.
+        take_bytes_per_s: How fast memory is taken; 0 where unknown.
+    """
+    paths = [path.read.alone for path in rates.paths]
+    read_s = max(
+        (nbytes / (paths[n] if n < len(paths) else min(paths)) for n, nbytes in read_bytes.items()), default=0.0
+    )
+    sent_s = sent_bytes / rates.gpu.h2d_bytes_per_s if sent_bytes else 0.0
+    if not take_bytes_per_s:
+        return read_s + sent_s
+    return max(read_s, beside_bytes / take_bytes_per_s) + sent_s + taken_bytes / take_bytes_per_s
 
 
 def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:

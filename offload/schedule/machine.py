@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.dtypes import DtypeCode
-from offload.errors import InternalError, TierError, TierFullError, invariant, known
+from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
 from offload.schedule.index import Record, TileIndex
@@ -480,7 +480,8 @@ class Machine:
         invariant(self.index.reserve(room, spare=True), "state leaves memory for stores without room")
         self._leaving = _Leaving(leave, deque(leave.subgroups))
         for number in list(self.staging.dirty):
-            self._flush(number)
+            if self.broken is None:
+                self._flush(number)
 
     def _go_on_leaving(self) -> None:
         """Have the next subgroups leave; note the end when all that are to leave have."""
@@ -503,8 +504,8 @@ class Machine:
         if leaving.line or any(map(self.plan.is_resident, self._flushes)):
             return
         if not (leaving.stays or leaving.error):
-            if self._flushes:
-                return
+            if any(subgroup.phase in (Phase.FETCHING, Phase.FLUSHING) for subgroup in self._subgroups):
+                return  # for an open sweep that was revoked, too
             for number, subgroup in enumerate(self._subgroups):
                 if subgroup.slot is not None:
                     self.staging.vacate(number)
@@ -513,7 +514,8 @@ class Machine:
     def _left(self, number: int) -> None:
         """Take in that a subgroup's state is whole on storage, and in its slots."""
         self.staging.to(number, Phase.ABSENT)
-        self._issue(GiveBack(self._new_op(), number))
+        if self.broken is None:
+            self._issue(GiveBack(self._new_op(), number))
         if self._subgroups[number].visit is not None:
             self._await_state(number)
 
@@ -625,7 +627,8 @@ class Machine:
             self._settle(subgroup, changed=True)
             if self.plan.is_resident(subgroup):
                 self.index.give_back(self._slots_of(subgroup))
-                known(self._leaving, "state leaves memory unasked").error = flush.error
+                if self._leaving is not None:  # else the machine has broken since
+                    self._leaving.error = flush.error
             else:
                 self.saver.abort(flush.error)
         return True

@@ -181,7 +181,7 @@ class Engine:
         `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
         before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
         state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
-        `park/seconds`.
+        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -222,7 +222,7 @@ class Engine:
         gpu_memory: int | str = 0,
         *,
         wait: bool = True,
-        accepted: Callable[[], None] = nothing,
+        accepted: Callable[[], Sequence[tuple[int, int]]] = tuple,
     ) -> None:
         """Give memory back to the system between steps, until the next request that needs it, or `unpark`.
 
@@ -234,8 +234,9 @@ class Engine:
             gpu_memory: The same for the GPU.
             wait: Wait until memory has been given back, and for a checkpoint that is being written before. False:
                 this goes on behind the caller, and ends early where the session is used.
-            accepted: Called on the engine thread when nothing stands against it, before any memory goes: the caller
-                lets go of gradients in slots.
+            accepted: Called on the engine thread when nothing else stands against it, before any memory goes: the
+                caller lets go of gradients in slots, or refuses. Returns address and size of those that somebody
+                still holds, whose memory stays.
 
         Raises:
             ConfigError: A size is none, or gradients have left a GPU and no step has used them.
@@ -249,8 +250,7 @@ class Engine:
                 parts.saves.wait_for_pending()
 
             def begin() -> None:
-                pending.append(thread.parking.begin(host_bytes, gpu_bytes))
-                accepted()
+                pending.append(thread.parking.begin(host_bytes, gpu_bytes, accepted))
 
             pending: list[PendingPark] = []
             thread.request(begin, needs_memory=False)

@@ -10,6 +10,7 @@ fit on the paths is refused before anything moves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -20,9 +21,10 @@ from itertools import accumulate
 from offload import waits
 from offload.device.pieces import as_pieces
 from offload.engine.executor import visit_nothing
-from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
+from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
 from offload.memory.arenas import Arena, available_bytes
 from offload.plan import Home
+from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
 from offload.schedule.operations import Leave, Run, Stay, Sweep
 from offload.schedule.staging import Phase
@@ -42,6 +44,7 @@ class PendingPark:
         keeps_gpu: Whether state at home on the GPU stays there.
         moves_bytes: State that leaves memory for the paths, or is flushed from staging slots.
         started_s: When it was asked for (`time.monotonic`).
+        kept: Address and size of memory that stays, as somebody holds gradients in it.
         leave: What leaves now.
         done: Set when the park has ended, well or not.
         error: Why memory was not given back.
@@ -52,6 +55,7 @@ class PendingPark:
     keeps_gpu: bool
     moves_bytes: int
     started_s: float
+    kept: Sequence[tuple[int, int]] = ()
     leave: Leave | None = None
     done: waits.Latch = field(default_factory=waits.Latch)
     error: OffloadError | None = None
@@ -84,6 +88,10 @@ class Parking:
         self._parts = parts
         self._pending: PendingPark | None = None
         self._numbers = 0
+        self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
+        self._keeps_gpu = False  # whether it has left state at home on the GPU
+        self._staged: tuple[int, ...] = ()
+        """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
         self._on_host: tuple[Arena, Mapping[int, int]] | None = None
         """Memory for state at home on the GPU that stays in host memory meanwhile, and where it lies there."""
 
@@ -104,15 +112,18 @@ class Parking:
 
     # Memory is given back
 
-    def begin(self, host_bytes: int, gpu_bytes: int) -> PendingPark:
+    def begin(
+        self, host_bytes: int, gpu_bytes: int, accepted: Callable[[], Sequence[tuple[int, int]]]
+    ) -> PendingPark:
         """Begin to park: it goes on between requests.
 
         Args:
             host_bytes: State that may stay in host memory.
             gpu_bytes: State that may stay at home on the GPU: all that is there, or nothing.
+            accepted: See `Engine.park`.
 
         Raises:
-            ConfigError: Gradients have left the GPU that no step has used.
+            ConfigError: A gradient is there that no step has used.
             InfeasiblePlanError: The paths have no room for what has to leave; nothing has changed.
         """
         parts, machine = self._parts, self._parts.machine
@@ -124,13 +135,20 @@ class Parking:
             numbers = (number for number, place in enumerate(plan.homes) if place is home)
             return [number for number in numbers if not machine.is_fresh(number) and not machine.is_away(number)]
 
-        on_gpu = [] if self.is_parked else at(Home.GPU)
+        on_gpu = at(Home.GPU)
         keeps_gpu = sum(subgroups[number].state_bytes for number in on_gpu) <= gpu_bytes
         leaving, staying = self._split(at(Home.HOST), host_bytes)
         host_bytes -= sum(subgroups[number].state_bytes for number in staying)
         leaving_gpu, to_host = self._split([] if keeps_gpu else on_gpu, host_bytes)
         self._check_room((*leaving, *leaving_gpu))
+        if self.is_parked and on_gpu:
+            on_host = tuple(self._on_host[1]) if self._on_host is not None else ()
+            if (keeps_gpu, to_host) == (self._keeps_gpu, on_host):
+                leaving_gpu = to_host = ()  # which are where they may stay
+            else:
+                self._take_memory()
         moving = (*leaving, *leaving_gpu, *machine.staging.dirty)
+        self._staged = tuple(machine.slots) or self._staged
         self._numbers += 1
         self._pending = pending = PendingPark(
             deque((leaving, *self._batches(leaving_gpu))),
@@ -139,6 +157,11 @@ class Parking:
             sum(subgroups[number].state_bytes for number in moving),
             time.monotonic(),
         )
+        try:  # from now on a gradient that arrives takes memory first
+            pending.kept = accepted()
+        except BaseException:
+            self._pending = None
+            raise
         return pending
 
     def _split(self, numbers: Sequence[int], nbytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -213,13 +236,16 @@ class Parking:
                     self._leave(pending)
                     return
                 self._give_back(pending)
+            except InternalError:
+                raise
             except OffloadError as failed:
                 error = failed
-        self.give_up(error)
+        self.end(error)
 
     def _leave(self, pending: PendingPark) -> None:
         """Have the next batch leave memory."""
         parts, batch = self._parts, pending.batches.popleft()
+        self._check_room(batch)  # again: a path may have failed since
         if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
             self._copy_from_gpu(self._lend(batch))
         self._numbers += 1
@@ -249,41 +275,68 @@ class Parking:
         parts, machine, memory = self._parts, self._parts.machine, self._parts.memory
         homes = [s for s in parts.plan.layout.subgroups if parts.plan.homes[s.index] is Home.HOST]
         kept = [s for s in homes if not machine.is_away(s.index) and not machine.is_fresh(s.index)]
-        ranges = [(memory.home(s.index), s.state_bytes) for s in kept]
+        ranges = [*pending.kept, *((memory.home(s.index), s.state_bytes) for s in kept)]
         if pending.to_host:
             nbytes = sum(parts.plan.layout.subgroups[number].state_bytes for number in pending.to_host)
             arena = memory.arena(nbytes)
-            self._on_host = arena, self._lend(pending.to_host, arena.address)
-            self._copy_from_gpu(self._on_host[1])
+            places = self._lend(pending.to_host, arena.address)
+            try:
+                self._copy_from_gpu(places)
+            except OffloadError:
+                memory.give_back(arena)
+                raise
+            self._on_host = arena, places
         if self._on_host is not None:
             ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
-        memory.lend(self._on_host[1] if self._on_host is not None else {})
         if not self.is_parked:
             parts.lanes.park(keeps_homes=pending.keeps_gpu)
             parts.gradients.park()
-        self.is_parked = True
+        self.is_parked, self._keeps_gpu, self._kept = True, pending.keeps_gpu, ranges
         given_bytes = memory.park(ranges, parts.tiers)
         seconds = time.monotonic() - pending.started_s
         self.figures = {
             "park/moved_bytes": pending.moves_bytes,
             "park/given_back_bytes": given_bytes,
             "park/seconds": seconds,
+            "park/predicted_back_s": self._back_s(given_bytes),
         }
         log.info(
-            "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used",
+            "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used; "
+            "back in about %s",
             format_bytes(given_bytes),
             format_bytes(pending.moves_bytes),
             format_seconds(seconds),
             format_bytes(self.away_bytes),
+            format_seconds(self.figures["park/predicted_back_s"]),
         )
 
-    def give_up(self, error: BaseException | None) -> None:
+    def _back_s(self, given_bytes: int) -> float:
+        """Return what `predict_back_s` says of all that was given back and all that has left memory."""
+        parts, machine = self._parts, self._parts.machine
+        plan, reads = parts.plan, Counter[int]()
+        away = [number for number in range(len(plan.homes)) if machine.is_away(number)]
+        for number in (*away, *self._staged):
+            for tile, _, nbytes in plan.layout.subgroups[number].tiles:
+                record = machine.index.get(tile)
+                if record is not None:
+                    reads[record.location.path] += nbytes
+        lent = self._on_host[1] if self._on_host is not None else {}
+        sizes = {number: plan.layout.subgroups[number].state_bytes for number in (*away, *lent)}
+        sent_bytes = sum(nbytes for number, nbytes in sizes.items() if plan.homes[number] is Home.GPU)
+        beside_bytes = 0 if parts.lanes.pins else sum(sizes.values())
+        return predict_back_s(
+            parts.rates, reads, sent_bytes, given_bytes - beside_bytes, beside_bytes, parts.memory.take_bytes_per_s
+        )
+
+    def end(self, error: BaseException | None) -> None:
         """End the park under way, if there is one: nothing more leaves memory."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         machine = self._parts.machine
-        if machine.is_leaving and machine.broken is None:
+        if not machine.is_leaving:
+            self._parts.memory.lend(self._on_host[1] if self._on_host is not None else {})
+        elif machine.broken is None:
             machine.handle(Stay())
         if error is not None:
             kept = f"state stays in memory, which is not given back: {error}"
@@ -303,7 +356,7 @@ class Parking:
             self._finish(ends=needs_memory)
         if needs_memory and self.is_parked:
             self._take_memory()
-        if needs_memory and self._parts.machine.broken is None:
+        if needs_memory and self._numbers and self._parts.machine.broken is None:
             self._bring_to_gpu()
 
     def _finish(self, *, ends: bool) -> None:
@@ -315,7 +368,7 @@ class Parking:
             if machine.is_leaving:
                 machine.handle(Stay())
             pump(machine, self._parts.executor, lambda m: not m.is_leaving)
-            self.give_up(None)
+            self.end(None)
         while self._pending is not None:
             pump(machine, self._parts.executor, lambda m: self.is_due())
             self.serve()
@@ -332,17 +385,19 @@ class Parking:
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)
-        parts.lanes.unpark()
-        try:
+        with contextlib.ExitStack() as undo:
+            parts.lanes.unpark()
+            undo.callback(parts.lanes.park, keeps_homes=self._keeps_gpu)
             parts.gradients.unpark()
-        except OffloadError:
-            parts.lanes.park(keeps_homes=False)
-            raise
-        parts.memory.unpark(parts.tiers)
+            undo.callback(parts.gradients.park)
+            undo.callback(parts.memory.park, self._kept, parts.tiers)
+            parts.memory.unpark(parts.tiers)
+            if self._on_host is not None:
+                parts.lanes.store(self._copies(self._on_host[1]))
+            undo.pop_all()
         self.is_parked = False
         if self._on_host is not None:
-            (arena, places), self._on_host = self._on_host, None
-            parts.lanes.store(self._copies(places))
+            arena, self._on_host = self._on_host[0], None
             parts.memory.lend({})
             parts.memory.give_back(arena)
 

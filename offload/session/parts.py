@@ -150,6 +150,7 @@ class SessionParts:
             self.others,
             memory.home,
             lambda number: memory.give_back_home(self.plan.layout.subgroups[number]),
+            memory.take_back_home,
             self.views.gather_tile,
             lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
             keep=config.checkpoints,

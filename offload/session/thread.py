@@ -295,7 +295,7 @@ class EngineThread:
             with contextlib.suppress(Exception):  # what has failed may fail again
                 executor.drain()  # whoever is answered may free what updates still write to
             self._end_save(error)
-            self.parking.give_up(error)
+            self.parking.end(error)
             if self._current is not None:
                 self._end_request(error)
             while not self._session_ends:
@@ -394,7 +394,7 @@ class EngineThread:
     def _finish_session(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
         self.speculation.revoke()
-        self.parking.give_up(None)
+        self.parking.end(None)
         pending = self._parts.saves.pending
         if pending is not None:  # whoever closes does not wait for it
             self._told_broken = True

@@ -232,6 +232,29 @@ def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
             break
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_park_and_what_ends_it(tmp_path: Path, stride: int) -> None:
+    """At every line (every second one where it does not wait): the next step has the bits of one without parks."""
+    twin = torch.nn.Parameter(torch.ones(3000).bfloat16())
+    never = offload.AdamW([twin], offload=offload.OffloadConfig(subgroup_numel=1024, threads=1))
+    config = offload.OffloadConfig(paths=[tmp_path], subgroup_numel=1024, threads=1, host_memory="1GiB")
+    parameter = torch.nn.Parameter(torch.ones(3000).bfloat16())
+    parks = offload.AdamW([parameter], offload=config)
+    for interrupted in every(stride):
+        for optimizer in (never, parks):
+            step(optimizer)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(lambda: (parks.park(wait=stride == 1), parks.unpark()))
+        if not interrupted.has_fired:
+            break
+        assert torch.equal(parameter, twin), interrupted.where
+    state, expected = parks.state_for(parameter), never.state_for(twin)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    parks.close()
+    never.close()
+
+
 def test_a_file_that_is_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"content")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from simulated import OnDevice
 
 import offload
 from offload.sim import SimulatedDevice
+from offload.units import format_seconds
 
 NUMELS = (3000, 1024, 5, 7000)
 
@@ -103,7 +105,7 @@ def test_every_step_after_a_park_has_the_same_bits(pair: Pair) -> None:
     assert pair.parking.metrics()["park/away_bytes"] == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 64))])
 def test_random_programs_have_the_bits_of_one_that_never_parks(pair: Pair, seed: int, tmp_path: Path) -> None:
     """Steps, parks, saves, loads and reads at random, all of them of the parked session."""
     rng = random.Random(seed)
@@ -137,3 +139,224 @@ def test_random_programs_have_the_bits_of_one_that_never_parks(pair: Pair, seed:
                 pair.parking.unpark()
     pair.train()
     pair.check()
+
+
+def written_bytes(optimizer: Any) -> float:
+    return optimizer.metrics()["path/0/written_bytes"]
+
+
+def test_only_what_has_changed_in_staging_slots_moves_where_nothing_is_resident(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, **SETTINGS["streamed"])
+    pair.train()
+    pair.train()
+    parking = pair.parking
+    before, slots = written_bytes(parking), parking.plan.plan.staging_slots
+    parking.park()
+    moved = written_bytes(parking) - before
+    assert 0 < moved <= slots * 12 * 1024
+    assert moved == parking.metrics()["park/moved_bytes"]
+    parking.park()
+    assert written_bytes(parking) - before == moved, "a second park moves nothing"
+    totals = []
+    for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
+        begun = written_bytes(optimizer)
+        for step in range(3, 6):
+            train(optimizer, weights, step)
+        totals.append(written_bytes(optimizer) - begun)
+    assert totals[0] <= totals[1] + slots * 12 * 1024, "ordinary steps write more than they did"
+    pair.close()
+
+
+def test_what_comes_home_leaves_room_on_the_path_as_it_was(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    sizes = []
+    for _ in range(8):
+        pair.train()
+        pair.parking.park()
+        sizes.append(sum(file.stat().st_blocks for file in (tmp_path / "parks").rglob("*") if file.is_file()))
+    assert sizes[-1] <= sizes[1], "the store grows with each park"
+    pair.check()
+    pair.close()
+
+
+def test_a_checkpoint_of_a_parked_session_is_whole(pair: Pair, tmp_path: Path) -> None:
+    pair.train()
+    pair.parking.park()
+    for name, copy in (("kept", False), ("copied", True)):
+        pair.parking.save_checkpoint(tmp_path / name, copy=copy)
+        pair.parking.wait_checkpoint()
+        assert pair.parking.engine.is_parked, "a save takes memory"
+    pair.train()
+    pair.parking.park()
+    for name in ("kept", "copied"):
+        pair.parking.load_checkpoint(tmp_path / name)
+        pair.parking.park()
+    pair.optimizers[1].zero_grad()
+    train(pair.parking, pair.weights[0], 2)
+    pair.check()
+
+
+def test_gradients_that_no_step_has_used_are_refused_by_name(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    weights = pair.weights[0]
+    pair.train()
+    weights[1].grad = torch.zeros_like(weights[1])
+    with pytest.raises(offload.ConfigError, match=r"gradient of .*1.*zero_grad"):
+        pair.parking.park()
+    assert not pair.parking.engine.is_parked
+    assert weights[1].grad is not None
+    weights[1].grad = None
+    sum(w.float().sum() for w in weights).backward()
+    with pytest.raises(offload.ConfigError, match="gradient of"):
+        pair.parking.park(wait=False)
+    pair.parking.step()
+    pair.parking.park()  # used, and still in `.grad`
+    assert all(weight.grad is None for weight in weights)
+    pair.close()
+
+
+@pytest.mark.parametrize("size", [-1, "-1GiB", "much", None, 1.5, True, "8"])
+def test_sizes_that_are_none_are_refused(tmp_path: Path, size: Any) -> None:
+    pair = Pair(tmp_path, **SETTINGS["resident"])
+    pair.train()
+    for given in ({"host_memory": size}, {"gpu_memory": size}):
+        with pytest.raises(offload.ConfigError, match=next(iter(given))):
+            pair.parking.park(**given)
+    assert not pair.parking.engine.is_parked
+    pair.close()
+
+
+def test_without_paths_or_room_nothing_moves(tmp_path: Path) -> None:
+    weights = parameters()
+    with offload.AdamW(weights, offload=offload.OffloadConfig(subgroup_numel=1024)) as optimizer:
+        train(optimizer, weights, 1)
+        with pytest.raises(offload.InfeasiblePlanError, match="give paths"):
+            optimizer.park()
+        train(optimizer, weights, 2)
+        optimizer.park(host_memory="1GiB")  # all may stay; what else there is goes
+        train(optimizer, weights, 3)
+    path = {"path": str(tmp_path), "max_bytes": "300KiB"}
+    config = offload.OffloadConfig(paths=[path], subgroup_numel=1024, host_memory="1GiB", checkpoints_kept=0)
+    weights = parameters()
+    with offload.AdamW(weights, offload=config) as optimizer:
+        train(optimizer, weights, 1)
+        path["max_bytes"] = "64KiB"
+    config = offload.OffloadConfig(paths=[path], subgroup_numel=1024, host_memory="1GiB", checkpoints_kept=0)
+    weights = parameters()
+    with offload.AdamW(weights, offload=config) as optimizer:
+        train(optimizer, weights, 1)
+        with pytest.raises(offload.InfeasiblePlanError, match="max_bytes"):
+            optimizer.park()
+        assert optimizer.metrics()["path/0/written_bytes"] == 0
+        train(optimizer, weights, 2)
+
+
+def test_after_close_and_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    pair.train()
+    pair.parking.park()
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.session.parking.available_bytes", lambda: 0)
+        for use in (pair.parking.unpark, lambda: pair.parking.state_for(pair.weights[0][0])):
+            with pytest.raises(offload.InfeasiblePlanError, match="stays parked"):
+                use()
+        assert pair.parking.engine.is_parked
+    pair.train()
+    pair.check()
+    pair.close()
+    with pytest.raises(offload.SessionBrokenError, match="closed"):
+        pair.parking.park()
+    with pytest.raises(offload.SessionBrokenError, match="closed"):
+        pair.parking.unpark()
+
+
+def test_parameters_that_are_added_to_a_parked_session(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    pair.train()
+    pair.parking.park()
+    for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
+        weights.append(torch.nn.Parameter(torch.ones(2000)))
+        optimizer.add_param_group({"params": [weights[-1]]})
+    pair.train()
+    pair.parking.park()
+    pair.train()
+    pair.check()
+    pair.close()
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
+def test_steps_that_are_hidden_are_awaited_and_made_again(tmp_path: Path, overlap: str) -> None:
+    """Speculation, and steps that go on in forward, with parks that do not wait between them."""
+    ends = []
+    for parks in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+        folder = tmp_path / str(parks)
+        folder.mkdir()
+        config = offload.OffloadConfig(
+            paths=[str(folder)], subgroup_numel=1024, host_memory=0, threads=1, overlap=overlap
+        )
+        with offload.AdamW(model.named_parameters(), lr=0.01, offload=config) as optimizer:
+            if overlap != "backward":
+                optimizer.overlap_forward(model)
+            for step in range(8):
+                model(torch.full((2, 64), float(step % 3))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if parks and step % 3 != 1:
+                    optimizer.park(wait=step % 2 == 0)
+            optimizer.finish()
+            ends.append([weight.detach().clone() for weight in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_park_from_another_thread_while_steps_go_on(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    pair.train()
+    done, errors = threading.Event(), []
+
+    def park() -> None:
+        while not done.is_set():
+            try:
+                pair.parking.park(wait=False)
+            except offload.ConfigError:  # a gradient is there
+                continue
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=park)
+    thread.start()
+    try:
+        for step in range(2, 12):
+            pair.steps = step
+            generator = torch.Generator().manual_seed(step)
+            for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
+                for weight in weights:
+                    weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+                generator.manual_seed(step)
+                optimizer.step()
+    finally:
+        done.set()
+        thread.join()
+    assert not errors
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    pair.check()
+    pair.close()
+
+
+def test_what_is_said_of_a_park(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """How long memory and state take to come back: in the log, in metrics, and in the plan while memory is gone."""
+    optimizer = pair.parking
+    pair.train()
+    assert not [name for name in optimizer.metrics() if name.startswith("park/")]
+    with caplog.at_level("INFO", logger="offload"):
+        optimizer.park()
+    seconds = optimizer.metrics()["park/predicted_back_s"]
+    assert seconds > 0
+    assert f"back in about {format_seconds(seconds)}" in caplog.text
+    assert f"given back, back in about {format_seconds(seconds)}" in str(optimizer.plan)
+    optimizer.unpark()
+    assert "given back" not in str(optimizer.plan)
+    assert optimizer.metrics()["park/predicted_back_s"] == seconds

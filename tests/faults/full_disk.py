@@ -112,14 +112,15 @@ class Program:
         large: A folder elsewhere.
         expected: What `undisturbed` returned.
         overlaps: Whether steps go on behind.
+        parks: How often it parks, beside 2 loads.
 
     Attributes:
         told: How often each promised error came, and each action.
     """
 
-    def __init__(self, seed: int, small: Path, large: Path, expected: Any, overlaps: bool) -> None:
+    def __init__(self, seed: int, small: Path, large: Path, expected: Any, overlaps: bool, parks: int = 0) -> None:
         rng = self.rng = random.Random(seed)
-        self.overlaps = overlaps
+        self.overlaps, self.parks = overlaps, parks
         self.expected = expected
         self.small = small
         self.told: Counter[str] = Counter()
@@ -170,6 +171,7 @@ class Program:
             self.load: 2,
             self.reopen: 1,
             self.check: 2,
+            self.park: self.parks,
         }
         try:
             self.rng.choices(list(actions), list(actions.values()))[0]()
@@ -196,7 +198,8 @@ class Program:
             return
         try:
             update(self.layers, self.optimizer, self.at + 1)
-        except offload.StepAbortedError as error:
+        except (offload.StepAbortedError, offload.SessionBrokenError) as error:
+            require(self.parks or isinstance(error, offload.StepAbortedError), "nothing breaks between steps")
             self.broke("step", error, offload.TierError)
         else:
             self.at += 1
@@ -230,6 +233,19 @@ class Program:
             self.told[f"not written: {type(error.__cause__).__name__}"] += 1
         else:
             self.good[copy] = {step}
+
+    def park(self) -> None:
+        try:
+            self.optimizer.park(self.rng.choice((0, 100_000)), wait=self.rng.random() < 0.7)
+        except offload.InfeasiblePlanError:
+            self.told["park refused"] += 1
+        except (offload.TierError, offload.SessionBrokenError) as error:
+            if self.optimizer.engine.broken is not None:
+                self.broke("park", error, offload.TierError)
+            else:
+                self.told[f"not parked: {type(error).__name__}"] += 1
+        else:
+            self.told["park"] += 1
 
     def load(self) -> None:
         self.wait()
@@ -333,12 +349,12 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def run(seed: int, kind: str, folder: Path, expected: Any, overlaps: bool = False) -> Counter[str]:
+def run(seed: int, kind: str, folder: Path, expected: Any, overlaps: bool = False, parks: int = 0) -> Counter[str]:
     """Run one program on a file system of its own below `folder`; raise what was not promised."""
     with mounted(kind, folder) as small:
         large = folder / "large"
         large.mkdir()
-        return Program(seed, small, large, expected, overlaps).run()
+        return Program(seed, small, large, expected, overlaps, parks).run()
 
 
 def main() -> None:
@@ -346,6 +362,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overlap", action="store_true", help="have steps go on behind the program")
+    parser.add_argument("--parks", type=int, default=0, help="how often programs park, beside 2 loads")
     args = parser.parse_args()
     logging.getLogger("offload").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -353,7 +370,7 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.programs):
         with tempfile.TemporaryDirectory(prefix="full-disk-") as folder:
             try:
-                told += run(seed, KINDS[seed % 2], Path(folder), expected, args.overlap)
+                told += run(seed, KINDS[seed % 2], Path(folder), expected, args.overlap, args.parks)
             except (AssertionError, offload.OffloadError) as error:
                 failed += 1
                 print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)

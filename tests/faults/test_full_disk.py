@@ -36,10 +36,10 @@ overlapping = pytest.mark.parametrize("overlaps", [False, True], ids=["waited fo
 """Whether steps go on behind the program."""
 
 
-def run(kind: str, seeds: range, tmp_path: Path, overlaps: bool) -> None:
+def run(kind: str, seeds: range, tmp_path: Path, overlaps: bool, parks: int = 0) -> None:
     for seed in seeds:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        told = full_disk.run(seed, kind, folder, expected(), overlaps)
+        told = full_disk.run(seed, kind, folder, expected(), overlaps, parks)
         assert told["open"], seed
 
 
@@ -50,6 +50,13 @@ def test_a_disk_that_fills_up_brings_promised_errors_only(
     kind: str, seed: int, overlaps: bool, tmp_path: Path
 ) -> None:
     run(kind, range(seed, seed + 1), tmp_path, overlaps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 103))
+@overlapping
+def test_parks_on_a_disk_that_fills_up_lose_nothing(kind: str, seed: int, overlaps: bool, tmp_path: Path) -> None:
+    run(kind, range(seed, seed + 1), tmp_path, overlaps, parks=5)
 
 
 def test_state_dicts_leave_what_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

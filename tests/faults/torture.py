@@ -14,6 +14,8 @@ one has to end, by an error that it raises or by itself, or to say within `QUIET
 
 With `--overlap` steps go on behind the process that is killed (`overlap_forward`), while it makes the next gradients
 and until it saves; with `--overlap backward` they are made before it takes them; with `--overlap both`, both.
+
+With `--parks` lives give memory back between steps, too.
 """
 
 from __future__ import annotations
@@ -98,6 +100,12 @@ def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: floa
     optimizer.zero_grad()
 
 
+def park(rng: random.Random, optimizer: Any) -> None:
+    """Perhaps give memory back."""
+    if rng.random() < 0.4:
+        optimizer.park(rng.choice((0, 0, 300_000)), wait=rng.random() < 0.5)
+
+
 def fingerprint(layers: torch.nn.ModuleList, optimizer: Any) -> int:
     checksum = 0
     parameters = [*layers.parameters()]
@@ -144,7 +152,7 @@ def newest(root: Path) -> tuple[int, Path] | None:
     return whole
 
 
-def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) -> None:
+def live(root: Path, seed: int, expected: list[int], until: int, hidden: str, parks: bool) -> None:
     """One life; ends by itself only after `until` steps."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
@@ -175,6 +183,8 @@ def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) ->
             optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
             if rng.random() < 0.3:
                 optimizer.wait_checkpoint()
+        if parks:
+            park(rng, optimizer)
     if fingerprint(layers, optimizer) != expected[step]:
         print(f"life {seed}: came to step {step} with other bits", file=sys.stderr)
         os._exit(MISMATCH)
@@ -193,7 +203,9 @@ COLLECTIVE_S = 20.0
 """How long gloo waits for a peer: where that has just been killed in its start-up, nobody else tells."""
 
 
-def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str) -> None:
+def live_together(
+    root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str, parks: bool
+) -> None:
     """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
@@ -231,6 +243,8 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
                     optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
                     if rng.random() < 0.3:
                         optimizer.wait_checkpoint()
+                if parks:
+                    park(rng, optimizer)
             if fingerprint(layers, optimizer) != expected[step]:
                 os._exit(MISMATCH)
     except (RuntimeError, offload.CheckpointError) as error:  # gloo's, or that of a commit that waited in vain
@@ -253,7 +267,7 @@ def has_ended(child: int) -> bool:
 
 
 def torture_ranks(
-    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True
+    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", parks: bool = False, quiet: bool = True
 ) -> dict[str, Any]:
     """Kill one rank of each of `kills` lives of two; return figures.
 
@@ -282,7 +296,7 @@ def torture_ranks(
                 child = os.fork()
                 if child == 0:
                     try:
-                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden)
+                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden, parks)
                     except BaseException as error:
                         print(f"life {life}, rank {rank}: {error!r}", file=sys.stderr)
                         os._exit(4)
@@ -325,7 +339,9 @@ def torture_ranks(
     }
 
 
-def torture(kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True) -> dict[str, Any]:
+def torture(
+    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", parks: bool = False, quiet: bool = True
+) -> dict[str, Any]:
     """Kill `kills` lives; return figures.
 
     Raises:
@@ -351,7 +367,7 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quie
             child = os.fork()  # everything is loaded already, and no thread of ours runs
             if child == 0:
                 try:
-                    live(root, seed * 100_003 + life, expected, until, hidden)
+                    live(root, seed * 100_003 + life, expected, until, hidden, parks)
                 except BaseException as error:
                     print(f"life {life}: {error!r}", file=sys.stderr)
                     os._exit(4)
@@ -400,11 +416,12 @@ def main() -> None:
         choices=("forward", "backward", "both"),
         help="hide steps",
     )
+    parser.add_argument("--parks", action="store_true", help="give memory back between steps")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     run = torture if arguments.ranks == 1 else torture_ranks
     described = environment()
-    figures = run(arguments.kills, arguments.seed, arguments.steps, arguments.overlap, quiet=False)
+    figures = run(arguments.kills, arguments.seed, arguments.steps, arguments.overlap, arguments.parks, quiet=False)
     text = json.dumps({"environment": described, "results": figures}, indent=2)
     print(text)
     if arguments.json:

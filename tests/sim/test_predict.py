@@ -26,6 +26,7 @@ from offload.plan import (
     make_plan,
 )
 from offload.predict import predict
+from offload.predict.forecast import predict_back_s
 
 GIB = 1 << 30
 
@@ -491,3 +492,15 @@ def test_a_path_that_is_hardly_shared_is_as_one_that_is_not():
         assert other.lane_bytes == one.lane_bytes
         assert other.busy_s == pytest.approx(one.busy_s, rel=1e-6)
         assert len(other.timeline) == len(one.timeline)
+
+
+def test_state_that_was_parked_is_back_when_the_slowest_path_and_memory_are():
+    paths = (PathRates(10.0, 1.0, read_alone_bytes_per_s=100.0), PathRates(50.0, 1.0))
+    rates = Rates(1.0, paths, GpuRates(1.0, 20.0, 1.0))
+    assert predict_back_s(rates, {}, 0, 0, 0, 0.0) == 0
+    assert predict_back_s(rates, {0: 300, 1: 100}, 0, 0, 0, 10.0) == pytest.approx(3)
+    assert predict_back_s(rates, {0: 300, 1: 200}, 0, 60, 30, 10.0) == pytest.approx(4 + 6)  # 3 beside the 4
+    assert predict_back_s(rates, {0: 300}, 0, 60, 50, 10.0) == pytest.approx(5 + 6)
+    assert predict_back_s(rates, {2: 100}, 0, 0, 0, 10.0) == pytest.approx(2)  # a checkpoint's store, on any path
+    assert predict_back_s(rates, {0: 300}, 40, 60, 0, 10.0) == pytest.approx(3 + 2 + 6)
+    assert predict_back_s(rates, {0: 300}, 40, 60, 0, 0.0) == pytest.approx(3 + 2)

@@ -23,6 +23,7 @@ from offload.schedule.operations import (
     Extend,
     Failed,
     Hold,
+    Leave,
     Lend,
     ReadTile,
     Run,
@@ -558,3 +559,45 @@ def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_wel
     assert machine.broken is None
     newest = {machine.index.get(tile).step for tile, _, _ in machine.plan.layout.subgroups[0].tiles}
     assert newest == ({1} if fails_before else {2})
+
+
+def test_memory_is_vacated_only_when_what_an_open_sweep_fetched_has_come():
+    machine = make(2, 2)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished_sweep()
+    finish(machine, give(machine, Leave(1, ())))
+    machine.take_finished_leave()
+    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)))
+    assert not give(machine, Seal(), Leave(2, ()))
+    assert machine.is_leaving, "slots are vacated, and something is still read into them"
+    finish(machine, reads)
+    assert machine.take_finished_leave() == (Leave(2, ()), None)
+    assert not machine.slots
+
+
+def test_state_that_leaves_memory_while_the_machine_breaks_is_somewhere():
+    machine = make(3, 1, resident=2)
+    finish(machine, give(machine, sweep(1, 0, 1, 2)))
+    machine.take_finished_sweep()
+    writes = give(machine, Leave(1, (0, 1)))
+    of = {number: [write for write in writes if write.tile.subgroup == number] for number in range(3)}
+    give(machine, Failed(of[0][0].op, EIO), Failed(of[2][0].op, EIO))
+    assert machine.broken is EIO
+    assert not give(machine, *(Done(write.op) for number in range(3) for write in of[number][number != 1 :]))
+    assert machine.take_finished_leave() == (Leave(1, (0, 1)), EIO)
+    assert [machine.is_away(number) for number in range(2)] == [False, True]
+
+
+def test_a_leave_that_finds_no_room_for_changed_slots_breaks_and_issues_nothing():
+    layout = build_layout([Parameter("p", 2048 + 1024, DtypeCode.BFLOAT16, 0)], 2048, 2 * SECTOR_BYTES)
+    large, small = 3 * SECTOR_BYTES, 2 * SECTOR_BYTES  # in the store
+    path = PathBudget("path", 20 * large + small)
+    plan = make_plan(layout, Budgets(0, 2 * layout.subgroups[0].state_bytes, (path,)))
+    machine = machine_for(plan)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished_sweep()
+    while (location := machine.index.claim(large - SECTOR_BYTES)) is not None:
+        machine.index.lose(location)
+    assert not give(machine, Leave(1, ()))
+    assert isinstance(machine.broken, TierFullError)
+    assert machine.take_finished_leave() == (Leave(1, ()), machine.broken)

@@ -128,6 +128,21 @@ def test_everything_is_touched_and_zero(
     arena.close()
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_is_touched_keeps_its_content(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not knows:
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
+    arena = Arena(3 * mmap.PAGESIZE)
+    arena.numpy(0, arena.nbytes, np.uint8)[:] = 7
+    arena.discard(mmap.PAGESIZE, mmap.PAGESIZE)
+    arena.touch()
+    content = arena.numpy(0, arena.nbytes, np.uint8).reshape(3, -1)
+    assert (content == np.array([[7], [0], [7]])).all()
+    assert resident_pages(arena.address, arena.nbytes) == 3
+    del content
+    arena.close()
+
+
 def test_this_thread_stays_where_it_was() -> None:
     before = os.sched_getaffinity(0)
     touch(lambda at, size: None, PIECE_BYTES, {0: frozenset({min(before)})})
@@ -154,7 +169,7 @@ def test_memory_that_nobody_wants_any_more_is_not_taken(monkeypatch: pytest.Monk
         done.append(offset)
         lanes.given_up = True
 
-    monkeypatch.setattr(Arena, "_touch", touched)
+    monkeypatch.setattr(Arena, "touch_part", touched)
     with pytest.raises(OffloadError, match="closed"):
         lanes.arena(100 * PIECE_BYTES)
     assert len(done) <= touching.MOST_THREADS

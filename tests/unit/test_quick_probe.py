@@ -336,3 +336,27 @@ def test_the_steps_that_are_tried_are_like_the_session_s(monkeypatch: pytest.Mon
         assert len(small.homes) == trial.SUBGROUPS
         assert small.homes.count(Home.HOST) == round(trial.SUBGROUPS * at_home / 40)
         assert small.staging_slots == min(plan.staging_slots, trial.SLOTS)
+
+
+def test_a_path_is_probed_with_tiles_of_the_session_where_no_state_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state moves when it is parked."""
+    layout = build_layout([Parameter("p", 80 << 10, DtypeCode.BFLOAT16, 0)], 40 << 10)
+    plan = make_plan(layout, Budgets(layout.state_bytes, None, (PathBudget(str(tmp_path), 1 << 30),)))
+    assert plan.staging_bytes == 0
+    sizes: list[int] = []
+
+    class Slots(workbench.Slots):
+        def __init__(self, tier: Any, nbytes: int) -> None:
+            sizes.append(nbytes)
+            super().__init__(tier, nbytes)
+
+    monkeypatch.setattr(probe, "Slots", Slots)
+    queue = CompletionQueue()
+    with (
+        contextlib.closing(open_tier(str(tmp_path), uuid.uuid4(), queue)) as tier,
+        CpuUpdateKernel(queue, 1) as kernel,
+    ):
+        quick_probe(kernel, [tier], queue, 0, plan)
+    assert sizes[0] == plan.largest_tile_bytes > 4096

@@ -36,6 +36,9 @@ class RecordedEngine:
     def bind(self, position: int, address: int, dtype: Any, *, gathered: bool) -> None:
         self.calls.append(("bind", position, address, dtype, gathered))
 
+    def take_memory(self) -> None:
+        self.calls.append(("take_memory",))
+
     def final(self, position: int, gradient: torch.Tensor) -> None:
         self.calls.append(("final", position, gradient.data_ptr()))
 

@@ -1,0 +1,675 @@
+"""Training whose memory is lent to others between steps, as reinforcement learning lends it to its rollouts.
+
+Sections, each of which can be run alone (`--sections phases,serial`):
+
+  phases  park, hold, unpark, step, with none, half and all of the state resident, each in a process of its own.
+          Memory is the process's by the kernel's count (PSS, shared memory included); while it is parked, a second
+          process in the same control group takes what was given back, under a limit that has no other room for it.
+  serial  the step beside a loop that reads, updates and writes bucket after bucket, as disk tiers of such systems
+          do: the same disk, the same bytes (counted by the kernel), the same kernel and bits. Exact state, and
+          `compact8`.
+
+What is promised are times over what the disk and memory allow: rates of reads and writes, alone and mixed, and of
+touching memory are measured in the same run, between the rounds. Figures are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _common import Target, arguments, cores, environment, interleaved, progress, report, run_sections
+from _worker import kernel_io
+from capacity import Group, made_group
+from paths import MIB, Mixer, opened
+
+import offload
+from offload.formats import EXACT_ADAMW, STATE_FORMATS
+from offload.kernels import CpuUpdateKernel, scalars
+from offload.kernels.reference import SegmentTensors, segment_table
+from offload.memory.arenas import Arena
+from offload.predict import predict
+from offload.protocols import SegmentFlag
+from offload.rules import GroupScalars
+from offload.units import format_seconds
+
+SHARES = (0.0, 0.5, 1.0)
+NO_LIMIT = 1 << 50
+
+PARK_S = 0.05
+"""What a park may take beside what it writes."""
+
+GONE_BYTES, GONE_BYTES_EACH = 64 << 20, 0.02
+"""What a parked process may hold beyond what it held without the optimizer: of its own, and for each parameter."""
+
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+GROUP = GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+WIDTH = 1024
+DIRECT_BYTES = 8 * MIB
+"""Of one request of the serial loop; so many of its threads have one in flight:"""
+DIRECT_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done.
+
+    Attributes:
+        numel: Parameters.
+        weights: Tensors that they are in, in the section on phases.
+        rounds: Of phases; steps of the loop are twice as many.
+        tile_bytes, tiles: What measures the disk.
+        touched_bytes: What measures touching.
+    """
+
+    numel: int
+    weights: int
+    rounds: int
+    tile_bytes: int
+    tiles: int
+    touched_bytes: int
+
+
+SMOKE = Size(1 << 19, 4, 2, MIB, 4, 1 << 20)
+FULL = Size(1 << 28, 16, 5, 8 * MIB, 64, 512 << 20)
+
+
+class Disk:
+    """What the disk and memory reach, as bytes per second.
+
+    Args:
+        folder: On the disk.
+        size: How much is moved.
+    """
+
+    def __init__(self, folder: Path, size: Size) -> None:
+        self._ends = contextlib.ExitStack()
+        tier, queue = self._ends.enter_context(opened(folder, "io_uring", checksum=False))
+        self._mixer = Mixer(tier, queue, size.tile_bytes, 4, max(8, size.tiles // 4))
+        self._size = size
+        self.rates: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
+
+    def measure(self) -> None:
+        """Add a measurement of each rate."""
+        for name, ways in {"read": (True, False), "write": (False, True), "mixed": (True, True)}.items():
+            started_s = time.perf_counter()
+            self._mixer.run(self._size.tiles, *ways)
+            nbytes = sum(ways) * self._size.tiles * self._size.tile_bytes
+            self.rates[name].append(nbytes / (time.perf_counter() - started_s))
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(rates) for name, rates in self.rates.items()}
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+def touching_bytes_per_s(nbytes: int) -> float:
+    """Return how fast memory is touched that the process does not have yet."""
+    arena = Arena(nbytes)
+    started_s = time.perf_counter()
+    arena.touch()
+    seconds = time.perf_counter() - started_s
+    arena.close()
+    return nbytes / seconds
+
+
+def moved(before: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that this process has read and written on devices since `kernel_io` returned `before`."""
+    return {name: count - before[name] for name, count in kernel_io().items()}
+
+
+# Phases, in a process of their own
+
+
+def held_bytes() -> int:
+    """Return the memory of this process by the kernel's count: its own, and its part of what is shared."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+BESIDE_BYTES = 64 << 20
+"""Room in a control group beside a process that is not parked: less than what it gives back."""
+
+TAKER = """
+import mmap, pathlib, sys
+pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
+memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for at in range(0, len(memory), mmap.PAGESIZE):
+    memory[at] = 1
+"""
+
+
+def taken_by_another(group: Group | None, before_bytes: int, given_bytes: int) -> bool | None:
+    """Return whether another process can take what this one has given back; None without a control group.
+
+    Args:
+        group: Of both.
+        before_bytes: What this process held before it was parked; its group has room for `BESIDE_BYTES` more.
+        given_bytes: What it gave back.
+    """
+    if group is None:
+        return None
+    group.limit(before_bytes + BESIDE_BYTES)
+    try:
+        done = subprocess.run([sys.executable, "-c", TAKER, str(int(0.95 * given_bytes))], check=False)
+    finally:
+        group.limit(NO_LIMIT)
+    return done.returncode == 0
+
+
+class Training:
+    """Iterations over weights whose gradients are always the same: nothing but the optimizer takes time."""
+
+    def __init__(self, size: Size) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = size.numel // size.weights // WIDTH, WIDTH
+        self.weights = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for _ in range(size.weights)
+        ]
+        self.gradient = torch.randn(shape, generator=generator).bfloat16()
+        self.optimizer: Any = None
+
+    def backward(self) -> None:
+        for weight in self.weights:
+            weight.backward(self.gradient)
+
+    def iteration(self) -> dict[str, float]:
+        """Make one; return what it took and moved."""
+        before, started_s = kernel_io(), time.perf_counter()
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.finish()
+        return {"seconds": time.perf_counter() - started_s, **moved(before)}
+
+    def digest(self) -> str:
+        found = hashlib.sha256()
+        for weight in self.weights:
+            found.update(weight.detach().view(torch.int16).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+def child(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the phases of one resident share."""
+    size, share, folder = Size(**request["size"]), request["share"], Path(request["folder"])
+    group = Group(Path(request["group"]), request["version"]) if request["group"] else None
+    if group is not None:
+        group.join()
+    training = Training(size)
+    disk = Disk(folder, size)
+    # What every optimizer of torch loads, and a first iteration.
+    plain = torch.optim.SGD(training.weights, lr=0.0)
+    training.backward()
+    plain.step()
+    plain.zero_grad()
+    disk.measure()
+    base_bytes = held_bytes()
+    path = folder / "path"
+    path.mkdir()
+    config = offload.OffloadConfig(host_memory=int(12.6 * size.numel * share), paths=[path])
+    rounds: list[dict[str, Any]] = []
+    with offload.AdamW(training.weights, **SETTINGS, offload=config) as optimizer:
+        training.optimizer = optimizer
+        for _ in range(3):
+            training.iteration()
+        for number in range(size.rounds + 1):
+            usual = [training.iteration() for _ in range(2)]
+            before_bytes, before, started_s = held_bytes(), kernel_io(), time.perf_counter()
+            optimizer.park()
+            one: dict[str, Any] = {"park_s": time.perf_counter() - started_s, **moved(before)}
+            said = optimizer.metrics()
+            one |= {name.removeprefix("park/"): value for name, value in said.items() if name.startswith("park/")}
+            one["before_bytes"], one["beyond_bytes"] = before_bytes, held_bytes() - base_bytes
+            if number == 0:
+                another = taken_by_another(group, before_bytes, int(one["given_back_bytes"]))
+            disk.measure()
+            one["touching_bytes_per_s"] = touching_bytes_per_s(size.touched_bytes)
+            started_s = time.perf_counter()
+            optimizer.unpark()
+            one["unpark_s"] = time.perf_counter() - started_s
+            one["first"] = training.iteration()
+            one["usual"] = [*usual, *(training.iteration() for _ in range(2))]
+            # Behind the caller.
+            started_s = time.perf_counter()
+            optimizer.park(wait=False)
+            one["returns_s"] = time.perf_counter() - started_s
+            while not optimizer.engine.is_parked:
+                time.sleep(0.001)
+            one["gone_s"] = time.perf_counter() - started_s
+            one["gone_beyond_bytes"] = held_bytes() - base_bytes
+            training.iteration()
+            if number > 0:  # the first makes files and memory of the machine's host
+                rounds.append(one)
+        found = {
+            "rounds": rounds,
+            "rates": {**disk.medians(), "touching": middle(rounds, "touching_bytes_per_s")},
+            "base_bytes": base_bytes,
+            "taken_by_another": another,
+            "state_bytes": said["state_bytes"],
+            "resident_bytes": said["resident_bytes"],
+            "checksum": training.digest(),
+        }
+    disk.close()
+    return found
+
+
+def middle(rounds: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(one[name] for one in rounds)
+
+
+def summed_up(found: dict[str, Any]) -> dict[str, float]:
+    """Return the medians of rounds, and what rates allow."""
+    rounds, rates = found["rounds"], found["rates"]
+    for one in rounds:
+        usual = {name: statistics.median(each[name] for each in one["usual"]) for name in one["first"]}
+        one["usual_s"] = usual["seconds"]
+        one["excess_s"] = one["unpark_s"] + one["first"]["seconds"] - usual["seconds"]
+        one["read_back_bytes"] = one["first"]["read_bytes"] - usual["read_bytes"]
+        taking_s = one["given_back_bytes"] / rates["touching"]
+        one["back_bound_s"] = one["read_back_bytes"] / rates["read"] + taking_s
+        one["over_prediction"] = one["excess_s"] / one["predicted_back_s"]
+        # Bytes of ordinary steps before the park and after it.
+        first, last = (
+            sum(each["read_bytes"] + each["write_bytes"] for each in part) for part in halves(one["usual"])
+        )
+        one["bytes_as_before"] = last / first if first else 1.0
+    names = (
+        *("park_s", "moved_bytes", "write_bytes", "read_bytes", "given_back_bytes", "beyond_bytes", "before_bytes"),
+        *("gone_beyond_bytes", "unpark_s", "usual_s", "excess_s", "read_back_bytes", "back_bound_s"),
+        *("predicted_back_s", "over_prediction", "bytes_as_before", "returns_s", "gone_s"),
+    )
+    found["medians"] = {name: middle(rounds, name) for name in names}
+    return dict(found["medians"])
+
+
+def halves(usual: list[dict[str, float]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    return usual[: len(usual) // 2], usual[len(usual) // 2 :]
+
+
+def phases(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    with made_group() as group:
+        for share in SHARES:
+            where = f"{share:.0%} resident"
+            progress(where)
+            place = folder / f"{share:.0%}"
+            place.mkdir()
+            request = {
+                "size": asdict(size),
+                "share": share,
+                "folder": str(place),
+                "group": str(group.folder) if group else "",
+                "version": group.version if group else 0,
+            }
+            command = [sys.executable, __file__, "--child", json.dumps(request)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{where} failed:\n{done.stderr}")
+            found = results[where] = json.loads(done.stdout.splitlines()[-1])
+            m, rates = summed_up(found), found["rates"]
+            print(
+                f"  {where}: parked in {format_seconds(m['park_s'])} ({m['write_bytes'] / 1e6:.0f} MB written at "
+                f"{rates['write'] / 1e9:.2f} GB/s alone), {m['given_back_bytes'] / 2**20:.0f} MiB given back, "
+                f"{m['beyond_bytes'] / 2**20:.0f} MiB beyond what it held without the optimizer"
+            )
+            print(
+                f"    back {format_seconds(m['excess_s'])} later than a step of {format_seconds(m['usual_s'])}: "
+                f"{format_seconds(m['predicted_back_s'])} was said, rates allow {format_seconds(m['back_bound_s'])}; "
+                f"wait=False returns in {format_seconds(m['returns_s'])}, memory is gone in "
+                f"{format_seconds(m['gone_s'])}"
+            )
+            # The bytes alone are a bound only where there are enough of them.
+            bound_s = m["moved_bytes"] / rates["write"]
+            slack_s = PARK_S if share < 1 else 0.0
+            targets += [
+                Target.at_most(f"{where}: park over its bound", m["park_s"] / (slack_s + 1.1 * bound_s), 1.0),
+                Target.at_most(
+                    f"{where}: bytes written by a park over those of state that left memory",
+                    m["write_bytes"] / m["moved_bytes"],
+                    1.01,
+                ),
+                Target.at_most(f"{where}: bytes of steps after a park over those before", m["bytes_as_before"], 1.01),
+                Target.at_most(
+                    f"{where}: memory after a park beyond the process's own, over what is allowed",
+                    max(m["beyond_bytes"], m["gone_beyond_bytes"]) / (GONE_BYTES + GONE_BYTES_EACH * size.numel),
+                    1.0,
+                ),
+                Target.at_least(
+                    f"{where}: another process takes what was given back",
+                    None if found["taken_by_another"] is None else float(found["taken_by_another"]),
+                    1.0,
+                    "no control group can be made",
+                ),
+                Target.at_most(
+                    f"{where}: what unpark and the first step take longer, over bytes and memory at their rates",
+                    m["excess_s"] / m["back_bound_s"],
+                    1.2,
+                ),
+                Target.at_most(
+                    f"{where}: the same, distance of what was predicted", abs(m["over_prediction"] - 1), 0.15
+                ),
+                Target.at_most(f"{where}: park(wait=False) over 50 ms", m["returns_s"] / PARK_S, 1.0),
+                Target.at_most(
+                    f"{where}: memory gone after park(wait=False), over its bound",
+                    m["gone_s"] / (slack_s + 1.2 * bound_s),
+                    1.0,
+                ),
+            ]
+    if len({found["checksum"] for found in results.values()}) != 1:
+        raise SystemExit("the weights differ between resident shares")
+    return results
+
+
+# Beside a serial loop
+
+
+class DirectFile:
+    """Buckets in a file that is read and written past the page cache, several requests at once."""
+
+    def __init__(self, file: Path, nbytes: int) -> None:
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, nbytes)
+        self._pool = ThreadPoolExecutor(DIRECT_THREADS)
+
+    def _move(self, call: Callable[..., int], memory: memoryview, offset: int) -> None:
+        def one(at: int) -> None:
+            part = memory[at : at + DIRECT_BYTES]
+            if call(self._file, [part], offset + at) != len(part):
+                raise SystemExit("a transfer of the serial loop came to less than was asked for")
+
+        list(self._pool.map(one, range(0, len(memory), DIRECT_BYTES)))
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        self._move(os.preadv, memory, offset)
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        self._move(os.pwritev, memory, offset)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        os.close(self._file)
+
+
+class BufferedFile:
+    """Buckets in a file that is read and written through the page cache, synced, and read from the disk again."""
+
+    def __init__(self, file: Path, nbytes: int) -> None:
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(self._file, 0, nbytes)
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            done += os.preadv(self._file, [memory[done:]], offset + done)
+        os.posix_fadvise(self._file, offset, len(memory), os.POSIX_FADV_DONTNEED)
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            done += os.pwritev(self._file, [memory[done:]], offset + done)
+        os.fdatasync(self._file)
+        os.posix_fadvise(self._file, offset, len(memory), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+FILES: dict[str, type[DirectFile | BufferedFile]] = {"O_DIRECT": DirectFile, "buffered": BufferedFile}
+
+
+class SerialLoop:
+    """A step that reads a bucket of state, updates it and writes it back before it turns to the next one.
+
+    Args:
+        folder: Where its file is.
+        weight: What is updated.
+        gradient: Its gradient.
+        buckets: How many there are.
+        kept: How many of them stay in memory: as much as the staging memory of the others.
+    """
+
+    def __init__(self, folder: Path, weight: torch.Tensor, gradient: torch.Tensor, buckets: int, kept: int) -> None:
+        self.numel = weight.numel() // buckets
+        self.bucket_bytes = int(EXACT_ADAMW.item_bytes * self.numel)
+        self.weight, self.gradient = weight, gradient
+        self._arenas = [Arena(self.bucket_bytes, prefault=True) for _ in range(kept + 1)]
+        self._memory = [memoryview(arena.numpy(0, arena.nbytes, np.uint8)) for arena in self._arenas]
+        self._kept = kept
+        self._buckets = buckets
+        self._kernel = CpuUpdateKernel(threads=cores())
+        self._steps = 0
+        self.spent_s: dict[str, float] = {}
+        kinds = {name: kind(folder / name, buckets * self.bucket_bytes) for name, kind in FILES.items()}
+        self.tried = {name: [math.inf, math.inf] for name in kinds}
+        for _ in range(3):
+            for name, file in kinds.items():
+                for way, move in enumerate((file.write, file.read)):
+                    started_s = time.perf_counter()
+                    move(self._memory[0], 0)
+                    self.tried[name][way] = min(self.tried[name][way], time.perf_counter() - started_s)
+        self.chosen = min(self.tried, key=lambda name: sum(self.tried[name]))
+        self._file = kinds.pop(self.chosen)
+        for name, file in kinds.items():
+            file.close()
+            (folder / name).unlink()
+        for number in range(buckets):
+            self._fill(number)
+
+    def _place(self, number: int) -> int:
+        """Return which memory a bucket is in."""
+        return number if number < self._kept else self._kept
+
+    def _fill(self, number: int) -> None:
+        master, *moments = self._tensors(number)
+        master.copy_(self._part(self.weight, number))
+        for moment in moments:
+            moment.zero_()
+        if number >= self._kept:
+            self._file.write(self._memory[-1], number * self.bucket_bytes)
+
+    def _tensors(self, number: int) -> list[torch.Tensor]:
+        arena = self._arenas[self._place(number)]
+        return [arena.tensor(4 * self.numel * n, self.numel, torch.float32) for n in range(3)]
+
+    def _part(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return tensor[number * self.numel : (number + 1) * self.numel]
+
+    def step(self) -> None:
+        self._steps += 1
+        spent_s = self.spent_s = {"read": 0.0, "update": 0.0, "write": 0.0}
+
+        @contextlib.contextmanager
+        def timed(what: str) -> Iterator[None]:
+            started_s = time.perf_counter()
+            yield
+            spent_s[what] += time.perf_counter() - started_s
+
+        for number in range(self._buckets):
+            moves, at = number >= self._kept, number * self.bucket_bytes
+            if moves:
+                with timed("read"):
+                    self._file.read(self._memory[-1], at)
+            with timed("update"):
+                master, *moments = self._tensors(number)
+                row = scalars(self._steps, decoupled=True, grad_scale=1.0, **SETTINGS)
+                gradient, weight = self._part(self.gradient, number), self._part(self.weight, number)
+                flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
+                self._kernel.run(segment_table([SegmentTensors(master, moments, gradient, weight, flags, row)]))
+            if moves:
+                with timed("write"):
+                    self._file.write(self._memory[-1], at)
+
+    def close(self) -> None:
+        self._file.close()
+        self._kernel.close()
+
+
+def bound(
+    loop_bytes: float, ours_bytes: float, update_s: float, ours_update_s: float, rates: dict[str, float]
+) -> float:
+    """Return how many times as fast as a serial loop a step can be that does all at once, by the disk's rates."""
+    serial_s = loop_bytes / rates["read"] + loop_bytes / rates["write"] + update_s
+    alone_s = max(ours_bytes / rates["read"], ours_bytes / rates["write"])
+    return serial_s / max(alone_s, 2 * ours_bytes / rates["mixed"], ours_update_s)
+
+
+def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(size.numel, generator=generator).bfloat16()
+    gradient = torch.randn(size.numel, generator=generator).bfloat16()
+    shape = size.numel // WIDTH, WIDTH
+    parameter = offload.Parameter("p", size.numel, offload.DtypeCode.BFLOAT16, 0, shape=shape)
+    buckets = 16
+    forms = ("exact", "compact8")
+    disk = Disk(folder, size)
+    used: dict[str, list[dict[str, Any]]] = {name: [] for name in ("serial", *forms)}
+    with contextlib.ExitStack() as ends:
+        ends.callback(disk.close)
+        engines, weights = {}, {name: start.clone() for name in used}
+        for form in forms:
+            (folder / form).mkdir()
+            item_bytes = EXACT_ADAMW.stored_in(STATE_FORMATS[form]).item_bytes
+            config = offload.OffloadConfig(
+                host_memory=0,
+                paths=[folder / form],
+                state_format=form,
+                subgroup_numel=size.numel // buckets,
+                staging_memory=int(1.01 * item_bytes * size.numel / 4),
+            )
+            engine = engines[form] = ends.enter_context(contextlib.closing(offload.Engine([parameter], config)))
+            engine.bind_weight(0, weights[form].data_ptr())
+            engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+        kept = engines["exact"].plan.staging_slots
+        loop = SerialLoop(folder, weights["serial"], gradient, buckets, kept)
+        ends.callback(loop.close)
+
+        def measured(name: str, step: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                before, started_s = kernel_io(), time.perf_counter()
+                step()
+                used[name].append({"seconds": time.perf_counter() - started_s, **moved(before)})
+
+            return run
+
+        for _ in range(3):
+            disk.measure()
+        loop_bytes = loop.bucket_bytes * (buckets - kept)
+        planned = {form: engine.plan for form, engine in engines.items()}
+        ours_bytes = {form: p.slot_bytes * (buckets - p.staging_slots) for form, p in planned.items()}
+        update_s = {form: planned[form].state_bytes / engines[form].rates.cpu_bytes_per_s for form in forms}
+        before = {
+            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], disk.medians())
+            for form in forms
+        }
+        print(
+            f"  a step may be {before['exact']:.2f} times as fast as the loop, in compact8 {before['compact8']:.2f}"
+        )
+        contenders: dict[str, Callable[[], object]] = {"serial": measured("serial", loop.step)}
+        for form, engine in engines.items():
+            contenders[form] = measured(form, lambda engine=engine: engine.step([GROUP]))  # type: ignore[misc]
+        contenders["disk"] = disk.measure
+        spent: list[dict[str, float]] = []
+        steps = contenders["serial"]
+
+        def serial_step() -> None:
+            steps()
+            spent.append(loop.spent_s)
+
+        contenders["serial"] = serial_step
+        for _ in range(3):  # rates and staging memory have settled
+            for form in forms:
+                engines[form].step([GROUP])
+            loop.step()
+        times = interleaved(contenders, 2 * size.rounds)
+        predicted = {form: predict(engines[form].plan, engines[form].rates).step_s for form in forms}
+        digests = {
+            name: hashlib.sha256(weight.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+            for name, weight in weights.items()
+        }
+        cpu_s = {form: engines[form].metrics()["lane/cpu/busy_s"] for form in forms}
+    if digests["serial"] != digests["exact"]:
+        raise SystemExit("the loop and exact state came to other weights")
+    rates = disk.medians()
+    each = {way: statistics.median(one[way] for one in spent[1:]) for way in spent[0]}
+    reached = {way: loop_bytes / each[way] / rates[way] for way in ("read", "write")}
+    tried = {name: [loop.bucket_bytes / seconds for seconds in both] for name, both in loop.tried.items()}
+    found: dict[str, Any] = {
+        "rates": rates,
+        "bound_before": before,
+        "loop": {"file": loop.chosen, "tried": tried, "seconds": each, "of_rates": reached, "bytes": loop_bytes},
+        "predicted_s": predicted,
+        "cpu_s": cpu_s,
+        "contenders": {
+            name: {
+                "step_s": statistics.median(times[name]),
+                "read_bytes": statistics.median(one["read_bytes"] for one in used[name][1:]),
+                "write_bytes": statistics.median(one["write_bytes"] for one in used[name][1:]),
+                "steps": used[name][1:],
+            }
+            for name in used
+        },
+        "checksum": "-".join(digests.values()),
+    }
+    for name, row in found["contenders"].items():
+        print(
+            f"  {name}: {format_seconds(row['step_s'])}, {row['read_bytes'] / 1e6:.0f} MB read and "
+            f"{row['write_bytes'] / 1e6:.0f} MB written"
+        )
+    print(
+        f"  the disk reads {rates['read'] / 1e9:.2f} GB/s, writes {rates['write'] / 1e9:.2f}, "
+        f"both {rates['mixed'] / 1e9:.2f}; the loop ({loop.chosen}) has {reached['read']:.2f} and "
+        f"{reached['write']:.2f} of them"
+    )
+    for form in forms:
+        ratio = statistics.median(a / b for a, b in zip(times["serial"], times[form], strict=True))
+        moved_bytes = (found["contenders"][form]["read_bytes"] + found["contenders"][form]["write_bytes"]) / 2
+        limit = bound(loop_bytes, moved_bytes, each["update"], update_s[form], rates)
+        found["contenders"][form] |= {"times_serial": ratio, "bound": limit}
+        print(f"  {form}: {ratio:.2f} times as fast as the loop, of {limit:.2f}")
+        targets.append(
+            Target.at_least(f"{form}: times as fast as the serial loop, over its bound", ratio / limit, 0.9)
+        )
+    equal = [
+        sum(found["contenders"][name][f"{way}_bytes"] for way in ("read", "write")) for name in ("exact", "serial")
+    ]
+    targets.append(
+        Target.at_most("exact: bytes over those of the serial loop", equal[0] / equal[1] if equal[1] else 1.0, 1.01)
+    )
+    for way in reached:
+        targets.append(Target.at_least(f"serial loop: {way}s over the disk's rate", reached[way], 0.8))
+    return found
+
+
+SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {"phases": phases, "serial": serial}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(json.loads(sys.argv[2]))))
+        return
+    parser = arguments(__doc__, path=True, sections=SECTIONS)
+    args = parser.parse_args()
+    described = environment()
+    results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
+    checksums = [results["phases"]["0% resident"]["checksum"]] if "phases" in results else []
+    checksums += [results["serial"]["checksum"]] if "serial" in results else []
+    report(args, described, results, "-".join(checksums), targets)
+
+
+if __name__ == "__main__":
+    main()
