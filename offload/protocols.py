@@ -347,20 +347,18 @@ class Device(Protocol):
 
         Args:
             nbytes: How much.
-            caller: A lane that `caller` returned, in whose order the memory is taken, and given back to others: lanes
-                that use it follow a later `mark_caller`. None: any lane may use it at once.
+            caller: Borrow it, in the order of a lane that `caller` returned: lanes that use it follow a later
+                `mark_caller`, and `return_borrowed` gives it back. None: any lane may use it at once.
 
         Raises:
             OffloadError: There is not that much.
         """
 
-    def release(self, address: int, *, behind: bool = False) -> None:
-        """Give memory back.
+    def release(self, address: int) -> None:
+        """Give memory back that no work uses any more."""
 
-        Args:
-            address: What `allocate` returned.
-            behind: Work that is on lanes now may still use it: it is used again behind that, and nobody waits.
-        """
+    def return_borrowed(self) -> None:
+        """Give back all memory that is borrowed: it is used again behind work that is on lanes now; nobody waits."""
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """Say that the caller drops a tensor on the device: its memory is used again behind the caller's lane only.

@@ -170,6 +170,7 @@ class AcceleratorDevice:
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
         """Events without and with timing that are free to be recorded again: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
+        self._borrowed: list[torch.Tensor] = []
         self._reporting = threading.Lock()
         self._closed = False
         with self.current():
@@ -242,16 +243,22 @@ class AcceleratorDevice:
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if caller is None:
                 self.backend.current_stream(self.device).synchronize()
-        self._memory[tensor.data_ptr()] = tensor
+                self._memory[tensor.data_ptr()] = tensor
+            else:
+                self._borrowed.append(tensor)
         return tensor.data_ptr()
 
-    def release(self, address: int, *, behind: bool = False) -> None:
+    def release(self, address: int) -> None:
         """See `Device.release`."""
-        tensor = self._memory.pop(address)
-        if behind:
-            with self.current():
-                for stream in self._streams.values():
+        del self._memory[address]
+
+    def return_borrowed(self) -> None:
+        """See `Device.return_borrowed`."""
+        with self.current():
+            for tensor in self._borrowed:
+                for stream in tuple(self._streams.values()):
                     tensor.record_stream(stream)
+        self._borrowed.clear()
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""
@@ -365,6 +372,7 @@ class AcceleratorDevice:
         for reporter in self._reporters.values():
             reporter.close()
         self._memory.clear()
+        self._borrowed.clear()
 
 
 def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:

@@ -122,11 +122,11 @@ class GpuLanes(Lanes):
         """
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
-        slots_bytes = 0 if self.borrows else plan.gpu_slots * plan.gpu_slot_bytes
+        slots_bytes = self.missing_bytes(plan)
         # Allocate everything before changing anything: without room, the session goes on as it was.
         with contextlib.ExitStack() as undo:
             homes = self._allocate(sum(subgroup.state_bytes for subgroup in added), undo)
-            slots = self._allocate(slots_bytes if slots_bytes > self._slots_bytes else 0, undo)
+            slots = self._allocate(slots_bytes, undo)
             needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
             piece_bytes = plan.piece_buffer_bytes if needs_larger else 0
             pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
@@ -224,11 +224,10 @@ class GpuLanes(Lanes):
             self.device.follow(lane, mark)
 
     def return_borrowed(self) -> None:
-        """Give borrowed memory back, which is used again behind what is on lanes now."""
-        slots, self._borrowed_slots = self._borrowed_slots, []
-        buffers = self.pieces.adopt(0, 0) if self.borrows else 0
-        for address in (*slots, *([buffers] if buffers else ())):
-            self.device.release(address, behind=True)
+        """Give all borrowed memory back, which is used again behind what is on lanes now."""
+        self._borrowed_slots = []
+        self.pieces.adopt(0, 0)
+        self.device.return_borrowed()
 
     def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
         """Say it at the first step that finds less than was planned, the second, the fourth, and so on."""

@@ -41,7 +41,7 @@ class NoDevice:
     reserve_bytes = 0
     node: int | None = None
 
-    adopt_thread = prepare = release = give_up = pin = unpin = follow = wait = close = nothing
+    adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
 
     def free_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Lanes:
         self.wakes = False
 
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
-    wait = await_sent = will_push = take_timed = return_borrowed = close = nothing
+    wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = never
     home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 

@@ -71,11 +71,11 @@ class _Region:
     """Block sums of the parameters of one `Engine.add`, on the device and in host memory.
 
     Attributes:
-        device: Address there; 0 while they are in host memory alone.
+        address: On the device; 0 while they are in host memory alone.
         host: Their memory in the host.
     """
 
-    device: int
+    address: int
     host: Arena
 
 
@@ -214,9 +214,9 @@ class GpuGradients(GradientStore):
     def park(self) -> None:
         """Give back device memory; no gradient has arrived. Until `unpark` none does."""
         for region in self._regions:
-            if region.device:
-                self.lanes.device.release(region.device)
-            region.device = 0
+            if region.address:
+                self.lanes.device.release(region.address)
+            region.address = 0
 
     def unpark(self) -> None:
         """Take device memory again, unless it is borrowed when it is needed.
@@ -229,54 +229,54 @@ class GpuGradients(GradientStore):
 
     def _take_regions(self, caller: Hashable) -> list[_Region]:
         """Take device memory for the block sums that are in host memory alone; return which."""
-        device, regions = self.lanes.device, [region for region in self._regions if not region.device]
+        device, regions = self.lanes.device, [region for region in self._regions if not region.address]
         with contextlib.ExitStack() as undo:
             addresses = []
             for region in regions:
                 addresses.append(device.allocate(region.host.nbytes, caller))
-                undo.callback(device.release, addresses[-1])
+                if caller is None:
+                    undo.callback(device.release, addresses[-1])
             undo.pop_all()
         for region, address in zip(regions, addresses, strict=True):
-            region.device = address
             for record in self.records:
                 offset = record.blocks.ctypes.data - region.host.address
                 if 0 <= offset < region.host.nbytes:
                     record.device_blocks = address + offset
+            region.address = address  # last: an interrupt may come before
         return regions
 
     def _borrow(self, *, buffers: bool) -> None:
-        """Take borrowed memory again for block sums, and for `buffers` of pieces; on the caller's thread."""
+        """Borrow memory for block sums, and for `buffers` of pieces; on the caller's thread, which has the lock."""
         lanes = self.lanes
-        if not lanes.borrows or all(region.device for region in self._regions):
+        if not lanes.borrows or all(region.address for region in self._regions):
             return
         device, caller = lanes.device, lanes.device.caller()
-        with self._lock:
-            if buffers:
-                lanes.borrow_buffers(caller)
-            regions = self._take_regions(caller)
-            lanes.follow_borrowed(caller)
-            device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
-            for region in regions:
-                lanes.copy(DeviceLane.H2D, region.device, region.host.address, region.host.nbytes)
-            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
+        if buffers:
+            lanes.borrow_buffers(caller)
+        regions = self._take_regions(caller)
+        lanes.follow_borrowed(caller)
+        device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
+        for region in regions:
+            lanes.copy(DeviceLane.H2D, region.address, region.host.address, region.host.nbytes)
+        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
 
     def return_borrowed(self) -> None:
-        """Give borrowed memory back, with block sums in host memory once lane `GRADIENTS` has come so far."""
-        self._return_borrowed(are_copied=False)
+        """Give borrowed memory back, if there is any; block sums stay in host memory until gradients arrive."""
+        if self.lanes.borrows:
+            self._bring_sums()
 
-    def _return_borrowed(self, *, are_copied: bool) -> None:
+    def _bring_sums(self) -> None:
+        """Copy block sums to host memory, once lane `GRADIENTS` has come so far; give all that is borrowed back."""
         lanes = self.lanes
-        if not lanes.borrows:
-            return
         with self._lock:
             self.leave()
             for region in self._regions:
-                if region.device:
-                    if not are_copied:
-                        lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
-                    lanes.device.release(region.device, behind=True)
-                    region.device = 0
-            lanes.return_borrowed()
+                if region.address:
+                    lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.address, region.host.nbytes)
+            if lanes.borrows:
+                for region in self._regions:
+                    region.address = 0
+                lanes.return_borrowed()
 
     def bound_at(self) -> npt.NDArray[np.uint64]:
         """See `GradientStore.bound_at`."""
@@ -313,8 +313,8 @@ class GpuGradients(GradientStore):
             ConfigError: If its dtype is not that of the slot, or of earlier passes.
         """
         record = self.records[position]
-        self._borrow(buffers=True)
         with self._lock:
+            self._borrow(buffers=True)
             self._check_dtype(record, dtype)
             if self._bucket is not None and record.mark is self._bucket.departure:
                 self.leave()  # the gradient of the pass before
@@ -465,10 +465,11 @@ class GpuGradients(GradientStore):
         stale = numbers[self._gathered[numbers] == DtypeCode.NONE]
         dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
         if stale.size:  # their memory is the caller's: sum behind its work
-            self._borrow(buffers=False)
             device = self.lanes.device
-            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-            self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
+            with self._lock:
+                self._borrow(buffers=False)
+                device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
+                self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
         self.settle()
         return numbers
 
@@ -479,13 +480,9 @@ class GpuGradients(GradientStore):
 
     def settle(self) -> None:
         """Finish all additions, and copy all block sums to host memory."""
-        device = self.lanes.device
         self.finish()
-        for region in self._regions:
-            if region.device:
-                self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
-        device.mark(DeviceLane.GRADIENTS, timed=False).wait()
-        self._return_borrowed(are_copied=True)
+        self._bring_sums()
+        self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
         for record in self.records:
             if record.was_added and not record.stays:

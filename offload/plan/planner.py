@@ -95,13 +95,6 @@ def _worth_borrowing(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     return next(count for count, cost_s in costs.items() if cost_s <= (1 + WORTH_A_SLOT) * min(costs.values()))
 
 
-def on_the_cpu(plan: Plan) -> Plan:
-    """Return a plan in which the CPU updates all that is not at home on the GPU."""
-    homes = enumerate(plan.homes)
-    placements = (Placement.GPU if plan.at_home_on_gpu(number) else Placement.CPU for number, _ in homes)
-    return replace(plan, placements=tuple(placements), gpu_slots=0)
-
-
 def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     """Return the fewest staging slots that let subgroups follow each other as fast as can be.
 

@@ -6,9 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from offload.plan.budget import Plan
+from offload.plan.budget import Placement, Plan
 from offload.plan.cost import estimate
-from offload.plan.planner import on_the_cpu
 from offload.plan.rates import Rates
 from offload.predict.explanation import Explanation
 from offload.predict.predict import Prediction, predict, with_backward_s, with_forward_s
@@ -65,7 +64,8 @@ class Forecast:
         """Return the seconds of a step with the staging slots that are borrowed, and without; None if none are."""
         if not (plan.budgets.borrows and plan.gpu_slots):
             return None
-        return self.carried_on(plan, rates).step_s, predict(on_the_cpu(plan), rates).step_s
+        without = dataclasses.replace(plan, placements=(Placement.CPU,) * len(plan.homes), gpu_slots=0)
+        return self.carried_on(plan, rates).step_s, predict(without, rates).step_s
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.

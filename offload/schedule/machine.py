@@ -80,7 +80,7 @@ def update_visits(
     order: Iterable[int],
     reloads: Callable[[int], bool] = lambda subgroup: False,
     *,
-    gpu: bool = True,
+    lent: bool = True,
 ) -> tuple[Visit, ...]:
     """Return the visits of a step that updates these subgroups, each on the device that the plan says.
 
@@ -88,15 +88,15 @@ def update_visits(
         plan: What lives where.
         order: The subgroups.
         reloads: Whether masters of a subgroup are taken from its weights.
-        gpu: Whether the GPU updates what the plan says; else the CPU updates all that is not at home there.
+        lent: Whether there are staging slots on the GPU; else the CPU updates what would pass through them.
     """
     visits = []
     for number in order:
-        subgroup, on_gpu = plan.layout.subgroups[number], plan.at_home_on_gpu(number)
-        on_gpu = on_gpu or (gpu and plan.updates_on_gpu(number))
-        weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not on_gpu else 0
+        subgroup = plan.layout.subgroups[number]
+        gpu = plan.at_home_on_gpu(number) or (lent and plan.updates_on_gpu(number))
+        weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not gpu else 0
         reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
-        visits.append(Visit(number, gpu=on_gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0 and reads))
+        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0 and reads))
     return tuple(visits)
 
 

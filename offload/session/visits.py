@@ -141,13 +141,13 @@ class Visits:
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
-            updates_on_gpu = self._borrow()
+            lent = self._borrow()
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(
                 parts.plan,
                 order,
                 lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n),
-                gpu=updates_on_gpu,
+                lent=lent,
             )
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
@@ -162,7 +162,7 @@ class Visits:
         return rest
 
     def _borrow(self) -> bool:
-        """Borrow memory of the GPU for a step, if it is not there for good; return whether the GPU can update."""
+        """Borrow memory of the GPU for a step, if none is there for good; return whether there are staging slots."""
         parts = self._parts
         if not parts.lanes.borrows:
             return True
@@ -197,7 +197,6 @@ class Visits:
         account.started_s, account.step_s = started_s, time.monotonic() - started_s
         self.step_number += 1
         self.last = account
-        self._parts.gradients.return_borrowed()  # all work of the step is on lanes
 
     def _sweep(
         self,

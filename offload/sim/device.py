@@ -250,6 +250,7 @@ class SimulatedDevice:
         self.caller_is_host = caller_is_host
         lanes: tuple[Lane, ...] = (*LANES, TABLES, FREED, *(() if caller_is_host else (DeviceLane.CALLER,)))
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
+        self._borrowed: list[int] = []
         self._kernel = CpuUpdateKernel(threads=1)
         self._lock = threading.RLock()
         self._doing = threading.RLock()
@@ -367,22 +368,31 @@ class SimulatedDevice:
             skip = -block.ctypes.data % ALIGNMENT
             address: int = block.ctypes.data + skip
             self._memory[address] = memory = block[skip : skip + nbytes]
-            if caller is not None and not (caller is DeviceLane.CALLER and self.caller_is_host):
-                self._overwrite(cast(Lane, caller), memory, "new memory")
+            if caller is not None:
+                self._borrowed.append(address)
+                if caller is not DeviceLane.CALLER or not self.caller_is_host:
+                    self._overwrite(cast(Lane, caller), memory, "new memory")
             return address
 
-    def release(self, address: int, *, behind: bool = False) -> None:
+    def release(self, address: int) -> None:
         """See `Device.release`."""
         with self._lock:
             block = self._memory[address]
-            if self._failure is None and behind:
-                self._open = [work for work in self._open if work.lane != FREED or not work.done.is_set()]
-                for lane in LANES:
-                    self.follow(FREED, self._put(lane, "mark", lambda: None, (), 0))
-                self._overwrite(FREED, block, "memory that was given back")
-            elif self._failure is None:  # else nothing is done any more
+            if self._failure is None:  # else nothing is done any more
                 self.host_access(address, block.nbytes, writes=True)
             del self._memory[address]
+
+    def return_borrowed(self) -> None:
+        """See `Device.return_borrowed`."""
+        with self._lock:
+            borrowed, self._borrowed = [self._memory.pop(address) for address in self._borrowed], []
+            if not borrowed or self._failure is not None:
+                return
+            self._open = [work for work in self._open if work.lane != FREED or not work.done.is_set()]
+            for lane in LANES:
+                self.follow(FREED, self._put(lane, "mark", lambda: None, (), 0))
+            for block in borrowed:
+                self._overwrite(FREED, block, "memory that was given back")
 
     def _overwrite(self, lane: Lane, memory: npt.NDArray[np.uint8], label: str) -> None:
         begin = memory.ctypes.data
@@ -714,6 +724,7 @@ class SimulatedDevice:
                 thread.join()
         self._kernel.close()
         self._memory.clear()
+        self._borrowed.clear()
 
 
 def _name(lane: Lane) -> str:

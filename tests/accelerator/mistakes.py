@@ -326,8 +326,8 @@ def lends_out_of_order(right: Any) -> Any:
 
 
 def gives_back_what_is_in_use(right: Any) -> Any:
-    def wrong(self: Any, address: int, *, behind: bool = False) -> None:
-        right(self, address)
+    def wrong(self: Any) -> None:
+        self._borrowed.clear()
 
     return wrong
 
@@ -780,7 +780,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "memory that was borrowed is given back, and not behind what is on lanes",
         "forward writes to it before state has left it",
         Shows.BITS,
-        in_device("release", gives_back_what_is_in_use),
+        in_device("return_borrowed", gives_back_what_is_in_use),
         workload="borrowing",
     ),
     Mistake(

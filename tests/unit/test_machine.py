@@ -518,7 +518,7 @@ def test_a_step_has_the_gpu_slots_that_are_lent_to_it():
         assert {o.through if isinstance(o, Transfer) else o.gpu_slot for o in operations} <= set(range(lent))
         assert machine.take_finished_sweep().number == number
     give(machine, Lend(0))
-    cpu = update_visits(machine.plan, range(3), gpu=False)
+    cpu = update_visits(machine.plan, range(3), lent=False)
     assert not any(visit.gpu for visit in cpu)
     finish(machine, give(machine, Begin(Sweep(5, 5, cpu))))
     assert machine.take_finished_sweep().number == 5
