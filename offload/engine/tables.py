@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,19 @@ import numpy.typing as npt
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
-from offload.kernels.table import active_rows, checked, segment_table
-from offload.layout import Layout, Subgroup
+from offload.kernels.table import active_rows, segment_table
+from offload.layout import Layout
 from offload.protocols import SegmentFlag
+from offload.schedule.operations import Run
+
+GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
+"""Address and element type of each parameter's gradient; None for where they are bound."""
+
+SpeculativeVersion = tuple[int, npt.NDArray[np.uint64]]
+"""Address of an image for its new weights, and two sums for each segment.
+
+The update adds the fingerprints of a segment's gradient and of its fp32 weight to them.
+"""
 
 
 def number_of(name: str) -> int:
@@ -26,9 +37,27 @@ def number_of(name: str) -> int:
     return int.from_bytes(digest, "little") >> 2  # manifests have 62 bits
 
 
-def _new_weights(layout: Subgroup) -> str:
-    """Return the field of a table that says where new weights go."""
-    return "new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What one step, the expected or the real one, tells of each parameter; made by `Tables.rows`.
+
+    Its arrays are its own: what is bound or counted later does not change them.
+    """
+
+    subgroups: tuple[int, ...]
+    """Those that have an active segment, in the order of the active parameters."""
+    scalars: npt.NDArray[np.float32]
+    """A row for each parameter, with what `rule.row` returns."""
+    flags: npt.NDArray[np.uint32]
+    """`SegmentFlag`; 0 for idle parameters."""
+    rounding_keys: npt.NDArray[np.uint64]
+    """Of this update; 0 where no state is rounded."""
+    weights: npt.NDArray[np.uint64]
+    """Address of each weight."""
+    gradients: npt.NDArray[np.uint64]
+    """Address of each gradient, for the CPU; the store of gradients changes it where they move."""
+    gradient_dtypes: npt.NDArray[np.int32]
+    """Their element types."""
 
 
 class Tables:
@@ -46,11 +75,8 @@ class Tables:
         self.gradient_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self.steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Number of updates that each parameter has had."""
-        self._starts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of pieces, in the unsharded parameters
-        self._scalars: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
-        self._flags: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._expected_rows = self._scalars, self._flags  # of the step that is expected
-        self._expected_weights = self.weights  # ... as they lay when it was
+        self.begun: StepRows
+        """Of the step that was begun last."""
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
         self._reload: list[npt.NDArray[np.bool_]] = []
         self._layout = Layout((), ())
@@ -64,10 +90,10 @@ class Tables:
         self.steps = np.concatenate([self.steps, np.zeros(added, np.int64)])
         numbers = [number_of(parameter.name) for parameter in layout.parameters[len(self.numbers) :]]
         self.numbers = np.concatenate([self.numbers, np.array(numbers, np.uint64)])
-        self._starts = np.array([parameter.start for parameter in layout.parameters], np.uint64)
+        starts = np.array([parameter.start for parameter in layout.parameters], np.uint64)
         for subgroup in layout.subgroups[len(self._columns) :]:
-            rows = [(s.parameter, s.start, s.offset, s.numel) for s in subgroup.segments]
-            self._columns.append(tuple(np.array(rows, np.uint64).T))
+            rows = np.array([(s.parameter, s.start, s.offset, s.numel) for s in subgroup.segments], np.uint64)
+            self._columns.append((*rows.T, starts[rows[:, 0]] + rows[:, 1]))
             self._reload.append(np.zeros(len(subgroup.segments), bool))
         self._layout = layout
 
@@ -76,105 +102,95 @@ class Tables:
         for subgroup, position in self._layout.places[parameter]:
             self._reload[subgroup][position] = True
 
-    def begin_step(self, groups: Sequence[Any], scale: float, clip: float, active: Sequence[int]) -> tuple[int, ...]:
-        """Prepare the scalars of one update; return the subgroups that have an active segment, in order.
+    def rows(
+        self, groups: Sequence[Any], scale: float, clip: float, active: Sequence[int], gradients: GradientsAt = None
+    ) -> StepRows:
+        """Return what a step tells of each parameter.
+
+        Args:
+            groups: Hyperparameters, by group index.
+            scale: What gradients were multiplied by.
+            clip: Factor for the unscaled gradients.
+            active: The parameters that it updates.
+            gradients: Where the CPU reads gradients.
 
         Raises:
-            ConfigError: If a group's hyperparameters cannot be used; nothing has changed then.
+            ConfigError: If a group's hyperparameters cannot be used.
         """
-        self._scalars, self._flags, has_active = self._rows(groups, clip / scale, active)
-        return tuple(np.flatnonzero(has_active).tolist())
-
-    def expect_step(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
-        """Prepare the scalars of the expected update, without clipping."""
-        self._expected_rows = self._rows(groups, 1.0 / scale, active)[:2]
-        self._expected_weights = self.weights.copy()  # the caller keeps these weights alive; later ones may be gone
-
-    def _rows(
-        self, groups: Sequence[Any], factor: float, active: Sequence[int]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-        """Return scalars and flags of each parameter, and which subgroups have an active segment."""
-        count, state = len(self.steps), self._layout.state
-        rule = state.rule
-        all_flags = np.zeros(count, np.uint32)
-        scalars = np.zeros((count, len(rule.scalars._fields)), np.float32)
-        rows: dict[tuple[int, int], tuple[Any, int]] = {}
-        has_active = np.zeros(len(self._columns), bool)
+        state, parameters, places = self._layout.state, self._layout.parameters, self._layout.places
+        rule, factor = state.rule, clip / scale
+        scalars, flags = [(0.0,) * len(rule.scalars._fields)], [0]  # first those of idle parameters
+        numbers: dict[tuple[int, int], int] = {}
+        chosen = np.zeros(len(self.steps), np.int64)
+        subgroups: dict[int, int] = {}
+        updates = self.steps + 1
+        counts = updates.tolist()
         for parameter in active:
-            group = self._layout.parameters[parameter].group
-            key = (group, int(self.steps[parameter]) + 1)
-            if key not in rows:
+            group, update = parameters[parameter].group, counts[parameter]
+            if (group, update) not in numbers:
+                numbers[group, update] = len(flags)
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
-                zeroed = SegmentFlag.ZERO_STATE if rule.forgets(key[1], groups[group]) else 0
-                flags = int(SegmentFlag.ACTIVE | decoupled | zeroed)
-                rows[key] = state.row(key[1], groups[group], factor), flags
-            scalars[parameter], all_flags[parameter] = rows[key]
-            for subgroup, _ in self._layout.places[parameter]:
-                has_active[subgroup] = True
-        return scalars, all_flags, has_active
-
-    def is_active(self, parameter: int) -> bool:
-        """Return whether a parameter is updated in the step that was begun last."""
-        return bool(self._flags[parameter])
+                zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, groups[group]) else 0
+                flags.append(int(SegmentFlag.ACTIVE | decoupled | zeroed))
+                scalars.append(state.row(update, groups[group], factor))
+            chosen[parameter] = numbers[group, update]
+            subgroups.update(places[parameter])
+        keys = np.zeros_like(self.numbers)
+        if state.format.rounds:
+            keys = rounding_keys(self.seed, self.numbers, updates)
+        return StepRows(
+            tuple(subgroups),
+            np.array(scalars, np.float32)[chosen],
+            np.array(flags, np.uint32)[chosen],
+            keys,
+            self.weights.copy(),
+            *(gradients or (self.gradients.copy(), self.gradient_dtypes.copy())),
+        )
 
     def fill(
         self,
-        subgroup: int,
+        run: Run,
         address: int,
+        rows: StepRows,
         *,
-        fresh: bool,
-        update: bool,
         weights_address: int | None = None,
-        weights: npt.NDArray[np.uint64] | None = None,
-        gradients: npt.NDArray[np.uint64] | None = None,
-        gradient_dtypes: npt.NDArray[np.int32] | None = None,
-        rows: tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]] | None = None,
+        version: SpeculativeVersion | None = None,
     ) -> npt.NDArray[Any]:
-        """Return the table of one subgroup.
+        """Return the table of a run.
 
         Args:
-            subgroup: The subgroup.
+            run: The run.
             address: Address of its state in memory.
-            fresh: Whether that memory is undefined, so that all segments start from the weight and zeros.
-            update: Whether active segments are updated; otherwise the state is only made whole.
+            rows: What the step tells; without active parameters state is only made whole.
             weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
                 None for the weights themselves.
-            weights: Address of each parameter's weight in place of `weights`.
-            gradients: Address of each parameter's gradient in place of `gradients`.
-            gradient_dtypes: Their element types in place of `gradient_dtypes`.
-            rows: Scalars and flags of each parameter in place of those of the step that was begun last.
+            version: Of a speculative run, where its new weights go; its masters are not reloaded from their weights.
         """
-        step_scalars, step_flags = rows or (self._scalars, self._flags)
-        layout = self._layout.subgroups[subgroup]
-        parameter, start, offset, numel = self._columns[subgroup]
+        layout = self._layout.subgroups[run.visit.subgroup]
+        parameter, start, offset, numel, first_index = self._columns[layout.index]
+        item, is_fp32 = ITEM_BYTES[layout.dtype], layout.dtype is DtypeCode.FLOAT32
+        dtypes = rows.gradient_dtypes[parameter]
+        gradients = self.gradients if run.visit.gpu else rows.gradients  # a GPU reads them where they are bound
         addresses: dict[str, Any] = {
             tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(offset)
             for tensor in layout.tensors
         }
-        item = ITEM_BYTES[layout.dtype]
+        addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
+        if version is not None and not is_fp32:
+            weights_address = version[0]  # no update reads the old ones, which may lie on a GPU
         if weights_address is None:
-            addresses["weight"] = (self.weights if weights is None else weights)[parameter] + start * item
+            addresses["weight"] = rows.weights[parameter] + start * item
         else:
             addresses["weight"] = np.uint64(weights_address) + offset * item
-        flags = step_flags[parameter] if update else np.zeros(len(parameter), np.uint32)
-        if fresh:
+        flags = rows.flags[parameter]
+        if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
-        if layout.dtype is not DtypeCode.FLOAT32:
-            reload = np.ones(len(parameter), bool) if fresh else self._reload[subgroup]
-            flags |= np.where(reload, np.uint32(SegmentFlag.LOAD_MASTER), np.uint32(0))
-        dtypes: Any = DtypeCode.NONE
-        scalars = None
-        rounding: dict[str, Any] = {}
-        if layout.state.format.rounds:
-            rounding["first_index"] = self._starts[parameter] + start
-            if update:
-                updates = self.steps[parameter] + 1
-                rounding["rounding_key"] = rounding_keys(self.seed, self.numbers[parameter], updates)
-        if update:
-            dtypes = (self.gradient_dtypes if gradient_dtypes is None else gradient_dtypes)[parameter]
-            scalars = step_scalars[parameter].T
-            gradient_starts = (self.gradients if gradients is None else gradients)[parameter]
-            addresses["gradient"] = gradient_starts + start * ITEM_BYTES[dtypes]
+        if version is not None:
+            image, sums = version
+            addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item
+            addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
+        elif not is_fp32:
+            flags[self._reload[layout.index] | run.fresh] |= np.uint32(SegmentFlag.LOAD_MASTER)
         return segment_table(
             layout.state,
             numel,
@@ -182,78 +198,22 @@ class Tables:
             weight_dtype=layout.dtype,
             gradient_dtype=dtypes,
             flags=flags,
-            scalars=scalars,
-            **rounding,
+            scalars=rows.scalars[parameter].T,
+            rounding_key=rows.rounding_keys[parameter],
+            first_index=first_index,
         )
 
-    def fill_speculative(
-        self,
-        subgroup: int,
-        address: int,
-        image_address: int,
-        slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
-        sums: npt.NDArray[np.uint64],
-        *,
-        on_gpu: bool,
-    ) -> npt.NDArray[Any]:
-        """Return the table of a subgroup for the expected update.
+    def agree(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
+        """Return whether a step updates a subgroup as the expected one does, from the same places, bit for bit."""
+        parameter = self._columns[subgroup][0]
+        read = parameter[begun.flags[parameter] != 0]  # no others' gradients, wherever they lie
 
-        Masters are not reloaded from their weights; if one is to be, the step's table differs, and revokes this one.
+        def told(rows: StepRows) -> list[bytes]:
+            of_all = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
+            of_read = rows.gradients, rows.gradient_dtypes
+            return [*(each[parameter].tobytes() for each in of_all), *(each[read].tobytes() for each in of_read)]
 
-        Args:
-            subgroup: The subgroup.
-            address: Address of its state in memory.
-            image_address: Address of memory for an image of its new weights.
-            slots: Address and element type of each parameter's gradient slot: bound addresses may be gone.
-            sums: Two for each segment, to which the fingerprints of its gradient and its fp32 weight are added.
-            on_gpu: Whether the weights lie on a GPU: 16-bit ones, which are not read.
-        """
-        table = self.fill(
-            subgroup,
-            address,
-            fresh=False,
-            update=True,
-            weights_address=image_address if on_gpu else None,
-            weights=self._expected_weights,
-            gradients=slots[0],
-            gradient_dtypes=slots[1],
-            rows=self._expected_rows,
-        )
-        table["flags"] &= ~np.uint32(SegmentFlag.LOAD_MASTER)
-        layout, offset = self._layout.subgroups[subgroup], self._columns[subgroup][2]
-        if not on_gpu:
-            table[_new_weights(layout)] = np.uint64(image_address) + offset * ITEM_BYTES[layout.dtype]
-        table["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
-        return table
-
-    def matches_speculative(
-        self,
-        subgroup: int,
-        address: int,
-        speculative: npt.NDArray[Any],
-        gradients: npt.NDArray[np.uint64],
-        image_address: int | None,
-    ) -> bool:
-        """Return whether the last step begun would update a subgroup just as a table of `fill_speculative` does.
-
-        Args:
-            subgroup: The subgroup.
-            address: Address of its state in memory.
-            speculative: The table of `fill_speculative`.
-            gradients: Address of each parameter's gradient in that step.
-            image_address: Address of an image of its weights; None for weights in host memory.
-        """
-        layout = self._layout.subgroups[subgroup]
-        expected = checked(speculative).copy()  # of the whole row: by a rule's names, fields in between would be lost
-        expected["read"] = 0
-        expected[_new_weights(layout)] = 0
-        table = self.fill(
-            subgroup, address, fresh=False, update=True, weights_address=image_address, gradients=gradients
-        )
-        idle = ~active_rows(expected)  # their gradients are not read, wherever they lie
-        for name in ("gradient", "gradient_dtype"):
-            expected[name][idle] = table[name][idle]
-        return table.tobytes() == expected.tobytes()
+        return not self.needs_reload(subgroup) and told(expected) == told(begun)
 
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any]
@@ -281,7 +241,7 @@ class Tables:
         Returns:
             Rows of (address of the weight, address in the image, bytes).
         """
-        parameter, start, offset, numel = self._columns[subgroup]
+        parameter, start, offset, numel, _ = self._columns[subgroup]
         item = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
         columns = (self.weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
         rows: npt.NDArray[np.uint64] = np.stack(columns, axis=1)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -16,7 +15,7 @@ from offload.device.host import HostMemory
 from offload.device.none import Lanes
 from offload.device.pieces import as_pieces
 from offload.dtypes import DtypeCode
-from offload.engine.tables import Tables
+from offload.engine.tables import SpeculativeVersion, StepRows, Tables
 from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
@@ -78,36 +77,24 @@ class StateViews:
 
     # Tables of an update
 
-    def update_table(self, run: Run, gradients: npt.NDArray[np.uint64] | None) -> npt.NDArray[Any]:
+    def table(self, run: Run, rows: StepRows, version: SpeculativeVersion | None = None) -> npt.NDArray[Any]:
         """Return the kernel's table for a run of a step.
 
         Args:
             run: The run.
-            gradients: Address of each parameter's gradient for the CPU; None for the bound addresses.
+            rows: What the step tells.
+            version: What a speculative run makes; None for other runs.
         """
-        subgroup, lanes, fill = run.visit.subgroup, self._lanes, self._tables.fill
+        lanes, fill = self._lanes, self._tables.fill
+        if version is not None:
+            return fill(run, self._address(run), rows, version=version)
         if run.visit.gpu:
-            table = fill(subgroup, lanes.state_address(run), fresh=run.fresh, update=True)
+            table = fill(run, lanes.state_address(run), rows)
         else:
-            image, address = lanes.image(run.weight_slot), self._address(run)
-            table = fill(subgroup, address, fresh=run.fresh, update=True, weights_address=image, gradients=gradients)
+            table = fill(run, self._address(run), rows, weights_address=lanes.image(run.weight_slot))
             lanes.will_push(run, table)
-        self._tables.changed(subgroup)
+        self._tables.changed(run.visit.subgroup)
         return table
-
-    def speculative_table(
-        self,
-        run: Run,
-        image_address: int,
-        slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
-        sums: npt.NDArray[np.uint64],
-    ) -> tuple[int, npt.NDArray[Any]]:
-        """Return the state's address and the kernel's table for a speculative run; see `Tables.fill_speculative`."""
-        address = self._address(run)
-        on_gpu = self.plan.weights_on_gpu
-        return address, self._tables.fill_speculative(
-            run.visit.subgroup, address, image_address, slots, sums, on_gpu=on_gpu
-        )
 
     # Tensors
 
@@ -134,11 +121,8 @@ class StateViews:
         """Fill undefined memory, and reload masters from their weights, before the state is read."""
         subgroup = run.visit.subgroup
         if run.fresh or self._tables.needs_reload(subgroup):
-            self._kernel.run(
-                self._tables.fill(
-                    subgroup, view.address, fresh=run.fresh, update=False, weights_address=view.weights_address
-                )
-            )
+            rows = self._tables.rows((), 1.0, 1.0, ())
+            self._kernel.run(self._tables.fill(run, view.address, rows, weights_address=view.weights_address))
 
     def weight(self, subgroup: int, segment: Segment, view: View) -> torch.Tensor:
         """Return a segment's weight in host memory."""

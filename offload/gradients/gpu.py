@@ -29,7 +29,7 @@ from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.tables import Tables
+from offload.engine.tables import GradientsAt, Tables
 from offload.errors import ConfigError, InternalError
 from offload.gradients.additions import Additions, Sending
 from offload.gradients.store import GradientSlots, GradientStore
@@ -278,10 +278,10 @@ class GpuGradients(GradientStore):
                     region.address = 0
                 lanes.return_borrowed()
 
-    def bound_at(self) -> npt.NDArray[np.uint64]:
+    def bound_at(self) -> GradientsAt:
         """See `GradientStore.bound_at`."""
-        has_left = [record.mark is not None for record in self.records]
-        return np.where(has_left, self._slot_addresses, self._tables.gradients)
+        tables, has_left = self._tables, [record.mark is not None for record in self.records]
+        return np.where(has_left, self._slot_addresses, tables.gradients), tables.gradient_dtypes.copy()
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """See `GradientStore.has_landed`."""
@@ -522,13 +522,13 @@ class GpuGradients(GradientStore):
         self.lanes.forget_inputs()
         self._to_bring.clear()
         self._ahead.clear()
-        self.addresses = addresses = self._slot_addresses.copy()
+        rows = tables.begun
         for visit in visits:
             copies: list[tuple[int, int, int]] = []
             marks: list[Mark] = []
             for segment in plan.layout.subgroups[visit.subgroup].segments:
                 position = segment.parameter
-                if not tables.is_active(position) or not segment.numel:
+                if not rows.flags[position] or not segment.numel:
                     continue
                 mark, slot = self.records[position].mark, self._slots[position]
                 if mark is not None and (visit.gpu or slot.numel()):  # it arrived during backward
@@ -538,12 +538,12 @@ class GpuGradients(GradientStore):
                         for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                             self.lanes.device.follow(lane, mark.on_lane())
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
-                    is_small = not slot.numel() or item > slot.element_size()
-                    if is_small and addresses[position] == self._slot_addresses[position]:
-                        addresses[position] = self._wide_slot(position).data_ptr()
+                    if not slot.numel() or item > slot.element_size():
+                        slot = self._wide_slot(position)
+                    rows.gradients[position] = target = slot.data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
-                    copies.append((source, int(addresses[position]) + start, nbytes))
+                    copies.append((source, target + start, nbytes))
             self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
         self._bring_ahead()
         return len(self._wide) > wide

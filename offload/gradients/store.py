@@ -12,7 +12,7 @@ import torch
 from offload.device.host import HostMemory
 from offload.device.none import never, nothing
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.tables import Tables
+from offload.engine.tables import GradientsAt, Tables
 from offload.errors import ConfigError
 from offload.gradients.additions import BUFFERS, buffer_bytes
 from offload.kernels import CpuUpdateKernel, norm_sq_at
@@ -65,9 +65,6 @@ class GradientStore:
         tables: Keep the address of each gradient.
         kernel: Sums squares for norms.
         memory: Gives the memory of the slots.
-
-    Attributes:
-        addresses: The host address of each parameter's gradient in the step under way; None for where it is bound.
     """
 
     leave = hold = forget = settle = finish = bring = coming = park = unpark = return_borrowed = nothing
@@ -75,7 +72,6 @@ class GradientStore:
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
 
     def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
-        self.addresses: npt.NDArray[np.uint64] | None = None
         self._like = slots
         self._tables = tables
         self._kernel = kernel
@@ -191,15 +187,13 @@ class GradientStore:
         dtypes = [self._like.dtype_of(parameter) for parameter in self._parameters]
         return np.array(addresses, np.uint64), np.array(dtypes, np.int32)
 
-    def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-        """Return addresses and dtypes of gradients for updates in backward: of the slots, or else the bound ones."""
-        if self._like.exist:
-            return self.slots_at()
-        return self._tables.gradients.copy(), self._tables.gradient_dtypes.copy()
+    def read_at(self) -> GradientsAt:
+        """Return where updates in backward read gradients: in the slots, or else where they are bound."""
+        return self.slots_at() if self._like.exist else None
 
-    def bound_at(self) -> npt.NDArray[np.uint64]:
-        """Return the address of each parameter's gradient for the CPU: its slot, if the gradient has left a GPU."""
-        return self._tables.gradients
+    def bound_at(self) -> GradientsAt:
+        """Return where the CPU reads the gradients that are bound: in their slots, if they have left a GPU."""
+        return None
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """Return whether the gradients of some segments are in their slots, as far as they have left a GPU."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -148,8 +149,8 @@ class _Session:
                 machine.handle(event)
         executor.requests -= 1
         timeline, executor.timeline = executor.timeline, []
-        subgroups = self._tables.begin_step(self._groups, 1.0, 1.0, range(len(self._plan.homes)))
-        order = visit_order(subgroups, machine.slots)
+        self._rows = self._tables.rows(self._groups, 1.0, 1.0, range(len(self._plan.homes)))
+        order = visit_order(self._rows.subgroups, machine.slots)
         machine.handle(Begin(Sweep(number, number, update_visits(self._plan, order, machine.is_fresh))))
         executor.submit(machine.take_operations())
         executor.end_turn()
@@ -176,4 +177,4 @@ class _Session:
 
     def _table(self, run: Run) -> npt.NDArray[Any]:
         address = self._home if run.slot is None else self._executor.slot_address(run.slot)
-        return self._tables.fill(run.visit.subgroup, address, fresh=True, update=True)
+        return self._tables.fill(replace(run, fresh=True), address, self._rows)

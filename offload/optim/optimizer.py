@@ -506,7 +506,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         Raises:
             ConfigError: A gradient is there that no step has used, or a size is none; nothing has changed then.
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
-            OffloadError: Paths have failed. The state that they did not take is still in memory; training goes on.
+            OffloadError: Paths have failed. State of homes that they did not take is still in memory, and training
+                goes on; changed state in staging slots breaks the session, as in a step.
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
         with self._lock:

@@ -241,7 +241,7 @@ class Engine:
         Raises:
             ConfigError: A size is none, or gradients have left a GPU and no step has used them.
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
-            OffloadError: Paths have failed; what they did not take is still in memory, and training goes on.
+            OffloadError: Paths have failed; what they did not take of homes is still in memory, and training goes on.
         """
         host_bytes, gpu_bytes = parse_bytes("host_memory", host_memory), parse_bytes("gpu_memory", gpu_memory)
         parts, thread = self._parts, self._thread
@@ -372,10 +372,8 @@ class Engine:
                 raise ConfigError("pending", "given", allowed)
             started_s = time.monotonic()
             thread.speculation.begin_step(chosen)
-            subgroups = tables.begin_step(groups, scale, clip, chosen)
-            if pending is not None:
-                places = parts.plan.layout.places
-                subgroups = tuple(dict.fromkeys(subgroup for n in chosen for subgroup, _ in places[n]))
+            tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
+            subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)
 
             def applied() -> None:
                 tables.steps[chosen] += 1

@@ -291,8 +291,11 @@ class Parking:
         if not self.is_parked:
             parts.lanes.park(keeps_homes=pending.keeps_gpu)
             parts.gradients.park()
-        self.is_parked, self._keeps_gpu, self._kept = True, pending.keeps_gpu, ranges
-        given_bytes = memory.park(ranges, parts.tiers)
+        self._keeps_gpu, self._kept = pending.keeps_gpu, ranges
+        try:
+            given_bytes = memory.park(ranges, parts.tiers)
+        finally:  # other threads read it, and take it that memory is gone
+            self.is_parked = True
         seconds = time.monotonic() - pending.started_s
         self.figures = {
             "park/moved_bytes": pending.moves_bytes,

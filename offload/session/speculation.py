@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.engine.tables import StepRows
 from offload.errors import ConfigError, InternalError, OffloadError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.table import active_rows
@@ -53,12 +54,10 @@ class _Source:
     """What a speculative version was made from.
 
     Attributes:
-        address: Where its state lay in memory.
         table: The rows of its update.
         sums: Fingerprints of what the update has read, by segment; complete when it has run.
     """
 
-    address: int
     table: npt.NDArray[Any]
     sums: npt.NDArray[np.uint64]
 
@@ -99,12 +98,11 @@ class Speculation:
         self._gradient_counts: dict[int, int] = {}  # ... when none has arrived
         self._order: list[int] = []
         self._admissible: deque[int] = deque()  # subgroups whose gradients are final, and not admitted yet
-        self._has_rows = False
+        self._rows: StepRows | None = None  # of the expected step
         self._images: Arena | None = None
         self._image_offsets: dict[int, int] = {}
         self._image_candidates: frozenset[int] = frozenset()  # some may have found no memory for an image
         self._sources: dict[int, _Source] = {}
-        self._gradient_slots = np.zeros(0, np.uint64), np.zeros(0, np.int32)
         self._slotless: set[int] = set()  # parameters whose gradients lie in no slot
         self._loose_gradients: dict[int, torch.Tensor] = {}  # ... and where updates may read them
         self._kept_tensors: Sequence[torch.Tensor] = ()
@@ -183,26 +181,23 @@ class Speculation:
                 setattr(self, name, np.concatenate([column, np.zeros(count - len(column), np.int64)]))
 
     def _admit(self, subgroup: int, unreadable: tuple[type[Exception], ...] = UNREADABLE) -> None:
-        if not self._has_rows:
-            try:
+        if self._rows is None:
+            # The caller may mend what is unreadable before the step, which raises it else.
+            with contextlib.suppress(*unreadable):
                 foreseen = self.hyperparameters() if self.hyperparameters is not None else None
                 if foreseen is not None:
                     groups, self._kept_tensors = foreseen
                     active = np.flatnonzero(self._expected).tolist()
-                    self._parts.tables.expect_step(groups, self._scale, active)
-            except unreadable:  # the caller may mend them before the step, which raises it else
-                foreseen = None
-            if foreseen is None:
+                    slots = self._parts.gradients.read_at()
+                    self._rows = self._parts.tables.rows(groups, self._scale, 1.0, active, slots)
+            if self._rows is None:
                 self._is_armed = False
                 return
-            self._gradient_slots = self._parts.gradients.read_at()
-            self._has_rows = True
         for segment in self._parts.plan.layout.subgroups[subgroup].segments if self._loose_gradients else ():
             gradient = self._loose_gradients.get(segment.parameter)
             if gradient is not None:
-                addresses, dtypes = self._gradient_slots
-                addresses[segment.parameter] = gradient.data_ptr()
-                dtypes[segment.parameter] = DTYPE_CODES[gradient.dtype]
+                self._rows.gradients[segment.parameter] = gradient.data_ptr()
+                self._rows.gradient_dtypes[segment.parameter] = DTYPE_CODES[gradient.dtype]
         self._admissible.append(subgroup)
         self._parts.queue.post(WAKE)
 
@@ -268,9 +263,9 @@ class Speculation:
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
         self._parts.lanes.await_sent(subgroup)
-        image = self._image_of(subgroup)
-        address, table = self._parts.views.speculative_table(run, image, self._gradient_slots, sums)
-        self._sources[subgroup] = _Source(address, table, sums)
+        rows = known(self._rows, "no step is expected")
+        table = self._parts.views.table(run, rows, (self._image_of(subgroup), sums))
+        self._sources[subgroup] = _Source(table, sums)
         return table
 
     def _image_of(self, subgroup: int) -> int:
@@ -341,14 +336,12 @@ class Speculation:
     def _unchanged(self, subgroups: Sequence[int]) -> list[int]:
         """Return the subgroups that the step would update from the same rows and bytes."""
         parts, tables, sources = self._parts, self._parts.tables, self._sources
-        layout, bound = parts.plan.layout, parts.gradients.bound_at()
+        layout = parts.plan.layout
 
         def is_alike(number: int) -> bool:
-            image = self._image_of(number) if parts.plan.weights_on_gpu else None
             # Gradients that are on their way cannot be compared.
-            return parts.gradients.has_landed(layout.subgroups[number].segments) and tables.matches_speculative(
-                number, sources[number].address, sources[number].table, bound, image
-            )
+            landed = parts.gradients.has_landed(layout.subgroups[number].segments)
+            return landed and tables.agree(number, known(self._rows, "no step is expected"), tables.begun)
 
         alike = [number for number in subgroups if is_alike(number)]
         if not alike:
@@ -402,7 +395,7 @@ class Speculation:
         self._missing_gradients.clear()
         self._gradient_counts.clear()
         self._admissible.clear()
-        self._has_rows = False
+        self._rows = None
         last_arrivals: dict[int, int] = {}
         for subgroup in self._parts.plan.layout.subgroups:
             number = subgroup.index

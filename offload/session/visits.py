@@ -132,7 +132,7 @@ class Visits:
         return sweep
 
     def begin_step(self, subgroups: Sequence[int]) -> Sweep:
-        """Seal the step that updates some subgroups as `Tables.begin_step` was told; return what is left of it."""
+        """Seal the step that updates some subgroups as `Tables.begun` says; return what is left of it."""
         parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
         self._open_account()
         with self._breaking():
@@ -155,7 +155,7 @@ class Visits:
 
         def update(run: Run) -> npt.NDArray[Any] | None:
             parts.gradients.bring(run.visit.subgroup)
-            return parts.views.update_table(run, parts.gradients.addresses)
+            return parts.views.table(run, parts.tables.begun)
 
         rest = self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)

@@ -127,32 +127,29 @@ class Tables:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._plan = session.plan
-        self.now: Told = ((), 0.0, 0.0, frozenset())
-        self.expected = self.now
+        self.begun: Told = ((), 0.0, 0.0, frozenset())
+        self.expected = self.begun
 
-    def expect_step(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
-        self.expected = tuple(groups), scale, 1.0, frozenset(active)
+    def rows(
+        self, groups: Sequence[float], scale: float, clip: float, active: Sequence[int], gradients: None
+    ) -> Told:
+        self.expected = tuple(groups), scale, clip, frozenset(active)
+        return self.expected
 
-    def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-        return np.zeros(0, np.uint64), np.zeros(0, np.int32)
-
-    def bound_at(self) -> npt.NDArray[np.uint64]:
-        return np.zeros(0, np.uint64)
+    def read_at(self) -> None:
+        return None
 
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def speculative_table(
-        self, run: Run, image: int, slots: object, sums: npt.NDArray[np.uint64]
-    ) -> tuple[int, npt.NDArray[Any]]:
-        table = table_of(self._plan, run.visit.subgroup, self.expected)
-        self._session.under_way[run.op] = table, sums
-        return 0, table
+    def table(self, run: Run, rows: Told, version: tuple[int, npt.NDArray[np.uint64]]) -> npt.NDArray[Any]:
+        table = table_of(self._plan, run.visit.subgroup, rows)
+        self._session.under_way[run.op] = table, version[1]
+        return table
 
-    def matches_speculative(
-        self, subgroup: int, address: int, table: npt.NDArray[Any], gradients: object, image: int | None
-    ) -> bool:
-        return table_of(self._plan, subgroup, self.now).tobytes() == table.tobytes()
+    def agree(self, subgroup: int, expected: Told, begun: Told) -> bool:
+        tables = (table_of(self._plan, subgroup, rows).tobytes() for rows in (expected, begun))
+        return next(tables) == next(tables)
 
     def read_by(self, subgroup: int, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         places = [(int(row["parameter"]), subgroup) for row in table]
@@ -395,7 +392,7 @@ class Session(forwards.Session):
 
     def begin_visit(self, run: Run) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.speculative_table`
+            self.executor.visitor(run)  # makes a table: see `Tables.table`
         else:
             self.visitors[run.op] = self.executor.visitor
 
@@ -524,7 +521,7 @@ class Session(forwards.Session):
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
             self.thread.speculation.begin_step(active)
-            self.tables.now = told
+            self.tables.begun = told
 
             def begin() -> Sweep:
                 done = self.thread.speculation.choose_confirmed(subgroups, self.account)

@@ -1094,12 +1094,12 @@ class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
     def choose_confirmed(self, subgroups, account):
-        tables, expected = self._parts.tables, self._parts.tables.now
-        tables.now = tables.expected
+        tables, begun = self._parts.tables, self._parts.tables.begun
+        tables.begun = tables.expected
         try:
             return super().choose_confirmed(subgroups, account)
         finally:
-            tables.now = expected
+            tables.begun = begun
 
 
 class ConfirmsWhenABatchIsSkipped(Speculation):

@@ -1,0 +1,532 @@
+"""Parks where they do not belong, twice, amid all else, and on what fails: one clear error, and nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faulty import Fault, FaultKind, FaultyTier
+from s3_server import BUCKET, S3Server
+from sharded import Model, exact_gradients, local, spawn
+from test_interrupts import STRIDES, every
+from test_park import SETTINGS, Pair, parameters, train
+from test_signal_handlers import handled
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from offload.device.host import HostMemory
+from offload.protocols import Device
+from offload.session import parking, setup
+from offload.tiers import open_tier
+
+ON_DEVICE = {name: settings for name, settings in SETTINGS.items() if settings.get("device")}
+
+
+def half(folder: Path, **settings: Any) -> Pair:
+    return Pair(folder, **{**SETTINGS["half"], **settings})
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Any:
+    with contextlib.closing(half(tmp_path)) as made:
+        made.train()
+        yield made
+
+
+@pytest.fixture
+def tiers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
+    """Return the tiers of paths, in the order in which they are opened."""
+    opened: list[FaultyTier] = []
+
+    def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> FaultyTier:
+        opened.append(FaultyTier(open_tier(name, store, queue, **settings), queue))
+        return opened[-1]
+
+    monkeypatch.setattr(setup, "open_tier", opening)
+    return opened
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("value", [-1, "-1GiB", True, None, 0.5, "much", "5", "auto", 10**30])
+@pytest.mark.parametrize("name", ["host_memory", "gpu_memory"])
+def test_what_is_no_size_is_refused(pair: Pair, name: str, value: Any) -> None:
+    with pytest.raises(offload.ConfigError, match=f"^{name}: "):
+        pair.parking.park(**{name: value})
+    assert not pair.parking.engine.is_parked
+    pair.train()
+    pair.check()
+
+
+def used_twice(weight: torch.nn.Parameter, optimizer: Any) -> None:
+    weight.sum().backward()
+    optimizer.step()
+    weight.sum().backward()
+
+
+def zeroed(weight: torch.nn.Parameter, optimizer: Any) -> None:
+    """A step with it would decay the weight, and one without it would not."""
+    weight.sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def of_a_graph(weight: torch.nn.Parameter, optimizer: Any) -> None:
+    weight.float().pow(2).sum().backward(create_graph=True)
+
+
+def by_hand(weight: torch.nn.Parameter, optimizer: Any) -> None:
+    weight.grad = torch.ones_like(weight)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("make", [used_twice, zeroed, of_a_graph, by_hand])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_gradient_that_no_step_has_used_is_refused_by_name(
+    tmp_path: Path, make: Callable[[torch.nn.Parameter, Any], None], wait: bool
+) -> None:
+    with contextlib.closing(half(tmp_path)) as pair:
+        pair.train()
+        for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
+            make(weights[2], optimizer)
+        text = r"the gradient of param_groups\[0\].params\[2\].*call step\(\), or zero_grad\(set_to_none=True\)"
+        with pytest.raises(offload.ConfigError, match=text):
+            pair.parking.park(wait=wait)
+        assert not pair.parking.engine.is_parked
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.parking.park(wait=wait)
+        pair.train()
+        pair.check()
+
+
+def test_hooks_and_closures_are_told_of_gradients_that_are_there(pair: Pair) -> None:
+    optimizer, weight, told = pair.parking, pair.weights[0][0], []
+
+    def park(*_: object) -> None:
+        try:
+            optimizer.park()
+        except offload.ConfigError as error:
+            told.append(str(error))
+
+    def closure() -> float:
+        park()  # before there is one
+        loss = weight.float().sum()
+        loss.backward()
+        park()
+        return float(loss)
+
+    hook = weight.register_post_accumulate_grad_hook(park)
+    optimizer.step(closure)
+    hook.remove()
+    assert len(told) == 2
+    optimizer.zero_grad()
+    assert optimizer.step(lambda: 0.0) == 0.0
+
+
+def test_a_gradient_that_somebody_holds_keeps_its_memory(pair: Pair) -> None:
+    weight = pair.weights[0][3]
+    (weight.float() * 3).sum().backward()
+    held = weight.grad[100:]
+    pair.parking.step()
+    pair.parking.park()
+    assert weight.grad is None
+    assert bool((held == 3).all())
+    pair.parking.unpark()
+    assert bool((held == 3).all())
+    (weight.float() * 5).sum().backward()
+    assert bool((held == 3).all())
+    assert bool((weight.grad == 5).all())
+
+
+def test_a_fork_and_a_closed_optimizer_are_refused(pair: Pair) -> None:
+    pair.parking.park()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert all(weight.grad is None for weight in pair.weights[0])
+            with pytest.raises(offload.SessionBrokenError, match="forked copy"):
+                pair.parking.park()
+            with pytest.raises(offload.SessionBrokenError, match="forked copy"):
+                pair.parking.unpark()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pair.train()
+    pair.check()
+    pair.parking.park(wait=False)
+    pair.close()
+    for call in (pair.parking.park, pair.parking.unpark):
+        with pytest.raises(offload.SessionBrokenError, match="closed"):
+            call()
+
+
+def test_what_has_no_room_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    state_bytes = {}
+    for name, paths in (("none", []), ("small", [{"path": tmp_path / "small", "max_bytes": "100KB"}])):
+        weights = parameters()
+        with offload.AdamW(weights, offload=offload.OffloadConfig(host_memory="1GiB", paths=paths)) as optimizer:
+            optimizer.park()  # nothing is there yet
+            train(optimizer, weights, 0)
+            state_bytes[name] = optimizer.engine.plan.state_bytes
+            with pytest.raises(offload.InfeasiblePlanError, match=r"let .* stay: park\(host_memory=\.\.\.\)"):
+                optimizer.park()
+            assert not optimizer.engine.is_parked
+            assert optimizer.metrics()["park/away_bytes"] == 0
+            optimizer.park(state_bytes[name])
+            assert optimizer.engine.is_parked
+            train(optimizer, weights, 1)
+
+
+# What moves, and who waits
+
+
+def test_with_nothing_at_home_changed_slots_alone_are_written(tmp_path: Path) -> None:
+    with contextlib.closing(Pair(tmp_path, **SETTINGS["streamed"])) as pair:
+        for _ in range(3):
+            pair.train()
+        before = pair.parking.metrics()["path/0/written_bytes"]
+        pair.parking.park()
+        figures = pair.parking.metrics()
+        written = figures["path/0/written_bytes"] - before
+        assert 0 < written == figures["park/moved_bytes"] <= pair.parking.engine.plan.staging_bytes
+        assert figures["park/away_bytes"] == 0
+        pair.parking.park()
+        assert pair.parking.metrics()["path/0/written_bytes"] - before == written
+        pair.train()
+        pair.check()
+
+
+def test_a_hundred_parks_leave_stores_and_descriptors_as_they_are(pair: Pair) -> None:
+    def used() -> tuple[int, int]:
+        files = (pair.folder / "parks").rglob("*")
+        return len(os.listdir("/proc/self/fd")), sum(file.stat().st_size for file in files if file.is_file())
+
+    pair.parking.park()
+    pair.train()
+    before = used()
+    for number in range(100):
+        pair.parking.park((0, 20_000)[number % 2], wait=number % 3 > 0)
+        pair.train()
+    assert used() == before
+    pair.check()
+
+
+def test_a_park_behind_its_caller_ends_early_where_the_optimizer_is_used(
+    tmp_path: Path, tiers: list[FaultyTier]
+) -> None:
+    with contextlib.closing(half(tmp_path)) as pair:
+        pair.train()
+        tiers[0].plant(Fault("write", FaultKind.DELAY))
+        pair.parking.park(wait=False)
+        assert not pair.parking.engine.is_parked
+        while not (held := tiers[0].held()):
+            pass
+        tiers[0].release(*held)
+        pair.train()
+        assert not pair.parking.engine.is_parked
+        pair.check()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_nothing_says_parked_before_memory_is_gone(pair: Pair, wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, plain = [], HostMemory.park
+
+    def park(memory: HostMemory, *given: Any) -> int:
+        nbytes = plain(memory, *given)
+        said.append(pair.parking.engine.is_parked)
+        return nbytes
+
+    monkeypatch.setattr(HostMemory, "park", park)
+    pair.parking.park(wait=wait)
+    pair.parking.park()
+    assert said[0] is False
+    assert pair.parking.engine.is_parked
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_is_awaited_or_goes_on(pair: Pair, tmp_path: Path, wait: bool) -> None:
+    for number in range(4):
+        pair.parking.save_checkpoint(tmp_path / "saved")
+        pair.parking.park(wait=wait)
+        if number % 2:
+            pair.parking.wait_checkpoint()
+        pair.train()
+    step = pair.steps - 1
+    pair.parking.wait_checkpoint()
+    pair.train()
+    pair.parking.load_checkpoint(tmp_path / "saved")
+    assert pair.parking.metrics()["step"] == step
+    for number in (step + 1, step + 2):
+        train(pair.parking, pair.weights[0], number)
+    pair.check()
+
+
+# Failures
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("nth", [1, 7])
+def test_state_that_no_path_takes_stays_in_memory(
+    tmp_path: Path, tiers: list[FaultyTier], code: int, nth: int
+) -> None:
+    with contextlib.closing(Pair(tmp_path, **SETTINGS["resident"])) as pair:
+        pair.train()
+        tiers[0].plant(Fault("write", FaultKind.ERROR, nth, errno=code))
+        with pytest.raises(offload.TierError, match=errno.errorcode[code]):
+            pair.parking.park()
+        assert not pair.parking.engine.is_parked
+        pair.train()
+        pair.parking.park()
+        pair.train()
+        pair.check()
+
+
+def test_where_there_is_no_memory_the_session_stays_parked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.parking.park()
+    calls = [
+        pair.parking.unpark,
+        lambda: pair.parking.state_for(pair.weights[0][0]),
+        lambda: pair.weights[0][0].sum().backward(),
+        pair.parking.step,
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(parking, "available_bytes", lambda: 1000)
+        for call in calls:
+            with pytest.raises(offload.InfeasiblePlanError, match=r"memory of a parked session .* nothing is lost"):
+                call()
+            assert pair.parking.engine.is_parked
+        pair.parking.zero_grad()
+    pair.train()
+    pair.check()
+
+
+@pytest.mark.parametrize("gpu_memory", [0, "1GiB"])
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_where_the_gpu_has_no_memory_the_session_stays_parked(
+    name: str, gpu_memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Pair(tmp_path, **ON_DEVICE[name])) as pair:
+        pair.train()
+        kind: type[Device] = type(pair.parking.engine._parts.lanes.device)
+        plain, left, fails = kind.allocate, 0, True
+
+        def allocate(device: Any, nbytes: int) -> int:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise offload.OffloadError("the GPU has no room")
+            return plain(device, nbytes)
+
+        nth = 1
+        while fails:
+            pair.parking.park("1MiB", gpu_memory)
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, "allocate", allocate)
+                left = nth
+                fails = False
+                try:
+                    pair.parking.unpark()
+                except offload.OffloadError:
+                    fails = True
+            assert pair.parking.engine.is_parked == fails
+            pair.train()
+            pair.check()
+            nth += 1
+
+
+@pytest.mark.parametrize("second", [0, "1MiB"])
+@pytest.mark.parametrize("first", [(0, "1MiB"), ("1MiB", 0), ("1MiB", "1MiB")])
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_second_park_takes_what_the_first_has_left(name: str, first: Any, second: Any, tmp_path: Path) -> None:
+    with contextlib.closing(Pair(tmp_path, **ON_DEVICE[name])) as pair:
+        pair.train()
+        pair.parking.park(*first)
+        pair.parking.park(second)
+        figures = pair.parking.metrics()
+        if not second:
+            assert figures["park/away_bytes"] == figures["resident_bytes"]
+        pair.train()
+        pair.check()
+
+
+# Interrupts and handlers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("what", ["park", "behind", "unpark"])
+def test_a_ctrl_c_at_any_line_leaves_a_session_that_goes_on(tmp_path: Path, what: str, stride: int) -> None:
+    with contextlib.closing(half(tmp_path)) as pair:
+        calls = {
+            "park": pair.parking.park,
+            "behind": lambda: pair.parking.park(wait=False),
+            "unpark": pair.parking.unpark,
+        }
+        for interrupted in every(stride):
+            pair.train()
+            if what == "unpark":
+                pair.parking.park()
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(calls[what])
+            if not interrupted.has_fired:
+                break
+        pair.train()
+        pair.check()
+
+
+@pytest.mark.parametrize("line", range(1, 30))
+def test_a_signal_handler_in_a_step_parks_before_it_or_after_it(tmp_path: Path, line: int) -> None:
+    """The step uses gradients that a step has used: a park before it leaves it none, and one amid it is refused."""
+    with contextlib.closing(half(tmp_path)) as pair:
+        parks: list[bool] = []
+
+        def park() -> None:
+            with contextlib.suppress(offload.ConfigError):
+                pair.parking.park()
+                parks.append(True)
+
+        for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
+            sum((weight.float() * 3).sum() for weight in weights).backward()
+            optimizer.step()
+        before = pair.weights[0][0].detach().clone()
+        with handled(type(pair.parking)._step, line, park):
+            pair.parking.step()
+        has_stepped = not torch.equal(before, pair.weights[0][0])
+        assert parks or has_stepped
+        if has_stepped:
+            pair.optimizers[1].step()
+        pair.optimizers[1].zero_grad()
+        pair.parking.zero_grad()
+        pair.train()
+        pair.check()
+
+
+# Beside everything else
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("settings", ["streamed", "half"])
+@pytest.mark.parametrize("overlap", ["forward", "backward", "both", "auto"])
+def test_parks_at_any_place_of_an_iteration_have_the_bits_of_none(
+    tmp_path: Path, overlap: str, settings: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    found = []
+    for overlaps, parks in ((overlap, True), ("off", False)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(4))).bfloat16()
+        (tmp_path / overlaps).mkdir()
+        config = offload.OffloadConfig(
+            paths=[tmp_path / overlaps], overlap=overlaps, subgroup_numel=1024, threads=1, **SETTINGS[settings]
+        )
+        with offload.AdamW(model.parameters(), lr=0.01, offload=config) as optimizer:
+            if overlaps in ("forward", "both", "auto"):
+                optimizer.overlap_forward(model, check=True)
+
+            def park(optimizer: Any = optimizer, parks: bool = parks) -> None:
+                if parks and rng.random() < 0.5:
+                    optimizer.park(rng.choice((0, 20_000)), wait=rng.random() < 0.4)
+
+            for step in range(10):
+                park()
+                inputs = torch.randn(4, 48, generator=torch.Generator().manual_seed(step)).bfloat16()
+                loss = model(inputs).float().pow(2).mean()
+                park()
+                loss.backward()
+                optimizer.step()
+                park()
+                optimizer.zero_grad()
+            weights = [*model.parameters()]
+            found.append(weights + [t for w in weights for _, t in sorted(optimizer.state_for(w).items())])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_groups_loads_and_state_dicts_of_a_parked_session(pair: Pair, tmp_path: Path) -> None:
+    saved = []
+    for number, optimizer in enumerate(pair.optimizers):
+        parks = (lambda **options: optimizer.park(**options)) if not number else lambda **options: None  # noqa: B023
+        weights = pair.weights[number]
+        parks()
+        weights.append(torch.nn.Parameter(torch.ones(2500)))
+        optimizer.add_param_group({"params": weights[-1:]})
+        train(optimizer, weights, 1)
+        parks()
+        optimizer.save_checkpoint(tmp_path / f"copy {number}", copy=True)
+        parks(wait=False)
+        saved.append(optimizer.state_dict())
+        parks()
+        train(optimizer, weights, 2)
+        parks()
+        optimizer.load_state_dict(saved[0])
+        parks(wait=False)
+        train(optimizer, weights, 3)
+    pair.check()
+    for optimizer in pair.optimizers:
+        optimizer.wait_checkpoint()
+    for number, optimizer in enumerate(pair.optimizers):
+        if not number:
+            optimizer.park()
+        optimizer.load_checkpoint(tmp_path / f"copy {1 - number}")
+        if not number:
+            optimizer.park()
+        train(optimizer, pair.weights[number], 4)
+    pair.check()
+
+
+def test_an_object_store_takes_what_leaves(s3: S3Server, tmp_path: Path) -> None:
+    weights, others = parameters(), parameters()
+    prefix = f"s3://{BUCKET}/{uuid.uuid4()}"
+    config = offload.OffloadConfig(paths=[prefix], host_memory="1GiB", subgroup_numel=1024, threads=1)
+    with offload.AdamW(weights, lr=0.1, offload=config) as optimizer, offload.AdamW(others, lr=0.1) as other:
+        for step in range(3):
+            train(optimizer, weights, step)
+            train(other, others, step)
+            optimizer.park(wait=step != 1)
+        assert optimizer.metrics()["park/away_bytes"] > 0
+        for mine, theirs in zip(weights, others, strict=True):
+            found, expected = optimizer.state_for(mine), other.state_for(theirs)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def one_rank_parks(folder: Path, shard: bool) -> None:
+    """Ranks do not wait for each other: one parks, and the step of both goes on."""
+    rank, found = dist.get_rank(), []
+    for parks in (True, False):
+        model = Model()
+        parallel: torch.nn.Module = DistributedDataParallel(model) if shard else fully_shard(model)
+        place = folder / f"{parks}"
+        place.mkdir(exist_ok=True)
+        config = offload.OffloadConfig(paths=[place], host_memory=4096 * 6, subgroup_numel=1024, shard=shard)
+        with offload.AdamW(model.named_parameters(), lr=0.01, offload=config) as optimizer:
+            for step in range(6):
+                parallel(exact_gradients(step, rank)).backward()
+                if parks and step == 3:
+                    with pytest.raises(offload.ConfigError, match="the gradient of blocks"):
+                        optimizer.park()
+                optimizer.step()
+                if parks and (rank + step) % 2:
+                    optimizer.park(wait=step > 2)
+                optimizer.zero_grad()
+            found.append([local(parameter.detach()).clone() for parameter in model.parameters()])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [True, False], ids=["DDP", "FSDP2"])
+def test_ranks_do_not_wait_for_one_that_parks(tmp_path: Path, shard: bool) -> None:
+    spawn(2, tmp_path, one_rank_parks, shard)
