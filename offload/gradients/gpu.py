@@ -225,25 +225,25 @@ class GpuGradients(GradientStore):
             OffloadError: The device has no room; nothing has changed then.
         """
         if not self.lanes.borrows:
-            self._take_regions(None)
+            for region, address in self._take_for_sums(None):
+                region.address = address
 
-    def _take_regions(self, caller: Hashable) -> list[_Region]:
-        """Take device memory for the block sums that are in host memory alone; return which."""
-        device, regions = self.lanes.device, [region for region in self._regions if not region.address]
+    def _take_for_sums(self, caller: Hashable) -> list[tuple[_Region, int]]:
+        """Return device memory for the block sums that are in host memory alone, which records know already."""
+        device, taken = self.lanes.device, list[tuple[_Region, int]]()
         with contextlib.ExitStack() as undo:
-            addresses = []
-            for region in regions:
-                addresses.append(device.allocate(region.host.nbytes, caller))
-                if caller is None:
-                    undo.callback(device.release, addresses[-1])
+            for region in self._regions:
+                if not region.address:
+                    taken.append((region, device.allocate(region.host.nbytes, caller)))
+                    if caller is None:
+                        undo.callback(device.release, taken[-1][1])
             undo.pop_all()
-        for region, address in zip(regions, addresses, strict=True):
+        for region, address in taken:
             for record in self.records:
                 offset = record.blocks.ctypes.data - region.host.address
                 if 0 <= offset < region.host.nbytes:
                     record.device_blocks = address + offset
-            region.address = address  # last: an interrupt may come before
-        return regions
+        return taken
 
     def _borrow(self, *, buffers: bool) -> None:
         """Borrow memory for block sums, and for `buffers` of pieces; on the caller's thread, which has the lock."""
@@ -253,12 +253,14 @@ class GpuGradients(GradientStore):
         device, caller = lanes.device, lanes.device.caller()
         if buffers:
             lanes.borrow_buffers(caller)
-        regions = self._take_regions(caller)
+        taken = self._take_for_sums(caller)
         lanes.follow_borrowed(caller)
         device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
-        for region in regions:
-            lanes.copy(DeviceLane.H2D, region.address, region.host.address, region.host.nbytes)
+        for region, address in taken:
+            lanes.copy(DeviceLane.H2D, address, region.host.address, region.host.nbytes)
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
+        for region, address in taken:
+            region.address = address  # last: an interrupt may come before
 
     def return_borrowed(self) -> None:
         """Give borrowed memory back, if there is any; block sums stay in host memory until gradients arrive."""

@@ -549,7 +549,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
         plan, hidden = self.engine.plan, " and ".join(hidden_in)
         borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
-        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, parked, borrowing)
+        borrowed_bytes = int(metrics.get("borrowed_bytes", 0))
+        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, parked, borrowing, borrowed_bytes)
 
     @property
     def _is_hidden(self) -> bool:

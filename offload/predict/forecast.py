@@ -99,6 +99,7 @@ class PlanReport:
         parked: While memory has been given back: how many bytes, and in how many seconds (`predict_back_s`) they are
             back.
         borrowing: Where staging slots on the GPU are borrowed, seconds of a step with them, and of one on the CPU.
+        borrowed_bytes: What the last step has borrowed.
     """
 
     plan: Plan
@@ -108,6 +109,7 @@ class PlanReport:
     hidden_in: str = ""
     parked: tuple[int, float] | None = None
     borrowing: tuple[float, float] | None = None
+    borrowed_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [str(self.plan), str(self.explanation)]
@@ -119,7 +121,10 @@ class PlanReport:
             )
         if self.borrowing is not None:
             with_s, without_s = map(format_seconds, self.borrowing)
-            lines.append(f"with the staging slots that are borrowed a step takes {with_s}, and {without_s} without")
+            lines.append(
+                f"with the staging slots that are borrowed a step takes {with_s}, and {without_s} without; "
+                f"the last step has borrowed {format_bytes(self.borrowed_bytes)}"
+            )
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)
             lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import random
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from mirror import same, states
 from simulated import OnDevice
+from test_interrupts import Interrupted
 from test_simulated_gpu import backward, config, on_cpu, train, train_behind, weights
 
 import offload
+from offload.device import lanes
 from offload.dtypes import DtypeCode
+from offload.gradients import gpu as gradients
 from offload.plan.budget import GPU_STAGING_SLOTS
 from offload.protocols import DeviceLane
 from offload.sim import HazardError, SimulatedDevice
+from offload.units import format_bytes
 
 pytestmark = pytest.mark.not_overlapped("what is borrowed goes back before forward")
 
@@ -69,8 +77,8 @@ def test_memory_that_is_used_after_it_was_given_back_is_found(tmp_path: Path) ->
     device = SimulatedDevice(ROOM, lazy=True)
     optimizer = OnDevice(parameters, device=device, offload=borrowing(tmp_path, host_memory="1MB"))
     train(optimizer, parameters, range(1))
-    lanes: Any = optimizer.engine._parts.lanes
-    plain, early = lanes.copy_out, []
+    of_engine: Any = optimizer.engine._parts.lanes
+    plain, early = of_engine.copy_out, []
 
     def copy_out(operation: Any, *arguments: Any) -> None:
         if not early:
@@ -78,7 +86,7 @@ def test_memory_that_is_used_after_it_was_given_back_is_found(tmp_path: Path) ->
             device.return_borrowed()
         plain(operation, *arguments)
 
-    lanes.copy_out = copy_out
+    of_engine.copy_out = copy_out
     try:
         with pytest.raises(offload.OffloadError) as caught:
             train(optimizer, parameters, range(1, 2))
@@ -158,6 +166,8 @@ def test_steps_that_find_less_room(
                 assert device.taken_bytes == 0
                 assert optimizer.metrics()["borrowed_bytes"] < full or slots == plan.gpu_slots
         assert any("left less of the GPU" in record.message for record in caplog.records)
+        found = int(optimizer.metrics()["borrowed_bytes"])
+        assert f"the last step has borrowed {format_bytes(found)}" in str(optimizer.plan)
         device.free = None
         train(optimizer, parameters, range(7, 8))
         assert optimizer.metrics()["borrowed_bytes"] == full
@@ -279,6 +289,99 @@ def test_anything_else_between_steps(tmp_path: Path, keep_grads: bool, seed: int
     assert same(*(states(optimizer, parameters) for optimizer, parameters in sessions))
     for optimizer, _ in sessions:
         optimizer.close()
+
+
+@pytest.mark.parametrize("keep_grads", [True, False], ids=["kept", "leave"])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_parks_after_amid_and_before_steps(tmp_path: Path, keep_grads: bool, lazy: bool) -> None:
+    """A park waits for lanes that still use what was borrowed, and for the step that has it."""
+    parameters = weights()
+    device = SimulatedDevice(ROOM, lazy=lazy)
+    with OnDevice(parameters, device=device, offload=borrowing(tmp_path, keep_grads=keep_grads)) as optimizer:
+        train(optimizer, parameters, range(1))
+        full = optimizer.metrics()["borrowed_bytes"]
+        optimizer.park()
+        assert optimizer.engine.is_parked
+        optimizer.unpark()
+        assert device.taken_bytes == 0
+        train(optimizer, parameters, range(1, 2))
+
+        of_engine: Any = optimizer.engine._parts.lanes
+        plain, parks = of_engine.copy_out, threading.Thread(target=optimizer.engine.park)
+
+        def copy_out(*arguments: Any) -> None:
+            if parks.ident is None:
+                assert device.taken_bytes > 0
+                parks.start()
+            plain(*arguments)
+
+        of_engine.copy_out = copy_out
+        train(optimizer, parameters, range(2, 3))
+        parks.join()
+        assert optimizer.engine.is_parked
+
+        backward(parameters, 3)
+        with pytest.raises(offload.ConfigError, match="gradient"):
+            optimizer.park()
+        assert device.taken_bytes == 0
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.metrics()["borrowed_bytes"] == full
+        assert device.taken_bytes == 0
+        assert same(states(optimizer, parameters), on_cpu(range(4)))
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_a_step_that_is_aborted_leaves_nothing_borrowed(tmp_path: Path, nth: int) -> None:
+    parameters = weights()
+    device = SimulatedDevice(ROOM, seed=nth, delay_s=1e-4)
+    with OnDevice(parameters, device=device, offload=borrowing(tmp_path, placement=0.5)) as optimizer:
+        train(optimizer, parameters, range(1))
+        of_engine: Any = optimizer.engine._parts.lanes
+        left, plain = nth, of_engine.run
+
+        def run(*arguments: Any) -> None:
+            nonlocal left
+            if not left:
+                raise offload.OffloadError("the GPU has had enough")
+            left -= 1
+            plain(*arguments)
+
+        of_engine.run = run
+        with pytest.raises(offload.StepAbortedError):
+            train(optimizer, parameters, range(1, 2))
+        assert device.taken_bytes == 0
+
+
+class InterruptedGradients(Interrupted):
+    """At a line of what borrows and gives back on the caller's thread."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename in (gradients.__file__, lanes.__file__) else None
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_at_any_line_of_an_iteration_leaves_nothing_borrowed(tmp_path: Path) -> None:
+    parameters = weights()
+    device = SimulatedDevice(ROOM)
+    settings = borrowing(tmp_path, keep_grads=False, placement=0.5)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        train(optimizer, parameters, range(1))
+        files = set()
+        for nth in itertools.count():
+            interrupted = InterruptedGradients(nth)
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(lambda: train(optimizer, parameters, range(1)))
+            if not interrupted.has_fired:
+                break
+            files.add(interrupted.where.rpartition(":")[0])
+            optimizer.zero_grad()
+            assert device.taken_bytes == 0, interrupted.where
+        assert files == {gradients.__file__, lanes.__file__}
+        train(optimizer, parameters, range(1))
+        assert optimizer.metrics()["borrowed_bytes"] > 0
+        assert device.taken_bytes == 0
 
 
 def test_updates_during_backward(tmp_path: Path) -> None:
