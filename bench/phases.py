@@ -1,6 +1,6 @@
 """Training whose memory is lent to others between steps, as reinforcement learning lends it to its rollouts.
 
-Sections, each of which can be run alone (`--sections phases,serial`):
+Sections, each of which can be run alone (`--sections phases,serial,duplex`):
 
   phases  park, hold, unpark, step, with none, half and all of the state resident, each in a process of its own.
           Memory is the process's by the kernel's count (PSS, shared memory included); while it is parked, a second
@@ -8,6 +8,7 @@ Sections, each of which can be run alone (`--sections phases,serial`):
   serial  the step beside a loop that reads, updates and writes bucket after bucket, as disk tiers of such systems
           do: the same disk, the same bytes (counted by the kernel), the same kernel and bits. Exact state, and
           `compact8`.
+  duplex  the same over an emulated path that reads and writes at once, each at a pace of its own.
 
 What is promised are times over what the disk and memory allow: rates of reads and writes, alone and mixed, and of
 touching memory are measured in the same run, between the rounds. Figures are medians over rounds.
@@ -26,16 +27,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _common import Target, arguments, cores, environment, interleaved, progress, report, run_sections
+from _throttled import OwnLanes
 from _worker import kernel_io
 from capacity import Group, made_group
-from paths import MIB, Mixer, opened
+from paths import MB, MIB, Mixer, Throttles, opened
 
 import offload
 from offload.formats import EXACT_ADAMW, STATE_FORMATS
@@ -45,6 +47,7 @@ from offload.memory.arenas import Arena
 from offload.predict import predict
 from offload.protocols import SegmentFlag
 from offload.rules import GroupScalars
+from offload.session import setup
 from offload.units import format_seconds
 
 SHARES = (0.0, 0.5, 1.0)
@@ -429,6 +432,33 @@ class BufferedFile:
         os.close(self._file)
 
 
+class PacedFile:
+    """A file on the emulated path: held back like what a `ThrottledTier` moves.
+
+    Args:
+        inner: The file.
+        bytes_per_s: Of reads, and of writes beside them.
+    """
+
+    def __init__(self, inner: DirectFile | BufferedFile, bytes_per_s: float) -> None:
+        self._inner, self._bytes_per_s, self._lanes = inner, bytes_per_s, OwnLanes()
+        self.close = inner.close
+
+    def _paced(self, lane: str, move: Callable[[memoryview, int], None], memory: memoryview, offset: int) -> None:
+        ends_s = self._lanes.book(lane, time.monotonic(), len(memory) / self._bytes_per_s)
+        move(memory, offset)
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        self._paced("read", self._inner.read, memory, offset)
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        self._paced("write", self._inner.write, memory, offset)
+
+
+DUPLEX_BYTES_PER_S = 400 * MB
+"""Of reads, and of writes beside them: what the disk below has room for."""
+
 FILES: dict[str, type[DirectFile | BufferedFile]] = {"O_DIRECT": DirectFile, "buffered": BufferedFile}
 
 
@@ -441,9 +471,18 @@ class SerialLoop:
         gradient: Its gradient.
         buckets: How many there are.
         kept: How many of them stay in memory: as much as the staging memory of the others.
+        bytes_per_s: Of the emulated path that it is on; None for the disk itself.
     """
 
-    def __init__(self, folder: Path, weight: torch.Tensor, gradient: torch.Tensor, buckets: int, kept: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        buckets: int,
+        kept: int,
+        bytes_per_s: float | None = None,
+    ) -> None:
         self.numel = weight.numel() // buckets
         self.bucket_bytes = int(EXACT_ADAMW.item_bytes * self.numel)
         self.weight, self.gradient = weight, gradient
@@ -463,7 +502,8 @@ class SerialLoop:
                     move(self._memory[0], 0)
                     self.tried[name][way] = min(self.tried[name][way], time.perf_counter() - started_s)
         self.chosen = min(self.tried, key=lambda name: sum(self.tried[name]))
-        self._file = kinds.pop(self.chosen)
+        chosen = kinds.pop(self.chosen)
+        self._file = chosen if bytes_per_s is None else PacedFile(chosen, bytes_per_s)
         for name, file in kinds.items():
             file.close()
             (folder / name).unlink()
@@ -528,7 +568,9 @@ def bound(
     return serial_s / max(alone_s, 2 * ours_bytes / rates["mixed"], ours_update_s)
 
 
-def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+def serial(folder: Path, size: Size, targets: list[Target], bytes_per_s: float | None = None) -> dict[str, Any]:
+    """Run steps beside the loop, on the disk or on a path of so many bytes per second each way, emulated on it."""
+    where = "" if bytes_per_s is None else "emulated duplex path, "
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(size.numel, generator=generator).bfloat16()
     gradient = torch.randn(size.numel, generator=generator).bfloat16()
@@ -541,12 +583,14 @@ def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
     with contextlib.ExitStack() as ends:
         ends.callback(disk.close)
         engines, weights = {}, {name: start.clone() for name in used}
-        for form in forms:
-            (folder / form).mkdir()
+        throttles = Throttles(folder, [math.inf if bytes_per_s is None else bytes_per_s / MB] * len(forms))
+        ends.callback(setattr, setup, "open_tier", setup.open_tier)
+        setup.open_tier = throttles.open  # type: ignore[assignment]
+        for form, path in zip(forms, throttles.rates, strict=True):
             item_bytes = EXACT_ADAMW.stored_in(STATE_FORMATS[form]).item_bytes
             config = offload.OffloadConfig(
                 host_memory=0,
-                paths=[folder / form],
+                paths=[path],
                 state_format=form,
                 subgroup_numel=size.numel // buckets,
                 staging_memory=int(1.01 * item_bytes * size.numel / 4),
@@ -555,7 +599,7 @@ def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
             engine.bind_weight(0, weights[form].data_ptr())
             engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
         kept = engines["exact"].plan.staging_slots
-        loop = SerialLoop(folder, weights["serial"], gradient, buckets, kept)
+        loop = SerialLoop(folder, weights["serial"], gradient, buckets, kept, bytes_per_s)
         ends.callback(loop.close)
 
         def measured(name: str, step: Callable[[], object]) -> Callable[[], None]:
@@ -566,6 +610,11 @@ def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
 
             return run
 
+        def medians() -> dict[str, float]:
+            if bytes_per_s is None:
+                return disk.medians()
+            return {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
+
         for _ in range(3):
             disk.measure()
         loop_bytes = loop.bucket_bytes * (buckets - kept)
@@ -573,8 +622,7 @@ def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         ours_bytes = {form: p.slot_bytes * (buckets - p.staging_slots) for form, p in planned.items()}
         update_s = {form: planned[form].state_bytes / engines[form].rates.cpu_bytes_per_s for form in forms}
         before = {
-            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], disk.medians())
-            for form in forms
+            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], medians()) for form in forms
         }
         print(
             f"  a step may be {before['exact']:.2f} times as fast as the loop, in compact8 {before['compact8']:.2f}"
@@ -604,7 +652,7 @@ def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         cpu_s = {form: engines[form].metrics()["lane/cpu/busy_s"] for form in forms}
     if digests["serial"] != digests["exact"]:
         raise SystemExit("the loop and exact state came to other weights")
-    rates = disk.medians()
+    rates = medians()
     each = {way: statistics.median(one[way] for one in spent[1:]) for way in spent[0]}
     reached = {way: loop_bytes / each[way] / rates[way] for way in ("read", "write")}
     tried = {name: [loop.bucket_bytes / seconds for seconds in both] for name, both in loop.tried.items()}
@@ -641,21 +689,33 @@ def serial(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         limit = bound(loop_bytes, moved_bytes, each["update"], update_s[form], rates)
         found["contenders"][form] |= {"times_serial": ratio, "bound": limit}
         print(f"  {form}: {ratio:.2f} times as fast as the loop, of {limit:.2f}")
+        if where and form == "exact":
+            targets.append(Target.at_least(f"{where}{form}: times as fast as the serial loop", ratio, 1.8))
         targets.append(
-            Target.at_least(f"{form}: times as fast as the serial loop, over its bound", ratio / limit, 0.9)
+            Target.at_least(f"{where}{form}: times as fast as the serial loop, over its bound", ratio / limit, 0.9)
         )
     equal = [
         sum(found["contenders"][name][f"{way}_bytes"] for way in ("read", "write")) for name in ("exact", "serial")
     ]
     targets.append(
-        Target.at_most("exact: bytes over those of the serial loop", equal[0] / equal[1] if equal[1] else 1.0, 1.01)
+        Target.at_most(
+            f"{where}exact: bytes over those of the serial loop", equal[0] / equal[1] if equal[1] else 1.0, 1.01
+        )
     )
     for way in reached:
-        targets.append(Target.at_least(f"serial loop: {way}s over the disk's rate", reached[way], 0.8))
+        targets.append(Target.at_least(f"{where}serial loop: {way}s over the disk's rate", reached[way], 0.8))
     return found
 
 
-SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {"phases": phases, "serial": serial}
+def duplex(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    return serial(folder, replace(size, numel=size.numel // 4), targets, DUPLEX_BYTES_PER_S)
+
+
+SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {
+    "phases": phases,
+    "serial": serial,
+    "duplex": duplex,
+}
 
 
 def main() -> None:
@@ -667,7 +727,7 @@ def main() -> None:
     described = environment()
     results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
     checksums = [results["phases"]["0% resident"]["checksum"]] if "phases" in results else []
-    checksums += [results["serial"]["checksum"]] if "serial" in results else []
+    checksums += [results[name]["checksum"] for name in ("serial", "duplex") if name in results]
     report(args, described, results, "-".join(checksums), targets)
 
 

@@ -699,6 +699,7 @@ BENCHMARKS = (
     ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
     ("`python bench/phases.py`", "memory lent to others between steps: what does it cost to give back and to take again? A step beside a serial loop over the disk", "5 min", ()),
     ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
+    ("`python bench/saves.py`", "the same inside DeepSpeed, written behind training and waited for, on one and two ranks", "15 min", ()),
     ("`python tests/faults/torture.py --kills 200`", "is a checkpoint ever lost or half there, whenever the process is killed?", "5 min", ("torture",)),
     ("`python tests/faults/torture.py --kills 200 --overlap`", "the same with steps that go on behind", "5 min", ("torture-overlap",)),
     ("`python tests/faults/torture.py --kills 200 --overlap both`", "the same with steps that also are made during backward", "5 min", ("torture-ahead",)),

@@ -55,6 +55,15 @@ def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     return found
 
 
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Give a class, or a module, another value of a name until `undo` is closed."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
 def ours(optimizer: Any) -> Any:
     """Return an optimizer of ours, out of a framework's wrapper if it is in one; None for any other optimizer."""
     optimizer = getattr(optimizer, "optimizer", optimizer)

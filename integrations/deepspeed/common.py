@@ -9,15 +9,18 @@ import os
 import re
 import shlex
 import socket
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import stream
+from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
 from offload.rules import GroupScalars
@@ -86,6 +89,9 @@ class OffloadedOptimizer:
     _masters_reloaded = False
     _streams = False
     _streamed: tuple[dict[str, Any], list[FlatState]] | None = None
+    _behind: SavesBehind | None = None
+    _publishes: bool | None = None
+    """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
 
     def __init__(
         self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
@@ -250,15 +256,59 @@ class OffloadedOptimizer:
             self._on_all_ranks(lambda: save_model(*arguments, **keywords))
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
-            self._on_all_ranks(lambda: self._save(save_state, engine, save_path, tag))
+            if self._behind is None or self._publishes is None:
+                self._on_all_ranks(lambda: self._save(save_state, engine, save_path, tag))
+            else:
+                self._save_behind(self._behind, save_state, engine, save_path, tag)
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
+
+    def save_behind(self, engine: Any) -> None:
+        """Have a DeepSpeed engine's `save_checkpoint` return when it needs nothing that training changes."""
+        if not self._offload_config.paths:
+            log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
+            return
+        self._behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
+        save = engine.save_checkpoint
+
+        def save_checkpoint(
+            save_dir: str,
+            tag: Any = None,
+            client_state: Any = MappingProxyType({}),
+            save_latest: bool = True,
+            *arguments: Any,
+            **keywords: Any,
+        ) -> Any:
+            self.wait_checkpoint()
+            client_state = dict(client_state)
+            if _is_accelerates() or not stream.can_stream(engine.checkpoint_engine):
+                return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
+            self._publishes = save_latest
+            try:
+                return save(save_dir, tag, client_state, False, *arguments, **keywords)
+            except BaseException:
+                behind.give_up()
+                raise
+            finally:
+                self._publishes = None
+
+        engine.save_checkpoint = save_checkpoint
+
+    def wait_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written behind training is whole. Collective.
+
+        Raises:
+            CheckpointError: On all ranks: it could not be written by one; `latest` names the one before.
+        """
+        if self._behind is not None:
+            self._behind.settle()
 
     def refuse_other_ranks(self, engine: Any) -> None:
         """Have a DeepSpeed engine say what to do with state that another number of ranks has saved."""
         load = engine._load_checkpoint
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            self.wait_checkpoint()
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # Of all ranks: each node may have the files of its own.
@@ -274,6 +324,17 @@ class OffloadedOptimizer:
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
             return
+        path = engine._get_zero_ckpt_name(save_path, tag)
+        starts = self._save_without_state(save, path, save_path, tag)
+        if starts is None:
+            save(save_path, tag)
+        else:
+            stream.write_state(path, starts, self.shard, self.shard.engine.state.visit)
+
+    def _save_without_state(
+        self, save: Callable[[str, str], None], path: str, save_path: str, tag: str
+    ) -> stream.Starts | None:
+        """Have DeepSpeed write its file without state; return where that belongs, or None if nobody can tell."""
         self._streams = True
         try:
             with torch.serialization.skip_data():
@@ -281,13 +342,37 @@ class OffloadedOptimizer:
         finally:
             self._streams = False
             streamed, self._streamed = self._streamed, None
-        path = engine._get_zero_ckpt_name(save_path, tag)
-        whole = streamed is not None and stream.fill(
-            path, streamed[0], lambda found: found["optimizer_state_dict"], streamed[1], self.shard
-        )
-        if not whole:
+        starts = None
+        if streamed is not None:
+            starts = stream.fill(path, streamed[0], lambda found: found["optimizer_state_dict"], streamed[1])
+        if starts is None:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
-            save(save_path, tag)
+        return starts
+
+    def _save_behind(
+        self, behind: SavesBehind, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str
+    ) -> None:
+        """Save state so that training may go on before it is written."""
+        publishes = bool(self._publishes)
+        name = engine._get_zero_ckpt_name
+        path, model = name(save_path, tag), engine._get_ckpt_name(save_path, tag)
+        self._on_all_ranks(lambda: _unlink(path))  # which says that a part is there
+        paths: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(paths, path)
+
+        def begin() -> None:
+            os.makedirs(os.path.dirname(partial_of(path)), exist_ok=True)
+            engine._get_zero_ckpt_name = lambda *given: partial_of(name(*given))
+            try:
+                starts = self._save_without_state(save, partial_of(path), save_path, tag)
+                if starts is None:
+                    save(save_path, tag)
+            finally:
+                del engine._get_zero_ckpt_name
+            synced = [model] if os.path.exists(model) else []
+            behind.begin(PendingTag(save_path, tag, path, paths, starts, synced, publishes))
+
+        self._on_all_ranks(begin)
 
     def _saved(self, found: dict[str, Any], states: list[FlatState]) -> dict[str, Any]:
         """Add what DeepSpeed does not know of to what it is about to save."""
@@ -360,7 +445,9 @@ class OffloadedOptimizer:
         raise ConfigError("overlap_forward", "called", "leave it out: DeepSpeed gathers new weights in its step")
 
     def destroy(self) -> None:
-        """Free memory and files, ours first."""
+        """Free memory and files, ours first; a checkpoint that is being written becomes whole before."""
+        if self._behind is not None:
+            self._behind.close()
         self.shard.close()
         super().destroy()  # type: ignore[misc]
 
@@ -371,6 +458,17 @@ def _foreseen(
     """Return what the next step of an optimizer would be told now, if it is still there."""
     found = optimizer()
     return None if found is None else found.foreseen()
+
+
+def _is_accelerates() -> bool:
+    """Return whether Accelerate drives DeepSpeed, which deletes older checkpoints when a save returns."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    return "deepspeed" in str(getattr(state, "_shared_state", {}).get("distributed_type", "")).lower()
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _ranks_of(folder: str) -> int:

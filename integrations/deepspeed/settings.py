@@ -16,6 +16,9 @@ from offload.integrations import shared
 KEY = "multi_tier_offload"
 """The top-level object of the DeepSpeed config; its fields are `OffloadConfig`'s."""
 
+CHECKPOINT = "checkpoint"
+"""The field that is not `OffloadConfig`'s: {"wait": false} has `save_checkpoint` return before files are whole."""
+
 VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
 """The environment variable that names a JSON file of the object, for programs that write their DeepSpeed config."""
 
@@ -95,11 +98,23 @@ def check(values: Any) -> OffloadConfig:
     for field, advice in _DEEPSPEEDS.items():
         if field in values:
             raise ConfigError(f"{KEY}.{field}", values[field], advice)
-    settings = OffloadConfig.from_dict(values, KEY)
+    saving = values.get(CHECKPOINT, {})
+    if (
+        not isinstance(saving, Mapping)
+        or not set(saving) <= {"wait"}
+        or saving.get("wait", True) not in (True, False)
+    ):
+        raise ConfigError(f"{KEY}.{CHECKPOINT}", saving, 'write {"wait": true} or {"wait": false}')
+    settings = OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)
     if settings.overlaps_forward:
         allowed = 'use "off" or "backward": DeepSpeed gathers new weights in its step'
         raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
     return settings
+
+
+def saves_behind(config: Mapping[str, Any]) -> bool:
+    """Return whether a DeepSpeed config that was read asks for saves behind training."""
+    return not _section(config, f"{KEY}.{CHECKPOINT}").get("wait", True)
 
 
 def read(config: Mapping[str, Any]) -> OffloadConfig:

@@ -9,10 +9,11 @@ Not here: what DeepSpeed's layout is. Whatever it makes of the tensors that it i
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,21 +55,24 @@ def _write(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[FlatState], shard: Shard) -> bool:
-    """Write the bytes of all tensors into a file that was saved without them.
+Starts = list[list[int | None]]
+"""Where each state tensor of each flat tensor begins in a file; None for one without elements."""
+
+
+def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[FlatState]) -> Starts | None:
+    """Write the bytes of all tensors but those of state into a file that was saved without them.
 
     Args:
         path: The file.
         pickled: What was saved, or the part of it that has all the tensors.
         find: Returns that part of what is loaded from the file.
         lent: The tensors without memory among them, one row for each flat tensor of the shard.
-        shard: Whose state they stand for.
 
     Returns:
-        False, with nothing written, if some tensor's place in the file cannot be told.
+        Where state belongs; None, with nothing written, if some tensor's place in the file cannot be told.
 
     Raises:
-        OSError: If the file cannot be written; the state is unharmed.
+        OSError: If the file cannot be written.
     """
     loaded = find(torch.load(path, map_location="meta", weights_only=False))
     offsets = [int(tensor.untyped_storage()._checkpoint_offset or 0) for tensor in _tensors(loaded)]
@@ -79,22 +83,47 @@ def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[Fla
     starts = [[place.get(getattr(state, name).data_ptr()) for name in STATE] for state in lent]
     of_state = {start for row in starts for start in row}
     if len(set(offsets)) != records or (None in of_state and any(state.master.numel() for state in lent)):
-        return False
-    file = os.open(path, os.O_WRONLY)
-    try:
+        return None
+    with _opened(path) as file:
         for tensor, offset in zip(tensors, offsets, strict=True):
             if offset not in of_state:
                 elements = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                 _write(file, _bytes(elements.cpu()), offset)
+    return starts
 
-        def take(number: int, first: int, views: Any) -> None:
+
+Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]
+"""Takes a run of a piece's state; see `offload.Engine`'s `state.visit`."""
+
+
+def write_state(path: str, starts: Starts, shard: Shard, visit: Callable[[Take], None]) -> None:
+    """Write the bytes of state.
+
+    Args:
+        path: The file.
+        starts: Where each state tensor begins in it.
+        shard: Whose pieces they are.
+        visit: Hands out the state.
+
+    Raises:
+        OSError: If the file cannot be written; the state is unharmed.
+    """
+    with _opened(path) as file:
+
+        def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
             piece = shard.pieces[number]
             for name, start in zip(STATE, starts[piece.flat], strict=True):
                 if start is not None:
                     offset = start + (piece.offset + first) * _ITEM_BYTES
                     _write(file, _bytes(views[name]), offset)
 
-        shard.engine.state.visit(take)
+        visit(take)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        yield file
     finally:
         os.close(file)
-    return True

@@ -33,6 +33,7 @@ _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
     _ENGINE: {
         "_configure_optimizer": "client_optimizer model_parameters",
+        "save_checkpoint": "save_dir tag client_state save_latest",
         "_save_zero_checkpoint": "save_path tag",
         "_get_zero_ckpt_name": "checkpoints_path tag",
         "_load_checkpoint": "load_dir tag",
@@ -168,6 +169,8 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     engine.optimizer.report_to(engine)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)
+    if settings.saves_behind(engine.config):
+        engine.optimizer.save_behind(engine)
     engine.optimizer.honour_include(engine)
 
 

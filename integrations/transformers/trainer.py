@@ -69,9 +69,9 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
         raise ConfigError("transformers", import_module("transformers").__version__, allowed)
     with contextlib.ExitStack() as undo:
-        _replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
+        shared.replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
         for name, wrapper in wrappers.items():
-            _replace(undo, trainer, name, wrapper(getattr(trainer, name)))
+            shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
         _undo = undo.pop_all()
 
 
@@ -81,14 +81,6 @@ def disable() -> None:
     if _undo is not None:
         _undo.close()
     _undo = None
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)
 
 
 def _name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.reader import Checkpoint, Range, StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot, StoreReuse, save_error
 from offload.checkpoint.stores import commit_to_replace
@@ -22,6 +24,7 @@ from offload.schedule.loop import pump
 from offload.schedule.operations import BeginSave, Release, Sweep, TakeOver
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
+from offload.session.state_copy import PIECE_NUMEL
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
@@ -219,6 +222,30 @@ class Checkpoints:
         Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
         """
         return tuple(checkpoint.folder for checkpoint in self._parts.saves.kept)
+
+    def visit(
+        self, path: str | os.PathLike[str], take: Callable[[int, int, Mapping[str, torch.Tensor]], None]
+    ) -> None:
+        """Hand out the state of a checkpoint that this session has saved, run by run, while the session goes on.
+
+        Args:
+            path: The folder that it was saved to.
+            take: See `State.visit`; called on this thread.
+
+        Raises:
+            CheckpointError: It is not there, or cannot be read.
+            Exception: What `take` raised.
+        """
+        layout = self._parts.plan.layout
+        names = layout.rule.names
+        rows = torch.empty(len(names), PIECE_NUMEL, dtype=torch.float32, device="cpu")
+        with Checkpoint(path, verify=self._parts.config.checksum) as checkpoint:
+            for position, parameter in enumerate(layout.parameters):
+                for first in range(0, parameter.numel, PIECE_NUMEL):
+                    views = dict(zip(names, rows[:, : parameter.numel - first], strict=True))
+                    start = parameter.start + first
+                    checkpoint.read([Range(parameter.name, name, start, views[name]) for name in names])
+                    take(position, first, views)
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
+import math
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -546,6 +550,77 @@ def checkpoints_go_both_ways(folder: Path) -> None:
                 train(engine, plain, 0, 1)
 
 
+@check
+def saves_behind_training_are_those_that_wait(folder: Path) -> None:
+    """Byte for byte, while training goes on; `latest` follows when all is whole; what is loaded goes on exactly."""
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    rank = torch.distributed.get_rank()
+    for stage, dtype, format in (
+        (1, "bf16", "exact"),
+        (2, "fp32", "exact"),
+        (3, "bf16", "compact8"),
+        (3, "fp16", "exact"),
+    ):
+        settings = {**paths(folder), "state_format": format, "subgroup_numel": 4096, "checkpoint": {"wait": False}}
+        case = Case(stage, dtype, 2, offload=settings, net={"branch": True})
+        place = folder / f"{stage}-{dtype}"
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 3)
+            engine.save_checkpoint(str(place), tag="behind", client_state={"epoch": 3})
+            type(engine).save_checkpoint(
+                engine, str(place), tag="waits", client_state={"epoch": 3}, save_latest=False
+            )
+            whole = train(engine, case, 3, 3), state_of(engine)
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            assert (place / "latest").read_text() == "behind"
+            names = sorted(file.name for file in (place / "waits").iterdir())
+            assert names == sorted(file.name for file in (place / "behind").iterdir())
+            for name in names[rank :: torch.distributed.get_world_size()]:
+                assert (place / "behind" / name).read_bytes() == (place / "waits" / name).read_bytes(), name
+            engine.save_checkpoint(str(place), tag="behind")  # again, and loaded at once
+            engine.load_checkpoint(str(place))
+            assert_same(state_of(engine), whole[1])
+            assert not (place / ".offload-behind").exists()
+        with training(case, ours=True) as engine:
+            _, client = engine.load_checkpoint(str(place), tag="waits")
+            assert client["epoch"] == 3
+            assert train(engine, case, 3, 3) == whole[0]
+            assert_same(state_of(engine), whole[1])
+
+
+@check
+def alone_saves_behind(folder: Path) -> None:
+    """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
+    import torch
+    from deepspeed_runs import Case, state_of, train, training
+
+    case = Case(3, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": {"wait": False}})
+    kill_after_s = float(os.environ.get("KILL_AFTER_S", "inf"))
+    with training(case, ours=True, model=wide(100_000)) as engine:
+
+        def digest() -> dict[str, str]:
+            return {
+                name: hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for name, t in state_of(engine).items()
+            }
+
+        first = 0
+        if (folder / "tags" / "latest").exists():
+            _, client = engine.load_checkpoint(str(folder / "tags"))
+            assert client["digest"] == digest(), client["step"]
+            first = client["step"]
+            print(f"went on from {first}", flush=True)
+        for step in range(first, first + 4):
+            train(engine, case, step, 1)
+            client = {"step": step + 1, "digest": digest()}
+            if step == first + 1 and kill_after_s < math.inf:
+                torch.distributed.barrier()
+                threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            engine.save_checkpoint(str(folder / "tags"), tag=f"{step + 1}", client_state=client)
+
+
 def saved_weight(folder: Path, tag: str, name: str, engine: Any) -> Any:
     """Return a weight of a checkpoint, rounded to what the model has."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -721,20 +796,24 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
     if not mounted[0]:
         raise Skip("only root can mount a small file system")
     try:
-        for stage in (2, 3):
-            case = Case(stage, offload={**paths(folder), "subgroup_numel": 1 << 16})
+        for stage, waits in ((2, True), (3, True), (3, False)):
+            settings = {**paths(folder), "subgroup_numel": 1 << 16, "checkpoint": {"wait": waits}}
+            case = Case(stage, offload=settings)
             results = []
             for saves in (False, True):
                 with training(case, ours=True, model=wide(150_000)) as engine:
                     losses = train(engine, case, 0, 2)
                     if saves:
+                        if not waits:
+                            engine.save_checkpoint(str(place / str(stage)))
+                            losses += train(engine, case, 2, 1)
                         # torch.save knows only RuntimeError for it; another rank's is SessionBrokenError.
                         with pytest.raises((OSError, RuntimeError, offload_error())):
                             engine.save_checkpoint(str(place / str(stage)))
                         torch.distributed.barrier()
                         assert not list(place.rglob("latest"))
                         shutil.rmtree(place / str(stage), ignore_errors=True)
-                    losses += train(engine, case, 2, 2)
+                    losses += train(engine, case, len(losses), 4 - len(losses))
                     results.append((losses, state_of(engine)))
                     if saves:
                         engine.save_checkpoint(str(folder / "room"), tag=f"{stage}")
@@ -835,6 +914,8 @@ def alone_trainer(folder: Path) -> None:
     from deepspeed_runs import offload_deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+    from offload.integrations.deepspeed.behind import SavesBehind
+
     offload_deepspeed.enable()
     params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     schedule = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
@@ -845,12 +926,17 @@ def alone_trainer(folder: Path) -> None:
         "gradient_clipping": "auto",
         "optimizer": {"type": "AdamW", "params": params},
         "scheduler": {"type": "WarmupDecayLR", "params": schedule},
-        "multi_tier_offload": paths(folder),
+        "multi_tier_offload": {**paths(folder), "checkpoint": {"wait": False}},  # which waits all the same
     }
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 50, (24, 8))]
     histories = []
+
+    def begin(*_: Any) -> None:
+        raise AssertionError("the Trainer deletes older checkpoints when a save returns")
+
+    SavesBehind.begin = begin  # type: ignore[method-assign]
     for resumed in (False, True):
         arguments = TrainingArguments(
             output_dir=str(folder / "out"),

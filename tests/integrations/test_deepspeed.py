@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import resource
 import shlex
 import subprocess
@@ -110,6 +111,24 @@ def test_checks(world: int, part: int, tmp_path: Path) -> None:
     assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
     if set(found.values()) != {"ok"}:
         pytest.skip("; ".join(f"{name}: {said}" for name, said in found.items() if said != "ok"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "kills"),
+    [(1, 3), pytest.param(1, 40, marks=pytest.mark.full), pytest.param(2, 40, marks=pytest.mark.full)],
+)
+def test_a_kill_while_a_checkpoint_is_written_behind_leaves_the_one_before(
+    world: int, kills: int, tmp_path: Path
+) -> None:
+    """Whatever `latest` names is loaded by the next start, whose state has the digest of when it was saved."""
+    name, rng = "alone_saves_behind", random.Random(kills)
+    for _ in range(kills):
+        found = start(world, tmp_path, (name,), KILL_AFTER_S=str(rng.uniform(0, 0.4)))
+        assert found[name] == "ok" or "did not run it" in found[name], found
+    assert start(world, tmp_path, (name,)) == {name: "ok"}
+    assert "went on from" in (tmp_path / "log-0").read_text()
 
 
 @pytest.mark.full

@@ -1,0 +1,232 @@
+"""What a save inside DeepSpeed costs training: written behind it, and waited for.
+
+ZeRO-3 on one and on two ranks, with none, half and all of the optimizer state resident, in processes of their own.
+Rounds of iterations that begin with `save_checkpoint` (`"checkpoint": {"wait": false}`) alternate with rounds of as
+many without. The stall is what a round with a save takes longer than those before and after it, over an iteration.
+What the disk cannot do beside training is a floor that is taken off: the bytes of a save over the disk's rate (that
+of a save that waits, in the same run), less the time for which plain iterations leave the disk idle. Bytes are
+the kernel's. A round is over when its last iteration is; the tag is whole before the next one begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Target, arguments, computing, environment, progress, report
+from _worker import kernel_io
+
+from offload.plan import Home
+from offload.units import format_seconds
+
+MOST_STALL = 0.05
+
+
+@dataclass(frozen=True)
+class Size:
+    """Model, batch, and how much is done.
+
+    Attributes:
+        width, layers, batch: Of the model, and its rows in an iteration of one rank.
+        iterations: Of a round.
+        rounds: With a save.
+        worlds: Numbers of ranks.
+        shares: Of the state that are resident.
+    """
+
+    width: int
+    layers: int
+    batch: int
+    iterations: int
+    rounds: int
+    worlds: tuple[int, ...]
+    shares: tuple[float, ...]
+
+
+SMOKE = Size(64, 2, 4, 2, 1, (1,), (0.0,))
+FULL = Size(2048, 8, 384, 10, 4, (1, 2), (0.0, 0.5, 1.0))
+
+
+def moved(before: dict[str, int]) -> int:
+    return sum(count - before[name] for name, count in kernel_io().items())
+
+
+def child(request: dict[str, Any]) -> dict[str, Any]:
+    """Be one rank."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    import offload.integrations.deepspeed as offload_deepspeed
+
+    get_accelerator()
+    size, share, folder = Size(**request["size"]), request["share"], Path(request["folder"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    deepspeed.init_distributed(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, verbose=False
+    )
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(size.width, size.width) for _ in range(size.layers))
+    model = torch.nn.Sequential(*layers).bfloat16()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": size.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "multi_tier_offload": {
+            "host_memory": int(12.5 * numel / world * share),
+            "paths": [request["path"]],
+            "checkpoint": {"wait": False},
+        },
+        "steps_per_print": 1 << 30,
+    }
+    engine, *_ = offload_deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    rows = torch.randn(size.batch, size.width, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    tags = str(folder / "tags")
+
+    def iterate() -> None:
+        with computing():
+            engine.backward(engine(rows).float().square().mean())
+        engine.step()
+
+    def round_of(*, saves: bool) -> dict[str, Any]:
+        before, started_s = kernel_io(), time.perf_counter()
+        if saves:
+            engine.save_checkpoint(tags, tag="behind")
+        returned_s = time.perf_counter() - started_s
+        for _ in range(size.iterations):
+            iterate()
+        seconds = time.perf_counter() - started_s
+        engine.optimizer.wait_checkpoint()
+        whole_s = time.perf_counter() - started_s
+        os.sync()  # what the kernel writes later belongs to this round
+        torch.distributed.barrier()
+        return {"seconds": seconds, "returned_s": returned_s, "whole_s": whole_s, "bytes": moved(before)}
+
+    for _ in range(2):
+        round_of(saves=True)
+    waits = []
+    for _ in range(2):
+        before, started_s = kernel_io(), time.perf_counter()
+        type(engine).save_checkpoint(engine, tags, tag="waits", save_latest=False)
+        os.sync()
+        waits.append({"seconds": time.perf_counter() - started_s, "bytes": moved(before)})
+    plain, saving = [round_of(saves=False)], []
+    for _ in range(size.rounds):
+        saving.append(round_of(saves=True))
+        plain.append(round_of(saves=False))
+    digest = hashlib.sha256()
+    for parameter in engine.optimizer.fp16_partitioned_groups_flat:
+        digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+    plan = engine.optimizer.plan
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+    found = {"plain": plain, "saving": saving, "waits": waits, "state_bytes": plan.state_bytes}
+    return {**found, "resident_bytes": plan.home_bytes[Home.HOST], "digest": digest.hexdigest()[:16]}
+
+
+def start(size: Size, world: int, share: float, folder: Path) -> list[dict[str, Any]]:
+    """Run the ranks; return what each has found."""
+    (folder / "path").mkdir()
+    request = {"size": asdict(size), "share": share, "folder": str(folder), "path": str(folder / "path")}
+    ranks = []
+    for rank in range(world):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        variables = {name: str(value) for name, value in places.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "FOUND": str(folder / f"found-{rank}.json")}
+        with (folder / f"log-{rank}").open("w") as log:
+            command = [sys.executable, "-W", "ignore", __file__, "--child", json.dumps(request)]
+            ranks.append(
+                subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT)
+            )
+    try:
+        codes = [process.wait() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    if any(codes):
+        raise SystemExit((folder / f"log-{codes.index(next(filter(None, codes)))}").read_text()[-3000:])
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
+
+
+def summary(size: Size, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all ranks together say; rounds last as long as the first rank says, which waits for the others."""
+    first = ranks[0]
+    plain, saving = first["plain"], first["saving"]
+    iteration_s = statistics.median(one["seconds"] for one in plain) / size.iterations
+    longer_s = statistics.median(
+        one["seconds"] - (before["seconds"] + after["seconds"]) / 2
+        for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
+    )
+
+    def nbytes(kind: str) -> float:
+        return sum(statistics.median(one["bytes"] for one in rank[kind]) for rank in ranks)
+
+    waits_s = statistics.median(one["seconds"] for one in first["waits"])
+    rate = nbytes("waits") / waits_s if nbytes("waits") else float("inf")
+    idle_s = max(0.0, size.iterations * iteration_s - nbytes("plain") / rate)
+    beyond_bytes = nbytes("saving") - nbytes("plain")
+    return {
+        "iteration_s": iteration_s,
+        "returned_s": statistics.median(one["returned_s"] for one in saving),
+        "whole_s": statistics.median(one["whole_s"] for one in saving),
+        "waits_s": waits_s,
+        "bytes_per_s": rate,
+        "bytes_of_a_save": beyond_bytes,
+        "stall": longer_s / iteration_s,
+        "floor": max(0.0, beyond_bytes / rate - idle_s) / iteration_s,
+        "waits": waits_s / iteration_s,
+        "state_bytes": sum(rank["state_bytes"] for rank in ranks),
+        "resident_bytes": sum(rank["resident_bytes"] for rank in ranks),
+        "digests": [rank["digest"] for rank in ranks],
+        "ranks": ranks,
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        Path(os.environ["FOUND"]).write_text(json.dumps(child(json.loads(sys.argv[2]))))
+        return
+    args = arguments(__doc__, path=True).parse_args()
+    described = environment(device="cpu")
+    size = SMOKE if args.smoke else FULL
+    results: dict[str, Any] = {}
+    targets = []
+    for world in size.worlds:
+        digests = set()
+        for share in size.shares:
+            where = f"{world} rank{'s' * (world > 1)}, {share:.0%} resident"
+            progress(where)
+            with tempfile.TemporaryDirectory(dir=args.path) as folder:
+                found = results[where] = summary(size, start(size, world, share, Path(folder)))
+            digests.add(tuple(found["digests"]))
+            print(
+                f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
+                f"{format_seconds(found['iteration_s'])} ({found['floor']:.3f} unavoidable), returns in "
+                f"{format_seconds(found['returned_s'])}, and is whole after {format_seconds(found['whole_s'])}; one "
+                f"that waits takes {format_seconds(found['waits_s'])}, {found['waits']:.2f} iterations"
+            )
+            beyond = max(0.0, found["stall"] - found["floor"])
+            targets.append(Target.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL))
+        if len(digests) != 1:
+            raise SystemExit(f"the weights differ between resident shares: {digests}")
+    checksum = "-".join(
+        results[f"{world} rank{'s' * (world > 1)}, 0% resident"]["digests"][0] for world in size.worlds
+    )
+    report(args, described, results, checksum, targets)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""DeepSpeed's checkpoints written behind training: `save_checkpoint` returns when versions are pinned.
+
+A rank's save pins the versions that lie on paths, and has others written there before their next change, as any save
+of an `Engine` does. A thread then copies them from there into DeepSpeed's file, under a name that nothing loads, and
+renames it when it is durable. Rank 0 lets `latest` name the tag when the files of all ranks are there.
+
+Invariants: `latest` names whole checkpoints alone; a tag that is not whole lacks a file, so nothing loads it; a save
+that fails leaves training and the checkpoint before it as they are, and is told on all ranks by the next call that
+all ranks make: a save, a load or `wait_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from offload import CheckpointError, OffloadError
+from offload.integrations.deepspeed import stream
+from offload.integrations.deepspeed.shard import Shard
+
+log = logging.getLogger("offload")
+
+PARTIAL = ".offload-partial"
+"""The folder in a tag's in which files are that are not whole, under their names, which torch writes into them."""
+
+PINNED = ".offload-behind"
+"""The folder beside the tags in which versions are pinned, by rank, until they have been copied."""
+
+LOOK_S = 0.02
+"""How often somebody looks for what others have done. No event: a Ctrl-C may leave its lock behind."""
+
+SAY_S = 10.0
+"""How long a wait is before the log says what for."""
+
+LAST_S = 60.0
+"""How long rank 0 looks for the files of others when the program ends."""
+
+
+@dataclass
+class PendingTag:
+    """A tag whose files are being written.
+
+    Attributes:
+        folder: Of all tags.
+        tag: Its name.
+        file: This rank's file when it is whole.
+        others: All ranks' files, which have to be there before `latest` may name the tag.
+        starts: Where each state tensor of each flat tensor begins in the file; None if it has them already.
+        synced: What was written before, to be made durable with it.
+        publishes: Whether `latest` is to name it.
+        is_given_up: Whether it is not to become whole any more.
+        is_durable: Whether this rank's part has ended, well or not.
+        is_settled: Whether all ranks know that all parts are durable.
+        has_ended: Whether nothing is done for it any more.
+        error: Why it did not become whole, or the latest.
+    """
+
+    folder: str
+    tag: str
+    file: str
+    others: Sequence[str]
+    starts: stream.Starts | None
+    synced: Sequence[str]
+    publishes: bool
+    started_s: float = field(default_factory=time.monotonic)
+    is_given_up: bool = False
+    is_durable: bool = False
+    is_settled: bool = False
+    has_ended: bool = False
+    error: BaseException | None = None
+
+    @property
+    def partial(self) -> str:
+        """This rank's file until it is whole."""
+        return partial_of(self.file)
+
+
+def partial_of(file: str) -> str:
+    """Return where a file is until it is whole."""
+    return os.path.join(os.path.dirname(file), PARTIAL, os.path.basename(file))
+
+
+class SavesBehind:
+    """One rank's checkpoints that are written while training goes on; one at a time.
+
+    Args:
+        shard: Whose state they hold.
+        rank: This rank.
+        on_all_ranks: Does one rank's work; see `OffloadedOptimizer`.
+    """
+
+    def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
+        self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
+        self._pending: PendingTag | None = None
+        atexit.register(_end, weakref.ref(self))
+
+    def begin(self, pending: PendingTag) -> None:
+        """Pin the state, and have the file filled behind; its other bytes are there already.
+
+        Raises:
+            CheckpointError: State cannot be pinned.
+        """
+        if pending.starts is None:
+            threading.Thread(target=self._write, args=(pending, "", None), daemon=True).start()
+        else:
+            pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
+            os.makedirs(pinned, exist_ok=True)
+            self._shard.engine.checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
+        self._pending = pending
+
+    def settle(self) -> None:
+        """Wait until the tag under way is whole, and tell on all ranks if it is not. Collective.
+
+        Raises:
+            CheckpointError: It could not be written; `latest` names the one before.
+        """
+        pending = self._pending
+
+        def part() -> None:
+            if pending is not None:
+                _wait(pending, lambda: pending.is_durable, "to be written")
+                if pending.error is not None:
+                    raise CheckpointError(f"{pending.tag} could not be written: {pending.error}") from pending.error
+
+        try:
+            self._on_all_ranks(part)
+        except BaseException:
+            self.give_up()
+            raise
+        if pending is not None:
+            pending.is_settled = True
+            _wait(pending, lambda: pending.has_ended, "to become the latest")
+            self._pending = None
+            if pending.error is not None:
+                raise CheckpointError(f"{pending.tag} is whole, and not the latest: {pending.error}")
+
+    def give_up(self) -> None:
+        """Have the tag under way not become the latest; what is there of it goes."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.is_given_up = True
+            _wait(pending, lambda: pending.has_ended, "to be given up")
+
+    def close(self) -> None:
+        """Wait until the tag under way is whole, alone; a Ctrl-C gives it up."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            _wait(pending, lambda: pending.is_durable, "to be written")
+            until_s = time.monotonic() + LAST_S
+            _wait(pending, lambda: pending.has_ended or time.monotonic() > until_s, "of other ranks to be written")
+            if not pending.has_ended:
+                log.warning("checkpoint %s is not the latest: files of other ranks are not there", pending.tag)
+        finally:
+            self.give_up()
+
+    # On a thread of its own
+
+    def _write(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
+        """Write this rank's part, then make it known.
+
+        Args:
+            pending: Of which tag.
+            pinned: Where its versions are pinned, if it needs any.
+            error: Why they are not.
+        """
+        try:
+            pending.error = error
+            if error is None:
+                self._fill(pending, pinned)
+        except Exception as failed:
+            pending.error = failed
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(pending.partial)
+            self._release(pinned)
+            if pending.error is not None:
+                log.warning(
+                    "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
+                )
+            pending.is_durable = True
+        try:
+            if pending.error is None and self._rank == 0:
+                self._publish(pending)
+        except OSError as failed:
+            pending.error = failed
+        finally:
+            pending.has_ended = True
+
+    def _fill(self, pending: PendingTag, pinned: str) -> None:
+        def visit(take: stream.Take) -> None:
+            def unless_given_up(*given: object) -> None:
+                if pending.is_given_up:
+                    raise CheckpointError("it was given up")
+                take(*given)
+
+            self._shard.engine.checkpoints.visit(pinned, unless_given_up)
+
+        if pending.starts is not None:
+            stream.write_state(pending.partial, pending.starts, self._shard, visit)
+        for name in (pending.partial, *pending.synced):
+            _sync(name)
+        os.rename(pending.partial, pending.file)
+        _sync(os.path.dirname(pending.file))
+
+    def _release(self, pinned: str) -> None:
+        """Let go of the pinned versions; where that fails, the next save does."""
+        with contextlib.suppress(OffloadError, OSError):
+            self._shard.engine.checkpoints.release(pinned)
+            shutil.rmtree(pinned)
+            os.rmdir(os.path.dirname(pinned))
+
+    def _publish(self, pending: PendingTag) -> None:
+        """Have `latest` name the tag, if it is to, once all files are there."""
+        while not (pending.is_settled or all(map(os.path.exists, pending.others))):
+            if pending.is_given_up:
+                return
+            time.sleep(LOOK_S)
+        with contextlib.suppress(OSError):  # those of a save that was killed may still be there
+            os.rmdir(os.path.dirname(pending.partial))
+        if pending.publishes:
+            latest = os.path.join(pending.folder, "latest")
+            with open(f"{latest}.partial", "w", encoding="utf-8") as file:
+                file.write(pending.tag)
+            _sync(file.name)
+            os.rename(file.name, latest)
+            _sync(pending.folder)
+        log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
+
+
+def _since(then_s: float) -> float:
+    return time.monotonic() - then_s
+
+
+def _wait(pending: PendingTag, arrived: Callable[[], bool], what: str) -> None:
+    """Wait until something has happened to a tag, and say so if that takes long. A Ctrl-C is a way out."""
+    said_s = time.monotonic()
+    while not arrived():
+        time.sleep(LOOK_S)
+        if _since(said_s) > SAY_S:
+            log.info("waiting for checkpoint %s %s", pending.tag, what)
+            said_s = time.monotonic()
+
+
+def _end(behind: weakref.ref[SavesBehind]) -> None:
+    """The interpreter ends."""
+    found = behind()
+    if found is not None:
+        found.close()
+
+
+def _sync(path: str) -> None:
+    """Make a file, or the names in a folder, durable."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

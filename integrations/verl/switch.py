@@ -1,0 +1,247 @@
+"""Switching it on and off: the one place where verl is patched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from offload import CheckpointError, ConfigError, OffloadConfig
+from offload.integrations import shared
+from offload.integrations.shared import POINTER
+
+log = logging.getLogger("offload")
+
+TESTED = ("0.9.1",)
+
+FOLDER = "optimizer"
+"""The optimizer's folder in a checkpoint of verl's."""
+
+_UTILS = "verl.utils.fsdp_utils"
+_MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager", "FSDPCheckpointManager"
+
+RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
+    _UTILS: {
+        "offload_fsdp_optimizer": ("optimizer", ""),
+        "load_fsdp_optimizer": ("optimizer device_id", ""),
+    },
+    ".".join(_MANAGER): {
+        "__init__": ("self model optimizer", ""),
+        "save_checkpoint": ("self local_path", "should_save_optimizer optimizer"),
+        "load_checkpoint": ("self local_path", "should_load_optimizer optimizer"),
+    },
+}
+"""Functions that are replaced: parameters that they must begin with, and names that they must use."""
+
+_undo: contextlib.ExitStack | None = None
+
+
+def check_verl() -> None:
+    """Check that the verl that is installed has what is relied on.
+
+    Raises:
+        ConfigError: It cannot be imported, or something has moved; names it.
+    """
+    try:
+        version = str(import_module("verl").__version__)
+        owners = {_UTILS: import_module(_UTILS), ".".join(_MANAGER): getattr(import_module(_MANAGER[0]), _MANAGER[1])}
+    except ImportError as error:
+        raise ConfigError("verl", f"cannot be imported: {error}", "pip install verl, with what it needs") from error
+    except AttributeError as error:
+        raise ConfigError("verl", version, f"use one of {', '.join(TESTED)}: {error}") from error
+    moved = []
+    for place, functions in RELIED_ON.items():
+        for name, (parameters, used) in functions.items():
+            function = inspect.unwrap(vars(owners[place]).get(name, None) or check_verl)
+            if function is check_verl:
+                moved.append(f"{place}.{name} is gone")
+                continue
+            found = list(inspect.signature(function).parameters)
+            if found[: len(parameters.split())] != parameters.split():
+                moved.append(f"{place}.{name}({', '.join(found)}) took ({', '.join(parameters.split())})")
+            unused = [word for word in used.split() if word not in function.__code__.co_names]
+            if unused:
+                moved.append(f"{place}.{name} does not use {', '.join(unused)}")
+    if moved:
+        raise ConfigError("verl", version, f"use one of {', '.join(TESTED)}: {'; '.join(moved)}")
+    if version not in TESTED:
+        log.info("verl %s has all that is relied on, but only %s is tested", version, ", ".join(TESTED))
+
+
+def enable(host_memory: int | str | None = None, gpu_memory: int | str = 0) -> None:
+    """Have verl's FSDP engines park optimizers of ours, and save them into folders of their own.
+
+    In each process that trains, before or after verl's modules have been imported. A second call takes the place of
+    the first.
+
+    Args:
+        host_memory: State that may stay in host memory while an optimizer is parked: bytes, or a size such as "8GiB".
+            None: as much as each optimizer's own `host_memory`.
+        gpu_memory: State that may stay on the GPU.
+
+    Raises:
+        ConfigError: A size is none, or the verl that is installed cannot be used; names what is missing.
+    """
+    global _undo
+    OffloadConfig(host_memory=host_memory or 0, gpu_memory=gpu_memory)  # refuses now what `park` would refuse
+    disable()
+    check_verl()
+    utils, manager = import_module(_UTILS), getattr(import_module(_MANAGER[0]), _MANAGER[1])
+    helpers: dict[str, Callable[..., None]] = {
+        "offload_fsdp_optimizer": functools.partial(_offload, host_memory, gpu_memory, utils.offload_fsdp_optimizer),
+        "load_fsdp_optimizer": functools.partial(_load, utils.load_fsdp_optimizer),
+    }
+    wrappers = {"__init__": _init, "save_checkpoint": _save_checkpoint, "load_checkpoint": _load_checkpoint}
+    with contextlib.ExitStack() as undo:
+        for name, helper in helpers.items():
+            original = vars(utils)[name]
+            undo.callback(_replace_everywhere, name, helper, original)
+            _replace_everywhere(name, original, helper)
+        for name, wrapper in wrappers.items():
+            shared.replace(undo, manager, name, functools.partialmethod(wrapper, vars(manager)[name]))
+        _undo = undo.pop_all()
+
+
+def disable() -> None:
+    """Undo `enable`; optimizers and checkpoints stay as they are. Idempotent."""
+    global _undo
+    if _undo is not None:
+        _undo.close()
+    _undo = None
+
+
+def _replace_everywhere(name: str, present: Any, other: Any) -> None:
+    """Replace a function under its name where it is, and in all modules that have imported it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is present:
+            setattr(module, name, other)
+
+
+def _offload(
+    host_memory: int | str | None, gpu_memory: int | str, original: Callable[[Any], None], optimizer: Any
+) -> None:
+    """Stand in for `offload_fsdp_optimizer`."""
+    found = shared.ours(optimizer)
+    if found is None:
+        original(optimizer)
+        return
+    try:
+        found.park(found.engine.plan.budgets.host_bytes if host_memory is None else host_memory, gpu_memory)
+    except ConfigError as error:
+        if error.field != "park":
+            raise
+        # Workers for Tinker leave training between backward and the step, and verl moves its state all the same.
+        log.info("the optimizer is not parked now: %s", error)
+
+
+def _load(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) -> None:
+    """Stand in for `load_fsdp_optimizer`."""
+    found = shared.ours(optimizer)
+    if found is None:
+        original(optimizer, device_id)
+    else:
+        found.unpark()
+
+
+def _init(manager: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """Stand in for `FSDPCheckpointManager.__init__`, which every engine gives its optimizer to."""
+    original(manager, *arguments, **options)
+    found = shared.ours(manager.optimizer)
+    if found is None:
+        return
+    if not found.config.keep_grads:
+        raise ConfigError("keep_grads", False, "use true: verl clips gradients itself, after backward")
+    if found.config.overlaps_forward:
+        allowed = 'use "off" or "backward": verl gives new weights to generation after its step'
+        raise ConfigError("overlap", found.config.overlap, allowed)
+
+
+class _Saving:
+    """Stands in for an optimizer while verl saves: its state is the folder that has it."""
+
+    def __init__(self, optimizer: Any, folder: str, known: list[str]) -> None:
+        self.optimizer, self.folder, self.known = optimizer, folder, known
+
+    def state_dict(self) -> dict[str, Any]:
+        # Only now have all ranks waited for the first one, which deletes old checkpoints.
+        for folder in [folder for folder in self.known if not os.path.isdir(folder)]:
+            self.known.remove(folder)
+            shared.release(self.optimizer, folder)
+        shared.save(self.optimizer, self.folder)
+        if self.folder not in self.known:
+            self.known.append(self.folder)
+        found: dict[str, Any] = shared.pointer(self.optimizer, FOLDER, "torch")
+        return found
+
+
+class _Loading:
+    """Stands in for an optimizer, ours or another one, while verl loads."""
+
+    def __init__(self, optimizer: Any, place: str, known: list[str]) -> None:
+        self.optimizer, self.place, self.known = optimizer, place, known
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        # verl may add what a checkpoint lacks; one of ours lacks nothing, and all state would be read for that.
+        return {} if shared.ours(self.optimizer) is not None else self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if POINTER not in state_dict:  # of torch's
+            self.optimizer.load_state_dict(state_dict)
+            return
+        folder = os.path.join(self.place, state_dict[POINTER])
+        found = shared.ours(self.optimizer)
+        if found is None:
+            raise CheckpointError(
+                f"{folder} was saved with an optimizer of offload, and this one is not: go on with optimizer_impl="
+                "offload, or leave the optimizer out of checkpoint.load_contents"
+            )
+        found.load_checkpoint(folder)
+        self.known.append(folder)
+
+
+@contextlib.contextmanager
+def _standing_in(manager: Any, stand_in: Any) -> Iterator[None]:
+    optimizer, manager.optimizer = manager.optimizer, stand_in
+    try:
+        yield
+    finally:
+        manager.optimizer = optimizer
+
+
+def _saved(manager: Any) -> list[str]:
+    """Return the folders that a manager has saved to or loaded from, as long as they are there."""
+    found: list[str] = vars(manager).setdefault("offload_saved", [])
+    return found
+
+
+def _save_checkpoint(
+    manager: Any, original: Callable[..., None], local_path: Any, *arguments: Any, **options: Any
+) -> None:
+    """Stand in for `FSDPCheckpointManager.save_checkpoint`."""
+    found = shared.ours(manager.optimizer)
+    if found is None or local_path is None:
+        original(manager, local_path, *arguments, **options)
+        return
+    folder = os.path.join(os.path.abspath(local_path), FOLDER)
+    with _standing_in(manager, _Saving(found, folder, _saved(manager))):
+        original(manager, local_path, *arguments, **options)
+
+
+def _load_checkpoint(
+    manager: Any, original: Callable[..., None], local_path: Any, *arguments: Any, **options: Any
+) -> None:
+    """Stand in for `FSDPCheckpointManager.load_checkpoint`."""
+    if manager.optimizer is None or local_path is None:
+        original(manager, local_path, *arguments, **options)
+        return
+    with _standing_in(manager, _Loading(manager.optimizer, os.path.abspath(local_path), _saved(manager))):
+        original(manager, local_path, *arguments, **options)
