@@ -774,7 +774,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "it is filled when state is there",
         Shows.BITS,
         in_device("allocate", lends_out_of_order),
-        workload="borrowing",
+        workload="borrowing-departing",
     ),
     Mistake(
         "given-back-early",
@@ -782,7 +782,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "forward writes to it before state has left it",
         Shows.BITS,
         in_device("return_borrowed", gives_back_what_is_in_use),
-        workload="borrowing",
+        workload="borrowing-departing",
     ),
     Mistake(
         "released-early",
