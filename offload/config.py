@@ -34,6 +34,7 @@ EXACT_NAMES = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
 """What embeddings and output layers are called: few rows have a gradient in a step, and each row is a token's own."""
 
 MAX_THREADS = 1024
+BORROW = "borrow"
 OVERLAPS = ("off", "forward", "backward", "both", "auto")
 MAX_HOLDERS = 1 << 16
 
@@ -162,8 +163,11 @@ class OffloadConfig:
             otherwise up to half of the memory that is available (its part of that, where a launcher has started
             several ranks on the node).
         gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
-            after the first backward pass; nothing if the state is asked for before that. More than 0 is refused where
-            weights lie on the CPU.
+            after the first backward pass; nothing if the state is asked for before that. "borrow": no state is at
+            home there, and what the step needs of it (staging slots, as many as pay of those that the first backward
+            pass leaves room for) is taken when backward has ended, and given back to torch before the next forward
+            pass; so "borrow" and `overlap` "forward" exclude each other. More than 0 is refused where weights lie on
+            the CPU.
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.
@@ -248,7 +252,7 @@ class OffloadConfig:
             value = getattr(self, field)
             if value is not None:
                 self._set(field, parse_bytes(field, value))
-        if self.gpu_memory != "auto":
+        if self.gpu_memory not in ("auto", BORROW):
             self._set("gpu_memory", parse_bytes("gpu_memory", self.gpu_memory))
         if isinstance(self.paths, str | os.PathLike | Mapping) or not isinstance(self.paths, Sequence):
             raise ConfigError("paths", self.paths, "give a list of directories")
@@ -264,6 +268,11 @@ class OffloadConfig:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "use true or false")
         _check_choice("overlap", self.overlap, OVERLAPS)
+        if self.borrows and self.overlaps_forward:
+            allowed = (
+                'use "off" or "backward", or gpu_memory "auto" or a size: what is borrowed goes back before forward'
+            )
+            raise ConfigError("overlap", self.overlap, allowed)
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
@@ -294,6 +303,11 @@ class OffloadConfig:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether memory of a GPU is used between backward and forward alone."""
+        return self.gpu_memory == BORROW
 
     @property
     def overlaps_forward(self) -> bool:

@@ -339,8 +339,16 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""
 
-    def allocate(self, nbytes: int) -> int:
+    def cached_bytes(self) -> int:
+        """Return how much of its memory torch's allocator holds for this process, and no tensor has now."""
+
+    def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """Return the address of new device memory, aligned to at least 256 bytes.
+
+        Args:
+            nbytes: How much.
+            caller: Borrow it, in the order of a lane that `caller` returned: lanes that use it follow a later
+                `mark_caller`, and `return_borrowed` gives it back. None: any lane may use it at once.
 
         Raises:
             OffloadError: There is not that much.
@@ -348,6 +356,9 @@ class Device(Protocol):
 
     def release(self, address: int) -> None:
         """Give memory back that no work uses any more."""
+
+    def return_borrowed(self) -> None:
+        """Give back all memory that is borrowed: it is used again behind work that is on lanes now; nobody waits."""
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """Say that the caller drops a tensor on the device: its memory is used again behind the caller's lane only.

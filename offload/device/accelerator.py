@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +170,7 @@ class AcceleratorDevice:
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
         """Events without and with timing that are free to be recorded again: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
+        self._borrowed: list[torch.Tensor] = []
         self._reporting = threading.Lock()
         self._closed = False
         with self.current():
@@ -229,18 +230,35 @@ class AcceleratorDevice:
         with self.current():
             return int(torch.accelerator.get_memory_info(self.device)[0])
 
-    def allocate(self, nbytes: int) -> int:
+    def cached_bytes(self) -> int:
+        """See `Device.cached_bytes`."""
+        with self.current():
+            return torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+
+    def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """See `Device.allocate`."""
         with self.current():
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             # The allocator orders memory by the stream that asked for it; our lanes are other streams.
-            self.backend.current_stream(self.device).synchronize()
-        self._memory[tensor.data_ptr()] = tensor
+            with working_on(cast(Any, caller)) if caller is not None else contextlib.nullcontext():
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if caller is None:
+                self.backend.current_stream(self.device).synchronize()
+                self._memory[tensor.data_ptr()] = tensor
+            else:
+                self._borrowed.append(tensor)
         return tensor.data_ptr()
 
     def release(self, address: int) -> None:
         """See `Device.release`."""
         del self._memory[address]
+
+    def return_borrowed(self) -> None:
+        """See `Device.return_borrowed`."""
+        with self.current():
+            for tensor in self._borrowed:
+                for stream in tuple(self._streams.values()):
+                    tensor.record_stream(stream)
+        self._borrowed.clear()
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""
@@ -354,6 +372,7 @@ class AcceleratorDevice:
         for reporter in self._reporters.values():
             reporter.close()
         self._memory.clear()
+        self._borrowed.clear()
 
 
 def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:

@@ -11,9 +11,10 @@ All methods belong to the engine thread, except those of `GpuLanes` that say oth
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
+
+log = logging.getLogger("offload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class GpuLanes(Lanes):
         queue: The queue for completions of operations.
         weight_copies: `Tables.weight_copies`: returns the addresses of a subgroup's weights.
         cpu_updates: Whether the CPU may update some of the state.
+        borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
     """
 
     on_gpu = pins = True
@@ -72,8 +76,15 @@ class GpuLanes(Lanes):
         weight_copies: Callable[..., Pieces] = no_weights,
         *,
         cpu_updates: bool = True,
+        borrows: bool = False,
     ) -> None:
         super().__init__(device)
+        self.borrows = borrows
+        self.borrowed_bytes = 0
+        """What the last step has borrowed."""
+        self._borrowed_slots: list[int] = []
+        self._caller: Hashable = None  # who made the last request
+        self._shortages = 0
         self._nodes = nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
@@ -111,12 +122,13 @@ class GpuLanes(Lanes):
         """
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
-        slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
+        slots_bytes = self.missing_bytes(plan)
         # Allocate everything before changing anything: without room, the session goes on as it was.
         with contextlib.ExitStack() as undo:
             homes = self._allocate(sum(subgroup.state_bytes for subgroup in added), undo)
-            slots = self._allocate(slots_bytes if slots_bytes > self._slots_bytes else 0, undo)
-            piece_bytes = plan.piece_buffer_bytes if plan.piece_buffer_bytes > self.pieces.buffer_bytes else 0
+            slots = self._allocate(slots_bytes, undo)
+            needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
+            piece_bytes = plan.piece_buffer_bytes if needs_larger else 0
             pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
             undo.pop_all()
         if added:
@@ -175,7 +187,61 @@ class GpuLanes(Lanes):
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
-        return slots_bytes if slots_bytes > self._slots_bytes else 0
+        return slots_bytes if slots_bytes > self._slots_bytes and not self.borrows else 0
+
+    # Memory that is borrowed
+
+    def borrow(self) -> int:
+        """Take staging slots for a step, as many as the plan has or as there is room for, and buffers.
+
+        Returns:
+            How many slots there are.
+        """
+        plan = self._known_plan
+        self.borrow_buffers(self._caller)
+        while len(self._borrowed_slots) < plan.gpu_slots:
+            try:
+                self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self._caller))
+            except OffloadError as error:
+                self._tell_shortage(len(self._borrowed_slots), plan.gpu_slots, error)
+                break
+        self.follow_borrowed(self._caller)
+        buffers_bytes = PIECE_BUFFERS * self.pieces.buffer_bytes
+        self.borrowed_bytes = len(self._borrowed_slots) * plan.gpu_slot_bytes + buffers_bytes
+        return len(self._borrowed_slots)
+
+    def borrow_buffers(self, caller: Hashable) -> None:
+        """Take buffers for small pieces, unless they are there or there is no room: pieces are copied alone then."""
+        nbytes = self._known_plan.piece_buffer_bytes
+        if nbytes and not self.pieces.buffer_bytes:
+            with contextlib.suppress(OffloadError):
+                self.pieces.adopt(self.device.allocate(PIECE_BUFFERS * nbytes, caller), nbytes)
+
+    def follow_borrowed(self, caller: Hashable) -> None:
+        """Make all lanes wait for what a caller has put on its lane before it lent memory."""
+        mark = self.device.mark_caller(caller)
+        for lane in LANES:
+            self.device.follow(lane, mark)
+
+    def return_borrowed(self) -> None:
+        """Give all borrowed memory back, which is used again behind what is on lanes now."""
+        self._borrowed_slots = []
+        self.pieces.adopt(0, 0)
+        self.device.return_borrowed()
+
+    def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
+        """Say it at the first step that finds less than was planned, the second, the fourth, and so on."""
+        self._shortages += 1
+        if self._shortages.bit_count() == 1:
+            what = f"{count} of {planned} staging slots" if count else "no staging slot, so the CPU updates all"
+            text = "backward has left less of the GPU than it did at first: a step has %s (%s)"
+            log.warning(text, what, error)
+
+    @property
+    def _known_plan(self) -> Plan:
+        if self._plan is None:
+            raise InternalError("a GPU's staging slots are used before there is a plan")
+        return self._plan
 
     def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> int:
         """Return new device memory, which `undo` gives back; 0 for none."""
@@ -198,9 +264,9 @@ class GpuLanes(Lanes):
         return self._homes[subgroup]
 
     def _slot(self, gpu_slot: int) -> int:
-        if self._plan is None:
-            raise InternalError("a GPU's staging slot is used before there is a plan")
-        return self._slots_address + gpu_slot * self._plan.gpu_slot_bytes
+        if self.borrows:
+            return self._borrowed_slots[gpu_slot]
+        return self._slots_address + gpu_slot * self._known_plan.gpu_slot_bytes
 
     def _state_bytes(self, subgroup: int) -> int:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
@@ -238,10 +304,16 @@ class GpuLanes(Lanes):
         arena.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes of state at home on the device, and of host memory that is pinned and that could not be."""
+        """Return bytes of state at home on the device, and of host memory that is pinned and that could not be.
+
+        Where memory is borrowed, what the last step has borrowed, too.
+        """
         pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
         counts = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
-        return dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), counts, strict=True))
+        figures: dict[str, float] = dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), counts, strict=True))
+        if self.borrows:
+            figures["borrowed_bytes"] = self.borrowed_bytes
+        return figures
 
     def known_rates(self, rates: Rates) -> Rates | None:
         """Return rates that were measured elsewhere; None if they have none of a GPU."""
@@ -256,6 +328,8 @@ class GpuLanes(Lanes):
     def follow_caller(self) -> None:
         """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
+        if self.borrows:
+            self._caller = self.device.caller()
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES, DeviceLane.LEAVING):
             self.device.follow(lane, mark)
 

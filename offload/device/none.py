@@ -41,12 +41,14 @@ class NoDevice:
     reserve_bytes = 0
     node: int | None = None
 
-    adopt_thread = prepare = release = give_up = pin = unpin = follow = wait = close = nothing
+    adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
 
     def free_bytes(self) -> int:
         """Return 0."""
         return 0
+
+    cached_bytes = free_bytes
 
     def mark(self, *lane: Any, timed: bool = True) -> Mark:
         """Return this."""
@@ -71,11 +73,13 @@ class Lanes:
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
+        borrows: Whether memory of the device is taken between backward and forward alone.
     """
 
     on_gpu: ClassVar[bool] = False
     pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
+    borrows = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -85,7 +89,7 @@ class Lanes:
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = never
-    home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""

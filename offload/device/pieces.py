@@ -81,11 +81,12 @@ class PieceCopies:
         self._lock = threading.RLock()
 
     def adopt(self, address: int, buffer_bytes: int) -> int:
-        """Use other device memory for the buffers; nothing is in flight. Return the address of the old memory."""
-        old_address = min(buffer.address for buffer in self._buffers) if self._buffers else 0
-        self._buffers = deque(_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS))
-        self.buffer_bytes = buffer_bytes
-        return old_address
+        """Use other device memory for the buffers. Return that of the old memory, which lanes may still use."""
+        with self._lock:
+            old_address = min(buffer.address for buffer in self._buffers) if self._buffers else 0
+            self._buffers = deque(_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS))
+            self.buffer_bytes = buffer_bytes
+            return old_address
 
     def to_device(self, pieces: Pieces) -> None:
         """Copy pieces to the device: large ones on lane `H2D`, others then go on on lane `PIECES`.
@@ -94,11 +95,11 @@ class PieceCopies:
             pieces: In host memory, gaps of less than `PIECE_ALIGNMENT` bytes between small ones are read, too.
         """
         device, lane = self._device, DeviceLane.H2D
-        alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
-        for target, source, nbytes in alone.tolist():
-            self._copy(lane, target, source, nbytes)
-        for part in rounds:
-            with self._lock:
+        with self._lock:  # to the end: buffers go while they are nobody's
+            alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
+            for target, source, nbytes in alone.tolist():
+                self._copy(lane, target, source, nbytes)
+            for part in rounds:
                 buffer = self._take(lane)
                 for place, host, nbytes in part.runs:
                     self._copy(lane, buffer.address + place, host, nbytes)
@@ -116,11 +117,11 @@ class PieceCopies:
             lane: Where copies are put.
         """
         device = self._device
-        alone, rounds = self._arrange(pieces, gap_bytes)
-        for source, target, nbytes in alone.tolist():
-            self._copy(lane, target, source, nbytes)
-        for part in rounds:
-            with self._lock:
+        with self._lock:
+            alone, rounds = self._arrange(pieces, gap_bytes)
+            for source, target, nbytes in alone.tolist():
+                self._copy(lane, target, source, nbytes)
+            for part in rounds:
                 buffer = self._take(DeviceLane.PIECES)
                 at = part.places + np.uint64(buffer.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([at, part.pieces[:, 0], part.pieces[:, 2]], axis=1))

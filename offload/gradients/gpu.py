@@ -68,9 +68,14 @@ class _GradientRecord:
 
 @dataclass(slots=True)
 class _Region:
-    """Block sums of the parameters of one `Engine.add`, on the device and in host memory."""
+    """Block sums of the parameters of one `Engine.add`, on the device and in host memory.
 
-    device: int
+    Attributes:
+        address: On the device; 0 while they are in host memory alone.
+        host: Their memory in the host.
+    """
+
+    address: int
     host: Arena
 
 
@@ -190,7 +195,7 @@ class GpuGradients(GradientStore):
         del self.records[first:]  # of an `adopt` that failed
         region, device = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, 0
         if region is not None:
-            device = self.lanes.device.allocate(region.nbytes)
+            device = self.lanes.device.allocate(region.nbytes) if not self.lanes.borrows else 0
             self._regions.append(_Region(device, region))
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
         for parameter, count in zip(self._parameters[first:], counts, strict=True):
@@ -209,27 +214,71 @@ class GpuGradients(GradientStore):
     def park(self) -> None:
         """Give back device memory; no gradient has arrived. Until `unpark` none does."""
         for region in self._regions:
-            self.lanes.device.release(region.device)
+            if region.address:
+                self.lanes.device.release(region.address)
+            region.address = 0
 
     def unpark(self) -> None:
-        """Take device memory again.
+        """Take device memory again, unless it is borrowed when it is needed.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
         """
-        device = self.lanes.device
+        if not self.lanes.borrows:
+            for region, address in self._take_for_sums(None):
+                region.address = address
+
+    def _take_for_sums(self, caller: Hashable) -> list[tuple[_Region, int]]:
+        """Return device memory for the block sums that are in host memory alone, which records know already."""
+        device, taken = self.lanes.device, list[tuple[_Region, int]]()
         with contextlib.ExitStack() as undo:
-            addresses = []
             for region in self._regions:
-                addresses.append(device.allocate(region.host.nbytes))
-                undo.callback(device.release, addresses[-1])
+                if not region.address:
+                    taken.append((region, device.allocate(region.host.nbytes, caller)))
+                    if caller is None:
+                        undo.callback(device.release, taken[-1][1])
             undo.pop_all()
-        for region, address in zip(self._regions, addresses, strict=True):
-            region.device = address
+        for region, address in taken:
             for record in self.records:
                 offset = record.blocks.ctypes.data - region.host.address
                 if 0 <= offset < region.host.nbytes:
                     record.device_blocks = address + offset
+        return taken
+
+    def _borrow(self, *, buffers: bool) -> None:
+        """Borrow memory for block sums, and for `buffers` of pieces; on the caller's thread, which has the lock."""
+        lanes = self.lanes
+        if not lanes.borrows or all(region.address for region in self._regions):
+            return
+        device, caller = lanes.device, lanes.device.caller()
+        if buffers:
+            lanes.borrow_buffers(caller)
+        taken = self._take_for_sums(caller)
+        lanes.follow_borrowed(caller)
+        device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
+        for region, address in taken:
+            lanes.copy(DeviceLane.H2D, address, region.host.address, region.host.nbytes)
+        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
+        for region, address in taken:
+            region.address = address  # last: an interrupt may come before
+
+    def return_borrowed(self) -> None:
+        """Give borrowed memory back, if there is any; block sums stay in host memory until gradients arrive."""
+        if self.lanes.borrows:
+            self._bring_sums()
+
+    def _bring_sums(self) -> None:
+        """Copy block sums to host memory, once lane `GRADIENTS` has come so far; give all that is borrowed back."""
+        lanes = self.lanes
+        with self._lock:
+            self.leave()
+            for region in self._regions:
+                if region.address:
+                    lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.address, region.host.nbytes)
+            if lanes.borrows:
+                for region in self._regions:
+                    region.address = 0
+                lanes.return_borrowed()
 
     def bound_at(self) -> GradientsAt:
         """See `GradientStore.bound_at`."""
@@ -267,6 +316,7 @@ class GpuGradients(GradientStore):
         """
         record = self.records[position]
         with self._lock:
+            self._borrow(buffers=True)
             self._check_dtype(record, dtype)
             if self._bucket is not None and record.mark is self._bucket.departure:
                 self.leave()  # the gradient of the pass before
@@ -418,8 +468,10 @@ class GpuGradients(GradientStore):
         dtypes = map(DtypeCode, tables.gradient_dtypes[stale].tolist())
         if stale.size:  # their memory is the caller's: sum behind its work
             device = self.lanes.device
-            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-            self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
+            with self._lock:
+                self._borrow(buffers=False)
+                device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
+                self._sum(list(zip(stale.tolist(), tables.gradients[stale].tolist(), dtypes, strict=True)))
         self.settle()
         return numbers
 
@@ -430,11 +482,9 @@ class GpuGradients(GradientStore):
 
     def settle(self) -> None:
         """Finish all additions, and copy all block sums to host memory."""
-        device = self.lanes.device
         self.finish()
-        for region in self._regions:
-            self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
-        device.mark(DeviceLane.GRADIENTS, timed=False).wait()
+        self._bring_sums()
+        self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
         for record in self.records:
             if record.was_added and not record.stays:
@@ -456,6 +506,7 @@ class GpuGradients(GradientStore):
         for record in self.records:
             record.forget()
         self._drop_all()
+        self.return_borrowed()
 
     def _drop_all(self) -> None:
         self.in_transit.clear()
@@ -481,13 +532,15 @@ class GpuGradients(GradientStore):
                 position = segment.parameter
                 if not rows.flags[position] or not segment.numel:
                     continue
-                mark = self.records[position].mark
-                if mark is not None:  # it arrived during backward
+                mark, slot = self.records[position].mark, self._slots[position]
+                if mark is not None and (visit.gpu or slot.numel()):  # it arrived during backward
                     marks.append(mark.on_lane())
                 elif not visit.gpu:
+                    if mark is not None:  # it has stayed for the GPU, which does not update it in this step
+                        for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
+                            self.lanes.device.follow(lane, mark.on_lane())
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
-                    slot = self._slots[position]
-                    if item > slot.element_size():
+                    if not slot.numel() or item > slot.element_size():
                         slot = self._wide_slot(position)
                     rows.gradients[position] = target = slot.data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
@@ -525,9 +578,9 @@ class GpuGradients(GradientStore):
             self._bring_early(next(iter(self._to_bring)))
 
     def _wide_slot(self, position: int) -> torch.Tensor:
-        """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""
+        """Return a parameter's second slot: for the fp32 gradient of a 16-bit weight, or where it has no other."""
         if position not in self._wide:
-            numel = self._slots[position].numel()
+            numel = self.records[position].numel
             self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
         return self._wide[position]
 

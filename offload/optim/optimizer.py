@@ -547,7 +547,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         parked = None
         if self.engine.is_parked and "park/given_back_bytes" in metrics:
             parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
-        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in), parked)
+        plan, hidden = self.engine.plan, " and ".join(hidden_in)
+        borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
+        borrowed_bytes = int(metrics.get("borrowed_bytes", 0))
+        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, parked, borrowing, borrowed_bytes)
 
     @property
     def _is_hidden(self) -> bool:

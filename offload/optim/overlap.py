@@ -66,6 +66,9 @@ class Overlap:
         if set(parameters).isdisjoint(model.parameters()):
             allowed = "give a model that this optimizer updates parameters of, not a copy"
             raise ConfigError("model", type(model).__name__, allowed)
+        if self._holder.config.borrows:
+            allowed = 'use "auto" or a size where steps go on in forward: what is borrowed goes back before that'
+            raise ConfigError("gpu_memory", self._holder.config.gpu_memory, allowed)
         shard = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
         if shard is not None or self._weights.rows_over is not None:
             kind = "shard=True" if shard is None else type(shard).__name__

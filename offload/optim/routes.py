@@ -47,7 +47,8 @@ def choose_route(
         kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
     else:
         kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, is_alone)
-        holder.is_deferred = holder.config.gpu_memory == "auto"  # until backward has shown what is free there
+        # Until backward has shown what is free there.
+        holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
     if holder.config.overlaps_backward and not come_early:
         allowed = (
             'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '

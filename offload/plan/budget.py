@@ -127,6 +127,7 @@ class Budgets:
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
         gpu_staging_bytes: GPU memory for staging slots: state at home elsewhere passes through them to be updated.
+        borrows: Whether that memory is taken when backward has ended, and given back before forward.
         weights_on_gpu: Whether the weights lie on the GPU, so that those updated on the CPU are pushed there.
         gradients_on_gpu: Whether gradients lie there, too, when a step begins: those of what the CPU updates are
             fetched during it. Else they have left during backward.
@@ -144,6 +145,7 @@ class Budgets:
     follow_rates: bool = False
     gpu_bytes: int = 0
     gpu_staging_bytes: int = 0
+    borrows: bool = False
     weights_on_gpu: bool = False
     gradients_on_gpu: bool = False
     checkpoints: int = 0
@@ -471,15 +473,20 @@ class Plan:
         pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
         small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
         if Placement.GPU not in self.placements:
+            if self.budgets.borrows:
+                small = [f"{format_bytes(0):>10}  staging: the CPU is as fast without", *small]
             return [f"  GPU memory   {line}" for line in small]
         home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - home
         staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
         here = format_count(home, "subgroup")
+        slots = f"{self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}"
+        if self.budgets.borrows:
+            room = self.budgets.gpu_staging_bytes // self.gpu_slot_bytes
+            slots = f"borrowed from backward's end to forward, {slots} ({room} fit)"
         return [
             f"  GPU memory   {format_bytes(self.home_bytes[Home.GPU]):>10}  state of {here} at home there",
-            f"               {staging:>10}  staging, {self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}; "
-            f"{copied} of the other subgroups are updated on the GPU",
+            f"               {staging:>10}  staging, {slots}; {copied} of the other subgroups are updated on the GPU",
             *(f"{'':15}{line}" for line in small),
         ]
 
@@ -509,6 +516,7 @@ def make_plan(
     kept: Plan | None = None,
     staging_slots: int = DEFAULT_STAGING_SLOTS,
     placements: Iterable[Placement] = (),
+    gpu_slots: int = GPU_STAGING_SLOTS,
 ) -> Plan:
     """Choose the home of every subgroup.
 
@@ -520,7 +528,8 @@ def make_plan(
         budgets: What each tier offers.
         staging_slots: Number of staging slots where `budgets.staging_bytes` does not say how much there may be.
         placements: For each subgroup, what is to update it where its home is not the GPU; the CPU where they end. For
-            the GPU as many staging slots are planned as fit, up to `GPU_STAGING_SLOTS`.
+            the GPU as many staging slots are planned as fit, up to `gpu_slots`.
+        gpu_slots: The most staging slots on the GPU.
         kept: A plan for the first subgroups of `layout`, whose homes stay as they are; its staging slots stay
             too, though they may have to be larger and there may be more.
 
@@ -532,10 +541,10 @@ def make_plan(
     homes = _homes(sizes, budgets, kept.homes if kept else ())
     asked = itertools.chain(placements, itertools.repeat(Placement.CPU))
     placed = [Placement.GPU if home is Home.GPU else device for home, device in zip(homes, asked, strict=False)]
-    gpu_slots = 0
+    most_gpu_slots, gpu_slots = gpu_slots, 0
     if placed.count(Placement.GPU) > homes.count(Home.GPU):
         largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not Home.GPU)
-        gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
+        gpu_slots = min(most_gpu_slots, budgets.gpu_staging_bytes // largest)
         if gpu_slots < 1:
             offers = {"GPU staging": budgets.gpu_staging_bytes}
             raise InfeasiblePlanError(

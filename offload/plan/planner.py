@@ -21,7 +21,8 @@ STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
 """How many staging slots are tried where the budget leaves it open."""
 
 WORTH_A_SLOT = 0.01
-"""More staging slots are taken where they save at least this part of the time."""
+"""More staging slots are taken where they save at least this part of the time. Those on the GPU, too, where they are
+borrowed: what is borrowed comes back to forward only when the last copies from there have ended."""
 
 WORTH_THE_GPU = 0.0005
 """Updates leave the CPU where they save at least this part of the time."""
@@ -67,7 +68,9 @@ def choose_plan(
         placements, mix = _cheapest(plan, on_cpu, rates)
     elif placement != "cpu":
         placements = _named(plan, placement)
-        mix = mix_of(make_plan(layout, budgets, kept=kept, placements=placements))
+        most = len(plan.homes) if budgets.borrows else GPU_STAGING_SLOTS
+        mix = mix_of(make_plan(layout, budgets, kept=kept, placements=placements, gpu_slots=most))
+    gpu_slots = _worth_borrowing(mix, plan.shares(rates), rates) if budgets.borrows else GPU_STAGING_SLOTS
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
         slots = _look_ahead(mix, plan.shares(rates), rates)
@@ -77,12 +80,19 @@ def choose_plan(
     if slots == plan.staging_slots and placements == plan.placements:
         return plan
     try:
-        return make_plan(layout, budgets, kept=kept, placements=placements, staging_slots=slots)
+        return make_plan(layout, budgets, kept=kept, placements=placements, staging_slots=slots, gpu_slots=gpu_slots)
     except InfeasiblePlanError:
         if slots <= plan.staging_slots:
             raise
         # The paths have no room for so many versions in flight.
-        return make_plan(layout, budgets, kept=kept, placements=placements)
+        return make_plan(layout, budgets, kept=kept, placements=placements, gpu_slots=gpu_slots)
+
+
+def _worth_borrowing(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
+    """Return the fewest staging slots on the GPU, of those in `mix`, with which a step is as fast as can be."""
+    counts = range(min(GPU_STAGING_SLOTS, mix.gpu_slots), mix.gpu_slots + 1)
+    costs = {count: estimate_mix(replace(mix, gpu_slots=count), shares, rates).step_s for count in counts}
+    return next(count for count, cost_s in costs.items() if cost_s <= (1 + WORTH_A_SLOT) * min(costs.values()))
 
 
 def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
@@ -142,7 +152,8 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
     sizes, count = plan.layout.subgroup_bytes, len(plan.homes)
     kinds = [[number for number in range(count) if plan.homes[number] is home] for home in (Home.HOST, Home.STREAMED)]
     largest = max((sizes[number] for kind in kinds for number in kind), default=0)
-    slots = min(GPU_STAGING_SLOTS, plan.budgets.gpu_staging_bytes // largest) if largest else 0
+    slots = plan.budgets.gpu_staging_bytes // largest if largest else 0
+    slots = slots if plan.budgets.borrows else min(GPU_STAGING_SLOTS, slots)
     if not slots:
         return plan.placements, mix
     shares = plan.shares(rates)

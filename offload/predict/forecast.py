@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from offload.plan.budget import Plan
+from offload.plan.budget import Placement, Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.predict.explanation import Explanation
@@ -60,6 +60,13 @@ class Forecast:
         made = now if self._made is None else self._made[3]
         return made, now.step_s / made.step_s if made.step_s else 1.0
 
+    def borrowing_s(self, plan: Plan, rates: Rates) -> tuple[float, float] | None:
+        """Return the seconds of a step with the staging slots that are borrowed, and without; None if none are."""
+        if not (plan.budgets.borrows and plan.gpu_slots):
+            return None
+        without = dataclasses.replace(plan, placements=(Placement.CPU,) * len(plan.homes), gpu_slots=0)
+        return self.carried_on(plan, rates).step_s, predict(without, rates).step_s
+
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.
 
@@ -91,6 +98,8 @@ class PlanReport:
         hidden_in: In what it is: "forward", "backward", "forward and backward".
         parked: While memory has been given back: how many bytes, and in how many seconds (`predict_back_s`) they are
             back.
+        borrowing: Where staging slots on the GPU are borrowed, seconds of a step with them, and of one on the CPU.
+        borrowed_bytes: What the last step has borrowed.
     """
 
     plan: Plan
@@ -99,6 +108,8 @@ class PlanReport:
     iteration: tuple[float, float, float] | None = None
     hidden_in: str = ""
     parked: tuple[int, float] | None = None
+    borrowing: tuple[float, float] | None = None
+    borrowed_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [str(self.plan), str(self.explanation)]
@@ -107,6 +118,12 @@ class PlanReport:
             lines.append(
                 f"the step is hidden in {self.hidden_in}: with {format_seconds(forward_s)} of forward and "
                 f"{format_seconds(backward_s)} of backward an iteration takes {format_seconds(iteration_s)}"
+            )
+        if self.borrowing is not None:
+            with_s, without_s = map(format_seconds, self.borrowing)
+            lines.append(
+                f"with the staging slots that are borrowed a step takes {with_s}, and {without_s} without; "
+                f"the last step has borrowed {format_bytes(self.borrowed_bytes)}"
             )
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)

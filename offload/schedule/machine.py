@@ -49,6 +49,7 @@ from offload.schedule.operations import (
     GiveBack,
     Hold,
     Leave,
+    Lend,
     Operation,
     ReadTile,
     Release,
@@ -75,7 +76,11 @@ MOST_MOVING = 4
 
 
 def update_visits(
-    plan: Plan, order: Iterable[int], reloads: Callable[[int], bool] = lambda subgroup: False
+    plan: Plan,
+    order: Iterable[int],
+    reloads: Callable[[int], bool] = lambda subgroup: False,
+    *,
+    lent: bool = True,
 ) -> tuple[Visit, ...]:
     """Return the visits of a step that updates these subgroups, each on the device that the plan says.
 
@@ -83,10 +88,12 @@ def update_visits(
         plan: What lives where.
         order: The subgroups.
         reloads: Whether masters of a subgroup are taken from its weights.
+        lent: Whether there are staging slots on the GPU; else the CPU updates what would pass through them.
     """
     visits = []
     for number in order:
-        subgroup, gpu = plan.layout.subgroups[number], plan.updates_on_gpu(number)
+        subgroup = plan.layout.subgroups[number]
+        gpu = plan.at_home_on_gpu(number) or (lent and plan.updates_on_gpu(number))
         weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not gpu else 0
         reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
         visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0 and reads))
@@ -270,6 +277,8 @@ class Machine:
                         self._leaving.stays = True
                 case Extend(plan):
                     self._extend(plan)
+                case Lend(gpu_slots):
+                    self._runs.lend(gpu_slots)
                 case Reshare(shares):
                     self.index.reshare(shares)
                 case TakeOver():

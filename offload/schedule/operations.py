@@ -307,6 +307,16 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """Event: only so many of the plan's staging slots on the GPU, the first ones, are there from now on.
+
+    No visit there is under way; copies out of the others go on.
+    """
+
+    gpu_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reshare:
     """Event: spread tiles over the paths in other proportions from now on; one share for each path."""
 
@@ -368,6 +378,7 @@ Event = (
     | Stay
     | Taken
     | Extend
+    | Lend
     | Reshare
     | TakeOver
     | Release

@@ -102,7 +102,12 @@ class Runs:
         """Take in a plan, with no visit under way."""
         self._plan = plan
         for slots, count in ((self._gpu_slots, plan.gpu_slots), (self._weight_slots, plan.weight_slots)):
-            slots.owners = [None] * count
+            slots.owners, slots.limit = [None] * count, None
+
+    def lend(self, gpu_slots: int) -> None:
+        """Take in how many of the plan's staging slots on the GPU are there for visits that are to come."""
+        invariant(0 <= gpu_slots <= len(self._gpu_slots.owners), "more staging slots on the GPU than are planned")
+        self._gpu_slots.limit = gpu_slots
 
     def clear(self) -> None:
         """Have nobody wait: the sweep has ended."""

@@ -57,16 +57,24 @@ ARROWS: Mapping[Phase, Collection[Phase]] = {
 
 
 class Slots:
-    """Slots of one kind, and which subgroup has each."""
+    """Slots of one kind, and which subgroup has each.
+
+    Attributes:
+        owners: By slot; None for one that is free.
+        limit: How many of them, from the first, are given out; None for all.
+    """
 
     def __init__(self) -> None:
         self.owners: list[int | None] = []
+        self.limit: int | None = None
 
     def assign(self, subgroup: int) -> int | None:
         """Return the first free slot, from now on a subgroup's; None if there is none."""
         if None not in self.owners:
             return None
         slot = self.owners.index(None)
+        if self.limit is not None and slot >= self.limit:
+            return None
         self.owners[slot] = subgroup
         return slot
 

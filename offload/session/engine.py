@@ -173,10 +173,11 @@ class Engine:
         Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
         `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
         `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
-        by itself); for each lane (`engine`, its own thread; `cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`,
-        `h2d`, `d2h`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
-        `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
-        `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
+        by itself), and where GPU memory is borrowed `borrowed_bytes` (by the last step); for each lane (`engine`, its
+        own thread; `cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`, `h2d`, `d2h`) `lane/<lane>/busy_s` and
+        `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`, `path/<number>/write_bytes`,
+        `path/<number>/live_bytes` (what lies there now) and `path/<number>/written_bytes` (since the session began,
+        checkpoints included: what wears a drive); with
         `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
         before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
         state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
@@ -351,6 +352,7 @@ class Engine:
                 comes before both or after both.
 
         Raises:
+            ConfigError: `scale` is 0 or not finite, something is not bound, or memory is borrowed for a pending step.
             StepAbortedError: If it, or a pending step before it, could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
@@ -365,6 +367,9 @@ class Engine:
                 parameter = parameters[chosen[number]]
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
+            if pending is not None and parts.lanes.borrows:
+                allowed = 'leave it out with gpu_memory "borrow": what is borrowed goes back before forward'
+                raise ConfigError("pending", "given", allowed)
             started_s = time.monotonic()
             tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)

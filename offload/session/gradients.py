@@ -85,6 +85,7 @@ class Gradients:
         """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
         self._thread.check_usable()
         self._parts.gradients.leave()
+        self._parts.gradients.return_borrowed()  # what comes next may be another forward pass
 
     def drop(self) -> None:
         """Say that all gradients have been dropped since the last step: what was made from them is of no use."""

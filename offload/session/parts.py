@@ -34,6 +34,7 @@ from offload.limits import Limits
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
+from offload.plan.budget import GPU_STAGING_SLOTS
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
@@ -99,7 +100,7 @@ class SessionParts:
             refuse_gpu(config)
         else:
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-            self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
+            self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates, borrows=config.borrows)
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.memory = HostMemory(self.lanes)
@@ -304,8 +305,7 @@ class SessionParts:
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
         if self.config.placement not in ("cpu", 0):
-            usable = usable_bytes(self.lanes.device, layout)
-            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable))
+            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(self.config, layout, self.lanes.device))
             budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
@@ -320,10 +320,11 @@ class SessionParts:
 
     def _place(self, layout: Layout, budgets: Budgets) -> Plan:
         before = self.plan
-        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before).placements
+        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
         # What is there stays where it is: memory for its gradients has been given out by that.
-        placements = (*before.placements, *fresh[len(before.placements) :])
-        return make_plan(layout, budgets, kept=before, placements=placements)
+        placements = (*before.placements, *fresh.placements[len(before.placements) :])
+        gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
+        return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
 
     def position(self, parameter: int | str) -> int:
         """Return a parameter's position from its position or name.

@@ -37,7 +37,7 @@ LEAST_TILE_BYTES = 1 << 20
 
 def refuse_gpu(config: OffloadConfig) -> None:
     """Raise `ConfigError` if a GPU is asked for where there is none."""
-    if config.gpu_memory not in ("auto", 0):
+    if config.gpu_memory not in ("auto", 0):  # "borrow", too
         raise ConfigError("gpu_memory", config.gpu_memory, "use 0: the weights are not on a GPU")
     if config.placement not in ("auto", "cpu", 0):
         raise ConfigError("placement", config.placement, 'use "cpu": the weights are not on a GPU')
@@ -94,18 +94,20 @@ def first_budgets(
     device, gpu_slots_bytes = lanes.device, 0
     free_gpu_bytes = usable_bytes(device, layout)
     if config.placement not in ("cpu", 0):
-        gpu_slots_bytes = gpu_staging_bytes(layout, free_gpu_bytes)
+        gpu_slots_bytes = gpu_staging_bytes(config, layout, device)
+    gpu_bytes = 0
     if config.gpu_memory == "auto":
         gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)
         gpu_bytes = free_gpu_bytes - gpu_slots_bytes
         useful_bytes = min(gpu_bytes, layout.state_bytes)
         given_bytes = _given_bytes(device, useful_bytes, beside=gpu_slots_bytes)
         gpu_bytes = gpu_bytes if given_bytes == useful_bytes else given_bytes
-    else:
+    elif not config.borrows:
         gpu_bytes = int(config.gpu_memory)
     return Budgets(
         gpu_bytes=gpu_bytes,
         gpu_staging_bytes=gpu_slots_bytes,
+        borrows=config.borrows,
         weights_on_gpu=lanes.on_gpu,
         gradients_on_gpu=lanes.on_gpu and config.keep_grads,
         host_bytes=int(host),
@@ -149,9 +151,26 @@ def _given_bytes(device: Device, nbytes: int, beside: int = 0) -> int:
     return 0
 
 
-def gpu_staging_bytes(layout: Layout, usable: int) -> int:
-    """Return what staging slots on a GPU take for a layout, of so many bytes there."""
-    return min(GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0), usable)
+def gpu_staging_bytes(config: OffloadConfig, layout: Layout, device: Device) -> int:
+    """Return what staging slots on a GPU may take for a layout, of what is free there now."""
+    slot_bytes, usable = max(layout.subgroup_bytes, default=0), usable_bytes(device, layout)
+    if not config.borrows:
+        return min(GPU_STAGING_SLOTS * slot_bytes, usable)
+    # Each on its own, as a step takes them, of what activations had, too.
+    most = min(len(layout.subgroups), (usable + device.cached_bytes()) // max(slot_bytes, 1))
+    return slot_bytes * _given_count(device, slot_bytes, most)
+
+
+def _given_count(device: Device, nbytes: int, most: int) -> int:
+    """Return how many pieces of memory of one size a GPU gives at once, up to `most`."""
+    with contextlib.ExitStack() as ends:
+        for count in range(most):
+            try:
+                ends.callback(device.release, device.allocate(nbytes))
+            except OffloadError as error:
+                log.info("less of the GPU is borrowed: %s", error)
+                return count
+    return most
 
 
 def open_path(

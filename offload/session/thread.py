@@ -463,5 +463,7 @@ class EngineThread:
         # What a request has read, or reads from, is its caller's: nothing here holds on to it.
         self._next = None
         self._parts.executor.visit_with(visit_nothing)
+        with contextlib.suppress(OffloadError):  # a device that has failed gives nothing back
+            self._parts.gradients.return_borrowed()  # all work of the request is on lanes
         request.error = error
         self._reply.post(0)

@@ -19,7 +19,7 @@ from offload.layout import Segment
 from offload.measure import HISTORY, observe, typical
 from offload.plan import Rates, visit_order
 from offload.schedule.machine import update_visits
-from offload.schedule.operations import Begin, Reshare, Run, Stop, Sweep, Visit
+from offload.schedule.operations import Begin, Lend, Reshare, Run, Stop, Sweep, Visit
 from offload.session.parts import SessionParts
 from offload.session.placement_review import PlacementReview
 from offload.session.step import StepAccount
@@ -142,8 +142,14 @@ class Visits:
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
+            lent = self._borrow()
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
-            visits = update_visits(parts.plan, order, lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n))
+            visits = update_visits(
+                parts.plan,
+                order,
+                lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n),
+                lent=lent,
+            )
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
         parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
@@ -155,6 +161,15 @@ class Visits:
         rest = self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
+
+    def _borrow(self) -> bool:
+        """Borrow memory of the GPU for a step, if none is there for good; return whether there are staging slots."""
+        parts = self._parts
+        if not parts.lanes.borrows:
+            return True
+        slots: int = parts.lanes.borrow()
+        parts.machine.handle(Lend(slots))
+        return slots > 0
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -279,6 +279,7 @@ class DeviceBook:
     def __init__(self, ground: Ground) -> None:
         self.ground, self._require = ground, ground.require
         self.gpu_owners: list[int | None] = []
+        self.lent_slots = 0
         self.weight_slots: dict[int, WeightSlot] = {}
 
     def issued_weights(self, operation: Transfer | AwaitPush, visit: Visit | None) -> None:
@@ -347,7 +348,7 @@ class DeviceBook:
 
     def take_gpu_slot(self, number: int, gpu_slot: int) -> None:
         """Verify that a GPU staging slot is free, and take it."""
-        self._require(0 <= gpu_slot < len(self.gpu_owners), "10: there is no such GPU slot")
+        self._require(0 <= gpu_slot < self.lent_slots, "10: there is no such GPU slot")
         self._require(self.gpu_owners[gpu_slot] is None, "10: a GPU slot that is in use")
         self.gpu_owners[gpu_slot] = number
         self.ground.subgroups[number].gpu_slot = gpu_slot

@@ -99,6 +99,7 @@ from offload.schedule.operations import (
     GiveBack,
     Hold,
     Leave,
+    Lend,
     Operation,
     ReadTile,
     Release,
@@ -219,6 +220,8 @@ class CheckedExecutor:
                     self._begin(rest)
             case Extend(plan):
                 self._extend(plan)
+            case Lend(gpu_slots):
+                self._device.lent_slots = gpu_slots
             case Reshare():
                 self._storage.reshared = True
             case TakeOver():
@@ -424,6 +427,7 @@ class CheckedExecutor:
         self._ground.adopt(plan)
         self._owners += [None] * (plan.staging_slots - len(self._owners))
         self._device.gpu_owners = [None] * plan.gpu_slots
+        self._device.lent_slots = plan.gpu_slots
 
     def _take_over(self, event: TakeOver) -> None:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")

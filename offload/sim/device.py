@@ -39,6 +39,8 @@ from offload.rules import MASTER, RULES, segment_dtype
 ALIGNMENT = 256
 TABLES = "tables"
 """The stream on which the tables of updates are sent to the device."""
+FREED = "freed"
+"""The stream on which memory is overwritten that was given back behind lanes: whoever touches it later is found."""
 POISON = 0xA5
 """What new device memory is filled with."""
 
@@ -246,8 +248,9 @@ class SimulatedDevice:
             math.inf if pin_total_bytes is None else pin_total_bytes,
         )
         self.caller_is_host = caller_is_host
-        lanes: tuple[Lane, ...] = (*LANES, TABLES, *(() if caller_is_host else (DeviceLane.CALLER,)))
+        lanes: tuple[Lane, ...] = (*LANES, TABLES, FREED, *(() if caller_is_host else (DeviceLane.CALLER,)))
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
+        self._borrowed: list[int] = []
         self._kernel = CpuUpdateKernel(threads=1)
         self._lock = threading.RLock()
         self._doing = threading.RLock()
@@ -340,12 +343,22 @@ class SimulatedDevice:
         if block is not None and self._unused[self._caller, block.memory.nbytes] is not block.unused:
             block.users.add(self._caller)
 
+    @property
+    def taken_bytes(self) -> int:
+        """What `allocate` has given out, and nobody has given back."""
+        with self._lock:
+            return sum(block.nbytes for block in self._memory.values())
+
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
         self._check_thread()
-        return self._memory_bytes - sum(block.nbytes for block in self._memory.values())
+        return self._memory_bytes - self.taken_bytes
 
-    def allocate(self, nbytes: int) -> int:
+    def cached_bytes(self) -> int:
+        """See `Device.cached_bytes`: nothing is cached."""
+        return 0
+
+    def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """See `Device.allocate`."""
         self._check_thread()
         with self._lock:
@@ -354,7 +367,11 @@ class SimulatedDevice:
             block = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
             skip = -block.ctypes.data % ALIGNMENT
             address: int = block.ctypes.data + skip
-            self._memory[address] = block[skip : skip + nbytes]
+            self._memory[address] = memory = block[skip : skip + nbytes]
+            if caller is not None:
+                self._borrowed.append(address)
+                if caller is not DeviceLane.CALLER or not self.caller_is_host:
+                    self._overwrite(cast(Lane, caller), memory, "new memory")
             return address
 
     def release(self, address: int) -> None:
@@ -364,6 +381,22 @@ class SimulatedDevice:
             if self._failure is None:  # else nothing is done any more
                 self.host_access(address, block.nbytes, writes=True)
             del self._memory[address]
+
+    def return_borrowed(self) -> None:
+        """See `Device.return_borrowed`."""
+        with self._lock:
+            borrowed, self._borrowed = [self._memory.pop(address) for address in self._borrowed], []
+            if not borrowed or self._failure is not None:
+                return
+            self._open = [work for work in self._open if work.lane != FREED or not work.done.is_set()]
+            for lane in LANES:
+                self.follow(FREED, self._put(lane, "mark", lambda: None, (), 0))
+            for block in borrowed:
+                self._overwrite(FREED, block, "memory that was given back")
+
+    def _overwrite(self, lane: Lane, memory: npt.NDArray[np.uint8], label: str) -> None:
+        begin = memory.ctypes.data
+        self._put(lane, label, lambda: memory.fill(POISON), ((begin, begin + memory.nbytes, True),), 0)
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
@@ -691,6 +724,7 @@ class SimulatedDevice:
                 thread.join()
         self._kernel.close()
         self._memory.clear()
+        self._borrowed.clear()
 
 
 def _name(lane: Lane) -> str:

@@ -38,6 +38,8 @@ FIRST = (
     "elsewhere-single",
     "forward-home",
     "given",
+    "borrowing-departing",
+    "borrowing",
 )
 """Trainings that are tried first: together they find most."""
 
@@ -55,6 +57,9 @@ UNNOTICED: dict[str, str] = {
     "GpuLanes.copy_in: self.device.follow(DeviceLane.H2D, updated)": (
         "for visits that change nothing, of which a session has none on a device: the others' slots are given out "
         "again only when their copy-out has been reported, which follows the update"
+    ),
+    "GpuGradients.begin_step: self.lanes.device.follow(lane, mark.on_lane())": (
+        "for steps that find no room for a staging slot, which the trainings leave; the simulated device has some"
     ),
     "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
         "who replaces state at home has its weights fetched first, behind the update"

@@ -309,10 +309,26 @@ def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[[Any], A
 
 
 def allocates_out_of_order(right: Any) -> Any:
-    def wrong(self: Any, nbytes: int) -> int:
+    def wrong(self: Any, nbytes: int, caller: Any = None) -> int:
         impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=nothing))
         with replaced(self, "backend", impatient):
-            return int(right(self, nbytes))
+            return int(right(self, nbytes, caller))
+
+    return wrong
+
+
+def lends_out_of_order(right: Any) -> Any:
+    def wrong(self: Any, nbytes: int, caller: Any = None) -> int:
+        other = None if caller is None else self.stream(DeviceLane.PIECES)
+        return int(right(self, nbytes, other))
+
+    return wrong
+
+
+def gives_back_what_is_in_use(right: Any) -> Any:
+    def wrong(self: Any) -> None:
+        with replaced(torch.Tensor, "record_stream", nothing):
+            right(self)
 
     return wrong
 
@@ -751,6 +767,22 @@ MISTAKES: tuple[Mistake, ...] = (
         Shows.BITS,
         in_device("allocate", allocates_out_of_order),
         workload="added",
+    ),
+    Mistake(
+        "borrowed-out-of-order",
+        "memory is borrowed in the order of another stream than that which lanes are made to follow",
+        "it is filled when state is there",
+        Shows.BITS,
+        in_device("allocate", lends_out_of_order),
+        workload="borrowing-departing",
+    ),
+    Mistake(
+        "given-back-early",
+        "memory that was borrowed is given back, and not behind what is on lanes",
+        "forward writes to it before state has left it",
+        Shows.BITS,
+        in_device("return_borrowed", gives_back_what_is_in_use),
+        workload="borrowing-departing",
     ),
     Mistake(
         "released-early",

@@ -128,6 +128,8 @@ class Case(NamedTuple):
     def can_be(self) -> bool:
         """Whether nothing of it is refused."""
         is_early = self.overlap in ("backward", "both")
+        if self.home == "borrowed" and self.overlap in ("forward", "both"):
+            return False
         if is_early and self.keeps:
             return False
         if self.way == "scaled":
@@ -148,6 +150,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "paths": {"host_memory": 0, "gpu_memory": 0},
     "host": {"gpu_memory": 0},
     "device": {"host_memory": 120_000, "gpu_memory": 100_000},
+    "borrowed": {"host_memory": 120_000, "gpu_memory": "borrow"},
 }
 WAYS = ("plain", "a stream", "two streams", "two passes", "clipped", "clipped by torch", "scaled")
 KINDS: tuple[tuple[Any, ...], ...] = (
@@ -279,6 +282,37 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def test_bits_are_those_of_the_cpu(device: torch.device, tmp_path: Path, case: Case) -> None:
     with training(case, device, tmp_path) as made:
         made.run(range(STEPS))
+        assert_same(made.found(), on_the_cpu(case, tmp_path))
+
+
+BORROWING = [
+    Case("AdamW", "exact", torch.bfloat16, placement, "borrowed", keeps, "off", way)
+    for placement, keeps, way in (
+        ("gpu", True, "clipped"),
+        (0.5, True, "plain"),
+        ("gpu", False, "two passes"),
+        (0.5, False, "a stream"),
+        ("cpu", False, "clipped"),
+    )
+]
+
+
+@in_turns(BORROWING)
+def test_nothing_is_held_during_forward(device: torch.device, tmp_path: Path, case: Case) -> None:
+    """Forward finds as much memory in use as before there was a session: torch's own, and none of ours."""
+    with training(case, device, tmp_path) as made:
+        taken: list[int] = []
+        for layer in made.model.layers:
+            layer.register_forward_pre_hook(lambda *_: taken.append(torch.accelerator.memory_allocated()))
+        rounds = []
+        for number in range(STEPS):
+            taken.clear()
+            made.step(number)
+            rounds.append(taken[:DEPTH])  # behind the first pass there are gradients
+        assert rounds == rounds[:1] * STEPS  # in the first round there is no session yet
+        metrics = made.optimizer.metrics()
+        assert metrics["gpu_bytes"] == 0
+        assert metrics["borrowed_bytes"] > 0 or case.placement == "cpu"
         assert_same(made.found(), on_the_cpu(case, tmp_path))
 
 

@@ -288,6 +288,17 @@ def plain(run: Run) -> None:
         run.keep_all(model, optimizer)
 
 
+def partial(run: Run) -> None:
+    """Two passes a step, of which the second reaches the first layer alone: what is summed of the others stays."""
+    model = run.model()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(3):
+            _passes(run, model, step, 1)
+            (model.layers[0](batch(10 * step + 5).to(run.device)).float().sum() / 64).backward()
+            _step(run, optimizer, clip=step != 1)
+        run.keep_all(model, optimizer)
+
+
 def growing(run: Run) -> None:
     """As much state at home on the device as there is room for, and then a larger batch."""
     model = run.model()
@@ -637,6 +648,7 @@ def tables(run: Run) -> None:
     run.keep("words", found)
 
 
+BORROWING = {"gpu_memory": "borrow"}
 PLAIN = {"gpu_memory": 0, "subgroup_numel": 2048, "staging_memory": "120KiB"}
 
 WORKLOADS = {
@@ -649,6 +661,9 @@ WORKLOADS = {
         Workload("kept-gpu", plain, {**PLAIN, "placement": "gpu"}),
         Workload("kept-cpu", plain, {**PLAIN, "placement": "cpu"}),
         Workload("home", plain, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": 0.5}),
+        Workload("borrowing", plain, {**PLAIN, **BORROWING, "placement": "gpu"}),
+        Workload("borrowing-departing", partial, {**PLAIN, **BORROWING, "placement": 0.5, "keep_grads": False}),
+        Workload("borrowing-streams", streams, {**PLAIN, **BORROWING, "placement": 0.5}),
         Workload("auto", growing, {"subgroup_numel": 2048}, device_bytes=440 << 10),
         Workload(
             "backward",

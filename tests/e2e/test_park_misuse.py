@@ -324,7 +324,7 @@ def test_where_the_gpu_has_no_memory_the_session_stays_parked(
         kind: type[Device] = type(pair.parking.engine._parts.lanes.device)
         plain, left, fails = kind.allocate, 0, True
 
-        def allocate(device: Any, nbytes: int) -> int:
+        def allocate(device: Any, nbytes: int, caller: None = None) -> int:
             nonlocal left
             left -= 1
             if not left:

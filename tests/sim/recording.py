@@ -103,6 +103,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "begin save", save.number, save.sink, save.empty
         case ops.Taken(ended):
             return "taken", ended.number
+        case ops.Lend(gpu_slots):
+            return "lend", gpu_slots
         case ops.Reshare(shares):
             return "reshare", shares
         case ops.TakeOver():

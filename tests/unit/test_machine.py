@@ -24,6 +24,7 @@ from offload.schedule.operations import (
     Failed,
     Hold,
     Leave,
+    Lend,
     ReadTile,
     Run,
     Seal,
@@ -504,6 +505,40 @@ def test_gpu_slots_follow_the_plan_between_steps():
     give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
     operations = finish(machine, give(machine, step(machine, 2)))
     assert {o.through if isinstance(o, Transfer) else o.gpu_slot for o in operations} == {0}, "one is left"
+
+
+def test_a_step_has_the_gpu_slots_that_are_lent_to_it():
+    machine = make_gpu([True, True, True], gpu_slots=3)
+    finish(machine, give(machine, step(machine, 1)))
+    machine.take_finished_sweep()
+    for number, lent in ((2, 1), (3, 2), (4, 3)):
+        first = give(machine, Lend(lent), step(machine, number))
+        assert [copy.through for copy in first] == list(range(lent))
+        operations = finish(machine, first)
+        assert {o.through if isinstance(o, Transfer) else o.gpu_slot for o in operations} <= set(range(lent))
+        assert machine.take_finished_sweep().number == number
+    give(machine, Lend(0))
+    cpu = update_visits(machine.plan, range(3), lent=False)
+    assert not any(visit.gpu for visit in cpu)
+    finish(machine, give(machine, Begin(Sweep(5, 5, cpu))))
+    assert machine.take_finished_sweep().number == 5
+    with pytest.raises(InternalError, match="more staging slots"):
+        give(machine, Lend(4))
+    give(machine, Extend(machine.plan))
+    assert len(give(machine, step(machine, 6))) == 3, "a plan that is taken up has all its slots"
+
+
+def test_copies_out_of_slots_that_are_not_lent_any_more_go_on():
+    machine = make_gpu([True, True], gpu_slots=2)
+    runs = give(machine, step(machine, 1))
+    outs = give(machine, *(Done(run.op) for run in runs))
+    assert machine.take_finished_sweep().number == 1
+    assert not give(machine, Lend(1), step(machine, 2)), "state is on its way"
+    assert not give(machine, Done(outs[1].op)), "slot 1 is free, and not lent"
+    (copy,) = give(machine, Done(outs[0].op))
+    assert copy.through == 0
+    finish(machine, [copy])
+    assert machine.take_finished_sweep().number == 2
 
 
 @pytest.mark.parametrize("fails_before", [False, True])
