@@ -33,7 +33,7 @@ sys.modules["torch.cuda"] = torch.cuda
 import offload
 imported = 0
 for module in pkgutil.walk_packages(offload.__path__, "offload."):
-    if module.name != "offload.__main__":
+    if module.name not in ("offload.__main__", "offload.integrations.verl.enabled"):  # which act when imported
         try:
             importlib.import_module(module.name)
             imported += 1
