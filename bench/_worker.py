@@ -306,6 +306,11 @@ def kernel_io() -> dict[str, int]:
     }
 
 
+def moved(before: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that this process has read and written on devices since `kernel_io` returned `before`."""
+    return {name: count - before[name] for name, count in kernel_io().items()}
+
+
 def iterate(contender: Any, window: torch.Tensor, synchronize: Callable[[], object]) -> dict[str, float]:
     before = kernel_io()
     times = [time.perf_counter()]

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from _common import Target, arguments, cores, environment, interleaved, progress, report, run_sections
 from _throttled import OwnLanes
-from _worker import kernel_io
+from _worker import kernel_io, moved
 from capacity import Group, made_group
 from paths import MB, MIB, Mixer, Throttles, opened
 
@@ -129,11 +129,6 @@ def touching_bytes_per_s(nbytes: int) -> float:
     seconds = time.perf_counter() - started_s
     arena.close()
     return nbytes / seconds
-
-
-def moved(before: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that this process has read and written on devices since `kernel_io` returned `before`."""
-    return {name: count - before[name] for name, count in kernel_io().items()}
 
 
 # Phases, in a process of their own

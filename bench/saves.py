@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from _common import Target, arguments, computing, environment, progress, report
-from _worker import kernel_io
+from _worker import kernel_io, moved
 
 from offload.plan import Home
 from offload.units import format_seconds
@@ -55,10 +55,6 @@ class Size:
 
 SMOKE = Size(64, 2, 4, 2, 1, (1,), (0.0,))
 FULL = Size(2048, 8, 384, 10, 4, (1, 2), (0.0, 0.5, 1.0))
-
-
-def moved(before: dict[str, int]) -> int:
-    return sum(count - before[name] for name, count in kernel_io().items())
 
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +108,12 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         whole_s = time.perf_counter() - started_s
         os.sync()  # what the kernel writes later belongs to this round
         torch.distributed.barrier()
-        return {"seconds": seconds, "returned_s": returned_s, "whole_s": whole_s, "bytes": moved(before)}
+        return {
+            "seconds": seconds,
+            "returned_s": returned_s,
+            "whole_s": whole_s,
+            "bytes": sum(moved(before).values()),
+        }
 
     for _ in range(2):
         round_of(saves=True)
@@ -121,7 +122,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         before, started_s = kernel_io(), time.perf_counter()
         type(engine).save_checkpoint(engine, tags, tag="waits", save_latest=False)
         os.sync()
-        waits.append({"seconds": time.perf_counter() - started_s, "bytes": moved(before)})
+        waits.append({"seconds": time.perf_counter() - started_s, "bytes": sum(moved(before).values())})
     plain, saving = [round_of(saves=False)], []
     for _ in range(size.rounds):
         saving.append(round_of(saves=True))

@@ -6,14 +6,17 @@ import ctypes
 import dataclasses
 import errno
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from offload._native import crc32c
 from offload.errors import invariant
 from offload.protocols import ERROR_CHECKSUM, Queue, Tier, TileId, TileRequest
+from offload.session import setup
+from offload.tiers import open_tier
 from offload.tiers.common import check_request, closed_error
 
 Operation = Literal["read", "write", "sync"]
@@ -237,3 +240,15 @@ class FaultyTier:
 
 def _another(tile: TileId) -> TileId:
     return tile._replace(tile=tile.tile + 1)
+
+
+def faulty_paths(monkeypatch: Any) -> list[FaultyTier]:
+    """Have sessions open their paths as tiers that can fail; return these, in the order in which they are opened."""
+    opened: list[FaultyTier] = []
+
+    def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> FaultyTier:
+        opened.append(FaultyTier(open_tier(name, store, queue, **settings), queue))
+        return opened[-1]
+
+    monkeypatch.setattr(setup, "open_tier", opening)
+    return opened

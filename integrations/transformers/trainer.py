@@ -30,7 +30,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 FOLDER = "optimizer"
 """The optimizer's folder in a Trainer's checkpoint."""
 
-_undo: contextlib.ExitStack | None = None
+_undo = contextlib.ExitStack()
+"""What `enable` has replaced; closing it twice does nothing."""
 
 
 def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
@@ -77,10 +78,7 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
 
 def disable() -> None:
     """Undo `enable`; optimizers that were made stay as they are. Idempotent."""
-    global _undo
-    if _undo is not None:
-        _undo.close()
-    _undo = None
+    _undo.close()
 
 
 def _name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:

@@ -39,7 +39,8 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Functions that are replaced: parameters that they must begin with, and names that they must use."""
 
-_undo: contextlib.ExitStack | None = None
+_undo = contextlib.ExitStack()
+"""What `enable` has replaced; closing it twice does nothing."""
 
 
 def check_verl() -> None:
@@ -110,10 +111,7 @@ def enable(host_memory: int | str | None = None, gpu_memory: int | str = 0) -> N
 
 def disable() -> None:
     """Undo `enable`; optimizers and checkpoints stay as they are. Idempotent."""
-    global _undo
-    if _undo is not None:
-        _undo.close()
-    _undo = None
+    _undo.close()
 
 
 def _replace_everywhere(name: str, present: Any, other: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import Fault, FaultKind, FaultyTier
+from faulty import Fault, FaultKind, FaultyTier, faulty_paths
 from s3_server import BUCKET, S3Server
 from sharded import Model, exact_gradients, local, spawn
 from test_interrupts import STRIDES, every
@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from offload.device.host import HostMemory
 from offload.protocols import Device
-from offload.session import parking, setup
-from offload.tiers import open_tier
+from offload.session import parking
 
 ON_DEVICE = {name: settings for name, settings in SETTINGS.items() if settings.get("device")}
 
@@ -46,14 +45,7 @@ def pair(tmp_path: Path) -> Any:
 @pytest.fixture
 def tiers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
     """Return the tiers of paths, in the order in which they are opened."""
-    opened: list[FaultyTier] = []
-
-    def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> FaultyTier:
-        opened.append(FaultyTier(open_tier(name, store, queue, **settings), queue))
-        return opened[-1]
-
-    monkeypatch.setattr(setup, "open_tier", opening)
-    return opened
+    return faulty_paths(monkeypatch)
 
 
 # Bad input

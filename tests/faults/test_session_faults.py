@@ -17,7 +17,7 @@ from typing import Any
 import prepared
 import pytest
 import torch
-from faulty import Fault, FaultKind, FaultyTier, Operation
+from faulty import Fault, FaultKind, FaultyTier, Operation, faulty_paths
 from layers import Layer
 from leftovers import clear, open_files
 from settling import settle
@@ -34,14 +34,7 @@ from offload.tiers import SLOT_HEADER_BYTES, FileTier, open_tier
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
     """Return the tiers of paths, in the order in which they are opened."""
-    tiers: list[FaultyTier] = []
-
-    def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> FaultyTier:
-        tiers.append(FaultyTier(open_tier(name, store, queue, **settings), queue))
-        return tiers[-1]
-
-    monkeypatch.setattr(setup, "open_tier", opening)
-    return tiers
+    return faulty_paths(monkeypatch)
 
 
 @pytest.fixture
