@@ -131,6 +131,9 @@ class Tables:
         self.expected = self.begun
         self.weights = np.zeros(0, np.uint64)
 
+    def return_borrowed(self) -> None:
+        """Nothing is borrowed."""
+
     def rows(
         self,
         groups: Sequence[float],
