@@ -4,6 +4,9 @@ A rank's save pins the versions that lie on paths, and has others written there 
 of an `Engine` does. A thread then copies them from there into DeepSpeed's file, under a name that nothing loads, and
 renames it when it is durable. Rank 0 lets `latest` name the tag when the files of all ranks are there.
 
+With the layout "in_place" nothing is copied: the engines' checkpoint is in the tag's folder (`in_place.py`). `latest`
+names the tag once there is that, and before another tag is released for it.
+
 Invariants: `latest` comes to name a tag when it is whole; a tag that is not whole, as it is being saved again, too,
 lacks files, so nothing loads it; a save that fails leaves training and other tags as they are, and is told on all
 ranks by the next call that all ranks make: a save, a load or `wait_checkpoint`.
@@ -21,9 +24,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from offload import CheckpointError
-from offload.integrations.deepspeed import stream
+from offload.integrations.deepspeed import in_place, stream
+from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import Shard
 
 log = logging.getLogger("offload")
@@ -54,8 +59,10 @@ class PendingTag:
         file: This rank's file when it is whole.
         others: All ranks' files, which have to be there before `latest` may name the tag.
         starts: Where each state tensor of each flat tensor begins in the file; None if it has them already.
+        frame: What the file has besides, if state stays where it is.
         synced: What was written before, to be made durable with it.
         publishes: Whether `latest` is to name it.
+        id: Of the engines' checkpoint, the same on all ranks.
         is_given_up: Whether it is not to become whole any more.
         is_durable: Whether this rank's part has ended, well or not.
         is_settled: Whether all ranks know that all parts are durable.
@@ -68,8 +75,10 @@ class PendingTag:
     file: str
     others: Sequence[str]
     starts: stream.Starts | None
+    frame: Frame | None
     synced: Sequence[str]
     publishes: bool
+    id: str
     started_s: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
     is_durable: bool = False
@@ -109,12 +118,24 @@ class SavesBehind:
         Raises:
             CheckpointError: State cannot be pinned.
         """
-        if pending.starts is None:
+        checkpoints = self._shard.engine.checkpoints
+        if pending.frame is not None:
+            checkpoints.save(
+                os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
+                extra=partial(self._stand_in, pending, pending.frame.encode()),
+                on_commit=partial(self._name, pending),
+                on_done=partial(self._end_in_place, pending),
+                id=pending.id,
+                rank=self._rank,
+                ranks=len(pending.others),
+                ended=lambda: range(len(pending.others)) if pending.is_given_up else (),
+            )
+        elif pending.starts is None:
             threading.Thread(target=self._write, args=(pending, "", None), daemon=True).start()
         else:
             pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
             os.makedirs(pinned, exist_ok=True)
-            self._shard.engine.checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
+            checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
         self._pending = pending
 
     def settle(self) -> None:
@@ -193,9 +214,8 @@ class SavesBehind:
             pending.is_durable = True
         try:
             if pending.error is None and self._rank == 0:
-                self._publish(pending)
-        except OSError as failed:
-            pending.error = failed
+                with contextlib.suppress(OSError):  # which the tag has
+                    self._publish(pending)
         finally:
             pending.has_ended = True
 
@@ -210,10 +230,7 @@ class SavesBehind:
 
         if pending.starts is not None:
             stream.write_state(pending.partial, pending.starts, self._shard, visit)
-        for name in (pending.partial, *pending.synced):
-            _sync(name)
-        os.rename(pending.partial, pending.file)
-        _sync(os.path.dirname(pending.file))
+        _place(pending)
 
     def _release(self, pinned: str) -> None:
         """Let go of the pinned versions; where that fails, the next save does."""
@@ -228,18 +245,48 @@ class SavesBehind:
             if pending.is_given_up:
                 return
             time.sleep(LOOK_S)
-        if pending.is_given_up:
+        if not pending.is_given_up:
+            self._name(pending)
+
+    def _stand_in(self, pending: PendingTag, frame: bytes) -> bytes:
+        """Have a file that names the checkpoint stand where the rank's would, and return what goes with its state."""
+        in_place.write_stub(pending.partial, pending.id)
+        _place(pending)
+        pending.is_durable = True
+        return frame
+
+    def _end_in_place(self, pending: PendingTag, error: BaseException | None) -> None:
+        pending.error = pending.error or error
+        with contextlib.suppress(OSError):
+            os.unlink(pending.partial)
+        pending.is_durable = pending.has_ended = True
+
+    def _name(self, pending: PendingTag) -> None:
+        """Have `latest` name the tag, if it is to: it is whole."""
+        if self._rank > 0:
             return
         with contextlib.suppress(OSError):  # those of a save that was killed may still be there
             os.rmdir(os.path.dirname(pending.partial))
-        if pending.publishes:
-            latest = os.path.join(pending.folder, "latest")
-            with open(f"{latest}.partial", "w", encoding="utf-8") as file:
-                file.write(pending.tag)
-            _sync(file.name)
-            os.rename(file.name, latest)
-        _sync(pending.folder)
+        try:
+            if pending.publishes:
+                latest = os.path.join(pending.folder, "latest")
+                with open(f"{latest}.partial", "w", encoding="utf-8") as file:
+                    file.write(pending.tag)
+                _sync(file.name)
+                os.rename(file.name, latest)
+            _sync(pending.folder)
+        except OSError as failed:
+            pending.error = failed
+            raise
         log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
+
+
+def _place(pending: PendingTag) -> None:
+    """Give the rank's file its name, when all that belongs to it is durable."""
+    for name in (pending.partial, *pending.synced):
+        _sync(name)
+    os.rename(pending.partial, pending.file)
+    _sync(os.path.dirname(pending.file))
 
 
 def _since(then_s: float) -> float:

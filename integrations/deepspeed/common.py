@@ -10,6 +10,7 @@ import re
 import shlex
 import socket
 import sys
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -19,9 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
-from offload.integrations.deepspeed import stream
+from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of
+from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
+from offload.integrations.deepspeed.settings import Saving
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
 from offload.rules import GroupScalars
 
@@ -92,6 +95,8 @@ class OffloadedOptimizer:
     _behind: SavesBehind | None = None
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
+    _layout = ""
+    _loading = ""
 
     def __init__(
         self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
@@ -243,6 +248,22 @@ class OffloadedOptimizer:
         if self._masters_reloaded:
             self.shard.reload_masters()
 
+    def _load_in_place(self, stub: InPlace, load: Callable[[Mapping[str, Any]], None]) -> None:
+        """Go on from state where it lies, after DeepSpeed has loaded the rest."""
+
+        def part() -> None:
+            rank = torch.distributed.get_rank()
+            with self.offload.checkpoints.open(os.path.join(self._loading, in_place.FOLDER)) as checkpoint:
+                if checkpoint.id != stub.id:
+                    raise CheckpointError(f"{self._loading} is not whole: its files are of several checkpoints")
+                load(Frame.decode(checkpoint.extra(rank)).without_state())
+                self.shard.load_in_place(checkpoint, rank, torch.distributed.get_world_size())
+
+        self._masters_reloaded = False
+        self._on_all_ranks(part)
+        if self._masters_reloaded:
+            self.shard.reload_masters()
+
     def _restore_from_bit16_weights(self) -> None:
         self._masters_reloaded = True
         self.shard.reload_masters()
@@ -265,9 +286,21 @@ class OffloadedOptimizer:
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
 
-    def save_behind(self, engine: Any) -> None:
-        """Have a DeepSpeed engine's `save_checkpoint` return when it needs nothing that training changes."""
-        if not self._offload_config.paths:
+    def save_by_engine(self, engine: Any, saving: Saving) -> None:
+        """Have a DeepSpeed engine's `save_checkpoint` pin what lies on paths, and return when that is done.
+
+        Args:
+            engine: DeepSpeed's.
+            saving: Whether it is copied from there, and waited for.
+
+        Raises:
+            ConfigError: It stays there, and ranks save to folders of their own.
+        """
+        self._layout = saving.layout
+        if saving.layout == "in_place" and engine.use_node_local_storage():
+            allowed = 'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together'
+            raise ConfigError("multi_tier_offload.checkpoint.layout", saving.layout, allowed)
+        if not self._offload_config.paths and saving.layout == "stock":
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
         self._behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
@@ -287,16 +320,20 @@ class OffloadedOptimizer:
         ) -> Any:
             self.wait_checkpoint()
             client_state = dict(client_state)
-            if _is_accelerates() or not stream.can_stream(engine.checkpoint_engine):
+            waits = saving.wait or _is_accelerates()
+            if (waits and saving.layout == "stock") or not stream.can_stream(engine.checkpoint_engine):
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
             publishes, self._publishes = self._publishes, save_latest
             try:
-                return save(save_dir, tag, client_state, False, *arguments, **keywords)
+                found = save(save_dir, tag, client_state, False, *arguments, **keywords)
             except BaseException:
                 behind.give_up()
                 raise
             finally:
                 self._publishes = publishes
+            if waits:
+                self.wait_checkpoint()
+            return found
 
         engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
@@ -314,6 +351,7 @@ class OffloadedOptimizer:
         load = engine._load_checkpoint
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            self._loading = os.path.join(load_dir, tag)
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # Of all ranks: each node may have the files of its own.
@@ -361,20 +399,26 @@ class OffloadedOptimizer:
         publishes = bool(self._publishes)
         name = engine._get_zero_ckpt_name
         path, model = name(save_path, tag), engine._get_ckpt_name(save_path, tag)
-        paths: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(paths, path)
+        given: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(given, (path, uuid.uuid4().hex))
+        paths, (id, *_) = zip(*given, strict=True)
 
         def begin() -> None:
             os.makedirs(os.path.dirname(partial_of(path)), exist_ok=True)
             engine._get_zero_ckpt_name = lambda *given: partial_of(name(*given))
             try:
                 starts = self._save_without_state(save, partial_of(path), save_path, tag)
+                frame = None
+                if self._layout == "in_place":
+                    if starts is None:
+                        raise CheckpointError(f'where state lies in {path} cannot be told: use the layout "stock"')
+                    frame = stream.frame_of(partial_of(path), os.path.basename(path), starts, self.shard)
                 if starts is None:
                     save(save_path, tag)
             finally:
                 vars(engine).pop("_get_zero_ckpt_name", None)
             synced = [model] if os.path.exists(model) else []
-            behind.begin(PendingTag(save_path, tag, path, paths, starts, synced, publishes))
+            behind.begin(PendingTag(save_path, tag, path, paths, starts, frame, synced, publishes, id))
 
         self._on_all_ranks(begin)
 

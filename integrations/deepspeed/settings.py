@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from offload import ConfigError, OffloadConfig
@@ -17,10 +18,26 @@ KEY = "multi_tier_offload"
 """The top-level object of the DeepSpeed config; its fields are `OffloadConfig`'s."""
 
 CHECKPOINT = "checkpoint"
-"""The field that is not `OffloadConfig`'s: {"wait": false} has `save_checkpoint` return before files are whole."""
+"""The field that is not `OffloadConfig`'s, a `Saving`."""
+
+LAYOUTS = "stock", "in_place"
 
 VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
 """The environment variable that names a JSON file of the object, for programs that write their DeepSpeed config."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How `save_checkpoint` of a DeepSpeed engine saves state.
+
+    Attributes:
+        layout: "stock", into DeepSpeed's own files, or "in_place": it stays where it lies, and is pinned.
+        wait: Whether it is whole when the call returns; else it becomes so behind training.
+    """
+
+    layout: str = LAYOUTS[0]
+    wait: bool = True
+
 
 # Keys of DeepSpeed's that ask for another way of doing what this backend does: (where, key, harmless value, advice).
 OFFLOAD = "zero_optimization.offload_optimizer"
@@ -98,13 +115,15 @@ def check(values: Any) -> OffloadConfig:
     for field, advice in _DEEPSPEEDS.items():
         if field in values:
             raise ConfigError(f"{KEY}.{field}", values[field], advice)
-    saving = values.get(CHECKPOINT, {})
-    if (
-        not isinstance(saving, Mapping)
-        or not set(saving) <= {"wait"}
-        or saving.get("wait", True) not in (True, False)
-    ):
-        raise ConfigError(f"{KEY}.{CHECKPOINT}", saving, 'write {"wait": true} or {"wait": false}')
+    given = values.get(CHECKPOINT, {})
+    if not isinstance(given, Mapping) or not set(given) <= {"layout", "wait"}:
+        raise ConfigError(
+            f"{KEY}.{CHECKPOINT}", given, 'write {"layout": "stock", "wait": true}, which is the default'
+        )
+    if (layout := given.get("layout", LAYOUTS[0])) not in LAYOUTS:
+        raise ConfigError(f"{KEY}.{CHECKPOINT}.layout", layout, f"use one of {', '.join(LAYOUTS)}")
+    if (wait := given.get("wait", True)) not in (True, False):
+        raise ConfigError(f"{KEY}.{CHECKPOINT}.wait", wait, "use true or false")
     settings = OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)
     if settings.overlaps_forward:
         allowed = 'use "off" or "backward": DeepSpeed gathers new weights in its step'
@@ -112,9 +131,9 @@ def check(values: Any) -> OffloadConfig:
     return settings
 
 
-def saves_behind(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed config that was read asks for saves behind training."""
-    return not _section(config, f"{KEY}.{CHECKPOINT}").get("wait", True)
+def saving(config: Mapping[str, Any]) -> Saving:
+    """Return how a DeepSpeed config that was read wants checkpoints saved."""
+    return Saving(**_section(config, f"{KEY}.{CHECKPOINT}"))
 
 
 def read(config: Mapping[str, Any]) -> OffloadConfig:

@@ -300,6 +300,12 @@ class Shard:
                 counts[number] = steps.get(piece.name, state.step)
             self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
 
+    def load_in_place(self, checkpoint: Any, rank: int, ranks: int) -> None:
+        """Go on from an engine's checkpoint, and make the weights; see `Checkpoints.load`."""
+        self._bind_weights()
+        self.engine.checkpoints.load(checkpoint, rank=rank, ranks=ranks)
+        self.engine.finish(on_gpu=True)
+
     def close(self) -> None:
         """Free memory and files; idempotent."""
         self.engine.close()

@@ -17,6 +17,7 @@ from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.gradients import HostGradients
+from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import FlatState
 
@@ -178,6 +179,12 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     ) -> None:
         """Load what `state_dict` returned, of this class or of DeepSpeed's own, or a universal checkpoint."""
         load = super().load_state_dict
+        rank = torch.distributed.get_rank(group=self.dp_process_group)
+        if state_dict_list is not None and isinstance(state_dict_list[rank], InPlace):
+            self._load_in_place(
+                state_dict_list[rank], lambda found: load([found] * (rank + 1), True, *arguments, **keywords)
+            )
+            return
         self._load_with(
             lambda: load(state_dict_list, load_optimizer_states, *arguments, **keywords),
             keep_steps=not load_optimizer_states,

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.gradients import HostGradients
+from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 
 FP32_FLAT_GROUPS = "fp32_flat_groups"
@@ -143,8 +144,11 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         return saved
 
     def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        self._saved_steps = state_dict.get(STEPS)
         load = super()._rigid_load_state_dict
+        if isinstance(state_dict, InPlace):
+            self._load_in_place(state_dict, load)
+            return
+        self._saved_steps = state_dict.get(STEPS)
         self._load_with(lambda: load(state_dict, load_optimizer_states), keep_steps=not load_optimizer_states)
 
     def _load_global_state_stage3(self, sd: Mapping[str, Any]) -> None:

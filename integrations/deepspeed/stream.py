@@ -20,6 +20,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch.utils import _pytree
 
+from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard
 
 _NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
@@ -90,6 +91,31 @@ def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[Fla
                 elements = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                 _write(file, _bytes(elements.cpu()), offset)
     return starts
+
+
+def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
+    """Return what a file that was saved without state is otherwise.
+
+    Args:
+        path: The file.
+        name: What it is called when it is whole.
+        starts: Where each state tensor begins in it.
+        shard: Whose pieces they are.
+    """
+    known = [[start or 0 for start in row] for row in starts]
+    pieces = {
+        piece.name: {
+            name: start + piece.offset * _ITEM_BYTES for name, start in zip(STATE, known[piece.flat], strict=True)
+        }
+        for piece in shard.pieces
+    }
+    state = [
+        (start, start + weight.numel() * _ITEM_BYTES)
+        for row, weight in zip(known, shard.weights, strict=True)
+        for start in row
+        if start
+    ]
+    return Frame.of(path, name, pieces, state)
 
 
 Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]

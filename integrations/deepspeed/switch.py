@@ -171,8 +171,8 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     engine.optimizer.report_to(engine)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)
-    if settings.saves_behind(engine.config):
-        engine.optimizer.save_behind(engine)
+    if (saving := settings.saving(engine.config)) != settings.Saving():
+        engine.optimizer.save_by_engine(engine, saving)
     engine.optimizer.honour_include(engine)
 
 

@@ -125,6 +125,7 @@ class CommitJob:
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
         find_ended: Returns ranks that are known to have ended.
+        on_commit: Called once there is a checkpoint; older ones stay where it raises.
         doubtful: Checkpoints of this session that were in doubt so far.
         abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
         released: Those of `older` and `doubtful` that were released.
@@ -143,6 +144,7 @@ class CommitJob:
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
     find_ended: Callable[[], Collection[int]] = tuple
+    on_commit: Callable[[], object] = tuple
     doubtful: Sequence[KeptCheckpoint] = ()
     abandoned_ids: Sequence[str] = ()
     released: list[KeptCheckpoint] = field(default_factory=list)
@@ -209,6 +211,7 @@ class CommitJob:
             raise
         self.committed = True
         try:
+            self.on_commit()
             self._settle()
             self._tidy()
         except Exception as error:  # the checkpoint has been committed all the same

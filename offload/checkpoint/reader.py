@@ -43,6 +43,9 @@ log = logging.getLogger("offload")
 BUFFERS = 12
 """Most tiles in memory at once: those being read, and those that the next range may need again."""
 
+PIECE_NUMEL = 1 << 20
+"""Elements that are handed out at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -319,6 +322,27 @@ class Checkpoint:
                 use(tile)
         for finish in finishers:
             finish()
+
+    def visit(
+        self, pieces: Sequence[Parameter], take: Callable[[int, int, Mapping[str, torch.Tensor]], None]
+    ) -> None:
+        """Hand out the state of pieces of parameters, run by run, each run as a row a state tensor.
+
+        Args:
+            pieces: What to read.
+            take: Given the number of a piece, the run's first element in it, and fp32 views by state tensor, which
+                are another run's afterwards.
+
+        Raises:
+            CheckpointError: As `read`.
+        """
+        names = self.rule.names
+        rows = torch.empty(len(names), PIECE_NUMEL, dtype=torch.float32, device="cpu")
+        for number, piece in enumerate(pieces):
+            for first in range(0, piece.numel, PIECE_NUMEL):
+                views = dict(zip(names, rows[:, : piece.numel - first], strict=True))
+                self.read([Range(piece.name, name, piece.start + first, views[name]) for name in names])
+                take(number, first, views)
 
     def _plan(self, uses: _Uses, rank: int, name: str, run: _Run) -> Callable[[], None]:
         """Add the tiles that hold a run of a tensor to `uses`; return a function to call when all have been read."""

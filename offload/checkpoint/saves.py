@@ -80,7 +80,7 @@ class Snapshot:
         step: Number of the session's last step.
         steps: Updates that each parameter has had.
         metadata: The caller's hyperparameters and such, as JSON.
-        extra: The caller's own bytes.
+        extra: The caller's own bytes, or what makes them once all state is durable, on the committing thread.
         id: The save's id; the same on all ranks.
         rank: This rank.
         ranks: The number of ranks.
@@ -88,13 +88,14 @@ class Snapshot:
         seed: Seed of stochastic rounding; None where nothing is rounded so.
         numbers: Number of each parameter in stochastic rounding.
         find_ended: Returns ranks that are known to have ended.
+        on_commit: Called on the committing thread once there is a checkpoint; older ones stay where it raises.
     """
 
     layout: Layout
     step: int
     steps: tuple[int, ...]
     metadata: Mapping[str, Any]
-    extra: bytes | None
+    extra: bytes | Callable[[], bytes] | None
     id: str
     rank: int
     ranks: int
@@ -102,6 +103,7 @@ class Snapshot:
     seed: int | None
     numbers: tuple[int, ...]
     find_ended: Callable[[], Collection[int]] = tuple
+    on_commit: Callable[[], object] = tuple
 
 
 @dataclass(slots=True)
@@ -429,7 +431,7 @@ class Saves:
             for path in path_numbers
         ]
         numbers = {path: number for number, path in enumerate(path_numbers)}
-        extra = snapshot.extra
+        extra = snapshot.extra() if callable(snapshot.extra) else snapshot.extra
         manifest = Manifest(
             id=snapshot.id,
             rank=snapshot.rank,
@@ -462,6 +464,7 @@ class Saves:
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
             find_ended=snapshot.find_ended,
+            on_commit=snapshot.on_commit,
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != snapshot.id),
         )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.cli.going_back import Outcome
 
 FORMATS = ("safetensors", "distributed")
-FRAMEWORKS = ("torch", "transformers", "lightning", "accelerate")
+FRAMEWORKS = ("torch", "transformers", "lightning", "accelerate", "deepspeed")
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +42,8 @@ def add_parser(commands: Any) -> None:
         dest="framework",
         choices=FRAMEWORKS,
         help="write what torch's own optimizer goes on from: a state dict, or a copy of the framework's checkpoint "
-        "with torch's state in it. Masters of 16-bit weights are left out, as torch's optimizers have none",
+        "with torch's state in it. Masters of 16-bit weights are left out, as torch's optimizers have none, but for "
+        'deepspeed: what it has saved "in_place" becomes files of its own layout',
     )
     parser.add_argument("--replace", action="store_true", help="replace a file that is there")
     add_output(parser, "print the outcome as JSON", "no progress")

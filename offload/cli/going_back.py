@@ -23,6 +23,7 @@ from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, ConfigError
+from offload.integrations.deepspeed import in_place
 from offload.integrations.shared import KINDS, POINTER
 from offload.optim.groups import torch_defaults
 from offload.tiers.filesystem import replacing, sync_directory
@@ -31,10 +32,13 @@ from offload.units import format_bytes
 FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}
 """In a folder of a framework, the file of its (first) optimizer."""
 
+DEEPSPEED = "deepspeed"
+
 MADE_BY = {
     "transformers": "the Trainer's folder, such as checkpoint-500",
     "accelerate": "the folder that accelerator.save_state has written",
     "lightning": "the .ckpt that Lightning's Trainer has written",
+    DEEPSPEED: 'the folder of a tag that DeepSpeed has saved with the layout "in_place"',
 }
 
 PIECE_BYTES = 16 << 20
@@ -62,7 +66,7 @@ class Outcome:
 
 
 def export_for(framework: str, checkpoint: str, target: str, progress: Progress) -> list[Outcome]:
-    """Write what torch's own optimizer loads in a framework.
+    """Write what torch's own optimizer loads in a framework, or DeepSpeed.
 
     Args:
         framework: "torch", or a key of `MADE_BY`.
@@ -80,15 +84,19 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
     out = Path(os.path.abspath(target))
     if os.path.lexists(out):
         raise ConfigError("OUT", target, "it is there already; name another")
-    if framework in FILES and out.resolve().is_relative_to(Path(checkpoint).resolve()):
+    is_folder = framework in FILES or framework == DEEPSPEED
+    if is_folder and out.resolve().is_relative_to(Path(checkpoint).resolve()):
         raise ConfigError("OUT", target, "it is in CHECKPOINT, which is copied; name one beside it")
     if not out.parent.is_dir():
         raise ConfigError("OUT", target, f"there is no folder {out.parent}; make it")
-    states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
+    if framework == DEEPSPEED:
+        states = _frames(checkpoint)
+    else:
+        states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name[:100]}.partial-") as scratch:
-            if framework in FILES:
-                return _write_folder(Path(checkpoint), out, states, Path(scratch), progress)
+            if is_folder:
+                return _write_folder(framework, Path(checkpoint), out, states, Path(scratch), progress)
             (folder,) = states.values()
             with _state(folder, Path(scratch), progress) as (state, outcome):
                 if framework == "torch":
@@ -142,6 +150,17 @@ def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
     return {
         name: _named(framework, content, files[name], checkpoint) for name, content in (pointers or contents).items()
     }
+
+
+def _frames(checkpoint: str) -> dict[str, str]:
+    """Return the folder of the state of each file of DeepSpeed's that has none, by name."""
+    folder = os.path.join(checkpoint, in_place.FOLDER)
+    if not os.path.lexists(os.path.join(folder, COMMIT_NAME)):
+        raise ConfigError(
+            "CHECKPOINT", checkpoint, f"there is no whole {in_place.FOLDER} in it; give {MADE_BY[DEEPSPEED]}"
+        )
+    with Checkpoint(folder) as opened:
+        return {in_place.Frame.decode(opened.extra(m.rank)).file: folder for m in opened.manifests}
 
 
 def _read(path: str, framework: str) -> dict[str, Any]:
@@ -268,7 +287,7 @@ def _restored(value: Any) -> Any:
 
 
 def _write_folder(
-    folder: Path, out: Path, states: Mapping[str, str], scratch: Path, progress: Progress
+    framework: str, folder: Path, out: Path, states: Mapping[str, str], scratch: Path, progress: Progress
 ) -> list[Outcome]:
     """Copy a folder without those of state, and with what torch's optimizers load in place of what named these."""
     made, left_out = scratch / "made", {os.path.basename(state) for state in states.values()} | states.keys()
@@ -289,7 +308,10 @@ def _write_folder(
 
     made.mkdir()
     outcomes = []
-    for file, state_folder in states.items():
+    for rank, (file, state_folder) in enumerate(states.items()):
+        if framework == DEEPSPEED:
+            outcomes.append(_write_frame(state_folder, rank, made / file, progress))
+            continue
         with _state(state_folder, scratch, progress) as (state, outcome):
             _save(state, made / file, progress)
         outcomes.append(outcome)
@@ -303,6 +325,28 @@ def _write_folder(
     os.rename(made, out)  # refused where another has made it meanwhile
     sync_directory(out.parent)
     return outcomes
+
+
+def _write_frame(folder: str, rank: int, path: Path, progress: Progress) -> Outcome:
+    """Write a rank's file as DeepSpeed does, with its state."""
+    with Checkpoint(folder) as opened:
+        manifest = opened.manifests[rank]
+        frame, pieces = in_place.Frame.decode(opened.extra(rank)), manifest.layout.parameters
+        frame.write(str(path))
+        whole, done = sum(piece.numel for piece in pieces) * 12, 0
+        with open(path, "r+b") as file:
+
+            def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+                nonlocal done
+                for name, start in frame.pieces[pieces[number].name].items():
+                    file.seek(start + first * views[name].itemsize)
+                    file.write(views[name].numpy().data)
+                    done += views[name].nbytes
+                progress("writing", done, whole)
+
+            opened.visit(pieces, take)
+            _sync(file)
+        return Outcome(f"rank {rank}'s AdamW", [len(pieces)], manifest.step, has_masters=False)
 
 
 def _sync(file: IO[bytes]) -> None:

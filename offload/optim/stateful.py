@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
-from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.reader import StateSource
 from offload.errors import CheckpointError, ConfigError
 from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
@@ -338,9 +338,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 unless damage was found while the state was read, which breaks the session. State that stays where it
                 lies is read, and verified, when it is next used.
         """
-        config = self.engine.config
-        places = [place.path for place in config.path_configs]
-        with self._lock, Checkpoint(path, verify=config.checksum, paths=places) as checkpoint:
+        with self._lock, self.engine.checkpoints.open(path) as checkpoint:
             world, rank = ranks.world()
             rank = rank if rank < len(checkpoint.manifests) else 0
             metadata = checkpoint.manifests[rank].metadata

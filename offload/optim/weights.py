@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offload.backends import ADVICE, BACKENDS
+from offload.checkpoint.reader import PIECE_NUMEL
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
@@ -24,7 +25,7 @@ from offload.optim.holder import EngineHolder
 from offload.optim.ranks import world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
-from offload.session.state_copy import PIECE_NUMEL, copy_run
+from offload.session.state_copy import copy_run
 
 log = logging.getLogger("offload")
 

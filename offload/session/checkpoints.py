@@ -13,7 +13,7 @@ import torch
 
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.reader import Checkpoint, Range, StateSource
+from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot, StoreReuse, save_error
 from offload.checkpoint.stores import commit_to_replace
@@ -24,7 +24,6 @@ from offload.schedule.loop import pump
 from offload.schedule.operations import BeginSave, Release, Sweep, TakeOver
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
-from offload.session.state_copy import PIECE_NUMEL
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
@@ -53,8 +52,9 @@ class Checkpoints:
         path: str | os.PathLike[str],
         *,
         metadata: Mapping[str, Any] | None = None,
-        extra: bytes | None = None,
+        extra: bytes | Callable[[], bytes] | None = None,
         copy: bool = False,
+        on_commit: Callable[[], object] = tuple,
         on_done: Callable[[BaseException | None], None] | None = None,
         id: str | None = None,
         rank: int = 0,
@@ -72,8 +72,10 @@ class Checkpoints:
         Args:
             path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
             metadata: Anything that JSON can hold.
-            extra: Anything else.
+            extra: Anything else, or what makes it once all state is durable; called from another thread.
             copy: Copy everything into the folder, so that the checkpoint needs nothing else.
+            on_commit: Called from another thread once there is a checkpoint, before others are released for it; all
+                stay where it raises.
             on_done: Called from a thread of its own when it has ended, with the error or None.
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
             rank: This rank.
@@ -108,6 +110,7 @@ class Checkpoints:
                 seed=tables.seed if rounds else None,
                 numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
                 find_ended=ended,
+                on_commit=on_commit,
             )
 
         with self._thread.turn():
@@ -236,16 +239,17 @@ class Checkpoints:
             CheckpointError: It is not there, or cannot be read.
             Exception: What `take` raised.
         """
-        layout = self._parts.plan.layout
-        names = layout.rule.names
-        rows = torch.empty(len(names), PIECE_NUMEL, dtype=torch.float32, device="cpu")
-        with Checkpoint(path, verify=self._parts.config.checksum) as checkpoint:
-            for position, parameter in enumerate(layout.parameters):
-                for first in range(0, parameter.numel, PIECE_NUMEL):
-                    views = dict(zip(names, rows[:, : parameter.numel - first], strict=True))
-                    start = parameter.start + first
-                    checkpoint.read([Range(parameter.name, name, start, views[name]) for name in names])
-                    take(position, first, views)
+        with self.open(path) as checkpoint:
+            checkpoint.visit(self._parts.plan.layout.parameters, take)
+
+    def open(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open a checkpoint, whoever has saved it; its stores are looked for on this session's paths, too.
+
+        Raises:
+            CheckpointError: There is none, it is damaged or of a newer format, or a store of it is not there.
+        """
+        config = self._parts.config
+        return Checkpoint(path, verify=config.checksum, paths=[place.path for place in config.path_configs])
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.

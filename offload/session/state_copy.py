@@ -22,6 +22,7 @@ from typing import IO
 import numpy as np
 import torch
 
+from offload.checkpoint.reader import PIECE_NUMEL
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, InfeasiblePlanError, TierError, TierFullError
 from offload.memory.arenas import available_bytes
@@ -31,9 +32,6 @@ from offload.tiers import innermost
 from offload.tiers.filesystem import NETWORK_FILE_SYSTEMS, UNLIMITED_BYTES, file_system, room_bytes
 
 log = logging.getLogger("offload")
-
-PIECE_NUMEL = 1 << 20
-"""Elements that are looked at at once."""
 
 ALIGNMENT = 64
 """Of a tensor in a file, in bytes."""

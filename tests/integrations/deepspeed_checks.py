@@ -593,12 +593,83 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
 
 
 @check
+def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
+    """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
+    import pytest
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload import CheckpointError
+    from offload.cli.__main__ import main as offload_main
+
+    rank = torch.distributed.get_rank()
+    for stage, dtype, format, wait in (
+        (1, "bf16", "exact", True),
+        (2, "fp32", "exact", False),
+        (3, "bf16", "compact8", False),
+        (3, "fp16", "exact", True),
+    ):
+        saving = {"layout": "in_place", "wait": wait}
+        settings = {"subgroup_numel": 4096, "checkpoints_kept": 2, "state_format": format, "checkpoint": saving}
+        place = folder / f"{stage}-{dtype}"
+        place.mkdir(exist_ok=True)
+        case = Case(stage, dtype, 2, offload={**paths(place), **settings}, net={"branch": True})
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 3)
+            engine.save_checkpoint(str(place), tag="here", client_state={"epoch": 3})
+            if wait:
+                torch.distributed.barrier()
+                assert (place / "latest").read_text() == "here"
+            type(engine).save_checkpoint(
+                engine, str(place), tag="stock", client_state={"epoch": 3}, save_latest=False
+            )
+            whole = train(engine, case, 3, 3), state_of(engine)
+            engine.optimizer.wait_checkpoint()
+            path, _ = engine.load_checkpoint(str(place))
+            assert path.startswith(str(place / "here"))
+            assert train(engine, case, 3, 3) == whole[0]
+            assert_same(state_of(engine), whole[1])
+            files = sorted(file.name for file in (place / "stock").iterdir())
+            assert sorted(file.name for file in (place / "here").iterdir()) == sorted([*files, "offload"])
+            state_files = [name for name in files if "optim_states" in name]
+            for name in state_files:
+                assert (place / "here" / name).stat().st_size < 4096
+            with pytest.raises(CheckpointError, match="--for deepspeed"):
+                get_fp32_state_dict_from_zero_checkpoint(str(place), "here")
+            if rank == 0:
+                assert offload_main(["export", str(place / "here"), str(place / "out"), "--for", "deepspeed"]) == 0
+                assert files == sorted(file.name for file in (place / "out").iterdir())
+                for name in files:
+                    assert (place / "out" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
+                for tag, out in (("here", "out"), ("stock", "other"), ("none", "other")):
+                    assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                assert not (place / "other").exists()
+            torch.distributed.barrier()
+        with training(case, ours=True) as engine:
+            _, client = engine.load_checkpoint(str(place), tag="here")
+            assert client["epoch"] == 3
+            assert train(engine, case, 3, 3) == whole[0]
+            assert_same(state_of(engine), whole[1])
+            for tag in ("next", "last"):
+                engine.save_checkpoint(str(place), tag=tag)
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            with pytest.raises(CheckpointError, match="checkpoints_kept"):
+                engine.load_checkpoint(str(place), tag="here")
+        with training(case, ours=True) as engine:
+            engine.load_checkpoint(str(place))
+            assert_same(state_of(engine), whole[1])
+
+
+@check
 def alone_saves_behind(folder: Path) -> None:
     """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
     import torch
     from deepspeed_runs import Case, state_of, train, training
 
-    case = Case(3, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": {"wait": False}})
+    saving = {"wait": False, "layout": os.environ.get("LAYOUT", "stock")}
+    case = Case(3, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": saving})
     kill_after_s = float(os.environ.get("KILL_AFTER_S", "inf"))
     with training(case, ours=True, model=wide(100_000)) as engine:
 

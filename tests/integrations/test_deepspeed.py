@@ -119,15 +119,16 @@ def test_checks(world: int, part: int, tmp_path: Path) -> None:
     ("world", "kills"),
     [(1, 3), pytest.param(1, 40, marks=pytest.mark.full), pytest.param(2, 40, marks=pytest.mark.full)],
 )
+@pytest.mark.parametrize("layout", ["stock", "in_place"])
 def test_a_kill_while_a_checkpoint_is_written_behind_leaves_the_one_before(
-    world: int, kills: int, tmp_path: Path
+    layout: str, world: int, kills: int, tmp_path: Path
 ) -> None:
     """Whatever `latest` names is loaded by the next start, whose state has the digest of when it was saved."""
     name, rng = "alone_saves_behind", random.Random(kills)
     for _ in range(kills):
-        found = start(world, tmp_path, (name,), KILL_AFTER_S=str(rng.uniform(0, 0.4)))
+        found = start(world, tmp_path, (name,), KILL_AFTER_S=str(rng.uniform(0, 0.4)), LAYOUT=layout)
         assert found[name] == "ok" or "did not run it" in found[name], found
-    assert start(world, tmp_path, (name,)) == {name: "ok"}
+    assert start(world, tmp_path, (name,), LAYOUT=layout) == {name: "ok"}
     assert "went on from" in (tmp_path / "log-0").read_text()
 
 
@@ -271,6 +272,9 @@ def config(**sections: Any) -> dict[str, Any]:
             "overlap_comm",
         ),
         (config(multi_tier_offload={"overlap": "forward"}), "multi_tier_offload.overlap", '"off" or "backward"'),
+        (config(multi_tier_offload={"checkpoint": {"layout": "copy"}}), "checkpoint.layout", "stock, in_place"),
+        (config(multi_tier_offload={"checkpoint": {"wait": "no"}}), "checkpoint.wait", "true or false"),
+        (config(multi_tier_offload={"checkpoint": {"async": True}}), "multi_tier_offload.checkpoint", '"wait"'),
         (config(multi_tier_offload={"overlap": "both"}), "multi_tier_offload.overlap", '"off" or "backward"'),
     ],
 )
