@@ -1,16 +1,19 @@
 """What a save inside DeepSpeed costs training: written behind it, and waited for.
 
-ZeRO-3 on one and on two ranks, with none, half and all of the optimizer state resident, in processes of their own.
-Rounds of iterations that begin with `save_checkpoint` (`"checkpoint": {"wait": false}`) alternate with rounds of as
-many without. The stall is what a round with a save takes longer than those before and after it, over an iteration.
-What the disk cannot do beside training is a floor that is taken off: the bytes of a save over the disk's rate (that
-of a save that waits, in the same run), less the time for which plain iterations leave the disk idle. Bytes are
-the kernel's. A round is over when its last iteration is; the tag is whole before the next one begins.
+ZeRO-3 on one and on two ranks, with none, half and all of the optimizer state resident, in processes of their own, and
+with both layouts: DeepSpeed's files, and "in_place". Rounds of iterations that begin with `save_checkpoint`
+(`"checkpoint": {"wait": false}`) alternate with rounds of as many without. The stall is what a round with a save takes
+longer than those before and after it, over an iteration. What the machine cannot do beside training is a floor that
+is taken off: the bytes of a save over the disk's rate (that of a save that waits, in the same run), less the time for
+which plain iterations leave the disk idle; or, where that is more, the time that the cores need for a save that waits,
+less what plain iterations leave idle. Bytes and times of cores are the kernel's. A round is over when its last
+iteration is; the tag is whole before the next one begins.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import statistics
@@ -40,6 +43,7 @@ class Size:
         width, layers, batch: Of the model, and its rows in an iteration of one rank.
         iterations: Of a round.
         rounds: With a save.
+        layouts: Of `"checkpoint"`.
         worlds: Numbers of ranks.
         shares: Of the state that are resident.
     """
@@ -49,12 +53,13 @@ class Size:
     batch: int
     iterations: int
     rounds: int
+    layouts: tuple[str, ...]
     worlds: tuple[int, ...]
     shares: tuple[float, ...]
 
 
-SMOKE = Size(64, 2, 4, 2, 1, (1,), (0.0,))
-FULL = Size(2048, 8, 384, 10, 4, (1, 2), (0.0, 0.5, 1.0))
+SMOKE = Size(64, 2, 4, 2, 1, ("in_place",), (1,), (0.0,))
+FULL = Size(2048, 8, 384, 10, 4, ("stock", "in_place"), (1, 2), (0.0, 0.5, 1.0))
 
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +88,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         "multi_tier_offload": {
             "host_memory": int(12.5 * numel / world * share),
             "paths": [request["path"]],
-            "checkpoint": {"wait": False},
+            "checkpoint": {"wait": False, "layout": request["layout"]},
         },
         "steps_per_print": 1 << 30,
     }
@@ -97,7 +102,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         engine.step()
 
     def round_of(*, saves: bool) -> dict[str, Any]:
-        before, started_s = kernel_io(), time.perf_counter()
+        before, busy_s, started_s = kernel_io(), time.process_time(), time.perf_counter()
         if saves:
             engine.save_checkpoint(tags, tag="behind")
         returned_s = time.perf_counter() - started_s
@@ -110,6 +115,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         torch.distributed.barrier()
         return {
             "seconds": seconds,
+            "busy_s": time.process_time() - busy_s,
             "returned_s": returned_s,
             "whole_s": whole_s,
             "bytes": sum(moved(before).values()),
@@ -119,10 +125,11 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         round_of(saves=True)
     waits = []
     for _ in range(2):
-        before, started_s = kernel_io(), time.perf_counter()
+        before, busy_s, started_s = kernel_io(), time.process_time(), time.perf_counter()
         type(engine).save_checkpoint(engine, tags, tag="waits", save_latest=False)
         os.sync()
-        waits.append({"seconds": time.perf_counter() - started_s, "bytes": sum(moved(before).values())})
+        seconds, busy_s = time.perf_counter() - started_s, time.process_time() - busy_s
+        waits.append({"seconds": seconds, "busy_s": busy_s, "bytes": sum(moved(before).values())})
     plain, saving = [round_of(saves=False)], []
     for _ in range(size.rounds):
         saving.append(round_of(saves=True))
@@ -137,10 +144,16 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     return {**found, "resident_bytes": plan.home_bytes[Home.HOST], "digest": digest.hexdigest()[:16]}
 
 
-def start(size: Size, world: int, share: float, folder: Path) -> list[dict[str, Any]]:
+def start(size: Size, layout: str, world: int, share: float, folder: Path) -> list[dict[str, Any]]:
     """Run the ranks; return what each has found."""
     (folder / "path").mkdir()
-    request = {"size": asdict(size), "share": share, "folder": str(folder), "path": str(folder / "path")}
+    request = {
+        "size": asdict(size),
+        "layout": layout,
+        "share": share,
+        "folder": str(folder),
+        "path": str(folder / "path"),
+    }
     ranks = []
     for rank in range(world):
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -172,13 +185,17 @@ def summary(size: Size, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
     )
 
-    def nbytes(kind: str) -> float:
-        return sum(statistics.median(one["bytes"] for one in rank[kind]) for rank in ranks)
+    def of_all(kind: str, what: str) -> float:
+        return sum(statistics.median(one[what] for one in rank[kind]) for rank in ranks)
 
     waits_s = statistics.median(one["seconds"] for one in first["waits"])
-    rate = nbytes("waits") / waits_s if nbytes("waits") else float("inf")
-    idle_s = max(0.0, size.iterations * iteration_s - nbytes("plain") / rate)
-    beyond_bytes = nbytes("saving") - nbytes("plain")
+    rate = of_all("waits", "bytes") / waits_s or float("inf")
+    round_s, cores = size.iterations * iteration_s, len(os.sched_getaffinity(0))
+    beyond_bytes = max(0.0, of_all("saving", "bytes") - of_all("plain", "bytes"))
+    floors_s = {"disk": beyond_bytes / rate - max(0.0, round_s - of_all("plain", "bytes") / rate), "cores": 0.0}
+    if beyond_bytes > first["state_bytes"] / 2:  # as many as a save that waits writes
+        idle_s = max(0.0, round_s * cores - of_all("plain", "busy_s"))
+        floors_s["cores"] = (of_all("waits", "busy_s") - idle_s) / cores
     return {
         "iteration_s": iteration_s,
         "returned_s": statistics.median(one["returned_s"] for one in saving),
@@ -187,7 +204,8 @@ def summary(size: Size, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes_per_s": rate,
         "bytes_of_a_save": beyond_bytes,
         "stall": longer_s / iteration_s,
-        "floor": max(0.0, beyond_bytes / rate - idle_s) / iteration_s,
+        "floors": {name: max(0.0, seconds) / iteration_s for name, seconds in floors_s.items()},
+        "floor": max(0.0, *floors_s.values()) / iteration_s,
         "waits": waits_s / iteration_s,
         "state_bytes": sum(rank["state_bytes"] for rank in ranks),
         "resident_bytes": sum(rank["resident_bytes"] for rank in ranks),
@@ -207,11 +225,11 @@ def main() -> None:
     targets = []
     for world in size.worlds:
         digests = set()
-        for share in size.shares:
-            where = f"{world} rank{'s' * (world > 1)}, {share:.0%} resident"
+        for share, layout in itertools.product(size.shares, size.layouts):
+            where = f"{layout}, {world} rank{'s' * (world > 1)}, {share:.0%} resident"
             progress(where)
             with tempfile.TemporaryDirectory(dir=args.path) as folder:
-                found = results[where] = summary(size, start(size, world, share, Path(folder)))
+                found = results[where] = summary(size, start(size, layout, world, share, Path(folder)))
             digests.add(tuple(found["digests"]))
             print(
                 f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
@@ -224,7 +242,7 @@ def main() -> None:
         if len(digests) != 1:
             raise SystemExit(f"the weights differ between resident shares: {digests}")
     checksum = "-".join(
-        results[f"{world} rank{'s' * (world > 1)}, 0% resident"]["digests"][0] for world in size.worlds
+        results[f"in_place, {world} rank{'s' * (world > 1)}, 0% resident"]["digests"][0] for world in size.worlds
     )
     report(args, described, results, checksum, targets)
 

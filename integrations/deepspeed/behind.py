@@ -36,6 +36,12 @@ log = logging.getLogger("offload")
 PARTIAL = ".offload-partial"
 """The folder in a tag's in which files are that are not whole, under their names, which torch writes into them."""
 
+ASIDE = ".aside"
+"""The end of the name of what a tag that is saved again had."""
+
+LEAST_PRIORITY = 19
+"""Of the thread that copies, as the system counts: training's threads go before it."""
+
 PINNED = ".offload-behind"
 """The folder beside the tags in which versions are pinned, by rank, until they have been copied."""
 
@@ -95,6 +101,19 @@ class PendingTag:
 def partial_of(file: str) -> str:
     """Return where a file is until it is whole."""
     return os.path.join(os.path.dirname(file), PARTIAL, os.path.basename(file))
+
+
+def set_aside(file: str) -> None:
+    """Have nothing load a file; a large one takes its time to be deleted, which is done behind training."""
+    if os.path.exists(file):
+        os.makedirs(os.path.dirname(partial_of(file)), exist_ok=True)
+        os.rename(file, f"{partial_of(file)}{ASIDE}")
+
+
+def _delete(*files: str) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
 
 
 class SavesBehind:
@@ -196,6 +215,8 @@ class SavesBehind:
             pinned: Where its versions are pinned, if it needs any.
             error: Why they are not.
         """
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        _delete(f"{pending.partial}{ASIDE}")
         try:
             pending.error = error
             if error is None:
@@ -203,8 +224,7 @@ class SavesBehind:
         except Exception as failed:
             pending.error = failed
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(pending.partial)
+            _delete(pending.partial)
             if pinned:
                 self._release(pinned)
             if pending.error is not None:
@@ -250,6 +270,7 @@ class SavesBehind:
 
     def _stand_in(self, pending: PendingTag, frame: bytes) -> bytes:
         """Have a file that names the checkpoint stand where the rank's would, and return what goes with its state."""
+        _delete(f"{pending.partial}{ASIDE}")
         in_place.write_stub(pending.partial, pending.id)
         _place(pending)
         pending.is_durable = True
@@ -257,8 +278,7 @@ class SavesBehind:
 
     def _end_in_place(self, pending: PendingTag, error: BaseException | None) -> None:
         pending.error = pending.error or error
-        with contextlib.suppress(OSError):
-            os.unlink(pending.partial)
+        _delete(pending.partial)
         pending.is_durable = pending.has_ended = True
 
     def _name(self, pending: PendingTag) -> None:

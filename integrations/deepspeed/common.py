@@ -21,7 +21,7 @@ import torch
 
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import in_place, stream
-from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of
+from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of, set_aside
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving
@@ -275,7 +275,7 @@ class OffloadedOptimizer:
         # One rank alone writes the model, and what stops it must stop the others, who are at their state by then.
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
             if self._publishes is not None:  # a tag that is saved again: new weights must not lie beside old state
-                self._on_all_ranks(lambda: _unlink(engine._get_zero_ckpt_name(save_path, tag)))
+                self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
             self._on_all_ranks(lambda: save_model(save_path, tag, *arguments, **keywords))
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
@@ -512,11 +512,6 @@ def _is_accelerates() -> bool:
     """Return whether Accelerate drives DeepSpeed, which deletes older checkpoints when a save returns."""
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     return "deepspeed" in str(getattr(state, "_shared_state", {}).get("distributed_type", "")).lower()
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _ranks_of(folder: str) -> int:
