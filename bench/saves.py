@@ -1,13 +1,13 @@
 """What a save inside DeepSpeed costs training: written behind it, and waited for.
 
-ZeRO-3 on one and on two ranks, with none, half and all of the optimizer state resident, in processes of their own, and
-with both layouts: DeepSpeed's files, and "in_place". Rounds of iterations that begin with `save_checkpoint`
-(`"checkpoint": {"wait": false}`) alternate with rounds of as many without. The stall is what a round with a save takes
-longer than those before and after it, over an iteration. What the machine cannot do beside training is a floor that
-is taken off: the bytes of a save over the disk's rate (that of a save that waits, in the same run), less the time for
-which plain iterations leave the disk idle; or, where that is more, the time that the cores need for a save that waits,
-less what plain iterations leave idle. Bytes and times of cores are the kernel's. A round is over when its last
-iteration is; the tag is whole before the next one begins.
+ZeRO-3 on one and on two ranks, with none, half and all of the optimizer state resident, in processes of their own,
+and with both layouts: DeepSpeed's files, and "in_place". Rounds of iterations that begin with `save_checkpoint`
+(`"checkpoint": {"wait": false}`) alternate with rounds of as many without. The stall is what a round with a save
+takes longer than those before and after it, over an iteration. What the machine cannot do beside training is a
+floor that is taken off: the bytes of a save over the disk's rate (that of a save that waits, in the same run), less
+the time for which plain iterations leave the disk idle; or, where that is more, the time that the cores need for a
+save that waits, less what plain iterations leave idle. Bytes and times of cores are the kernel's. A round is over
+when its last iteration is; the tag is whole before the next one begins.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def start(size: Size, layout: str, world: int, share: float, folder: Path) -> li
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
 
 
-def summary(size: Size, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(size: Size, layout: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what all ranks together say; rounds last as long as the first rank says, which waits for the others."""
     first = ranks[0]
     plain, saving = first["plain"], first["saving"]
@@ -193,7 +193,7 @@ def summary(size: Size, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     round_s, cores = size.iterations * iteration_s, len(os.sched_getaffinity(0))
     beyond_bytes = max(0.0, of_all("saving", "bytes") - of_all("plain", "bytes"))
     floors_s = {"disk": beyond_bytes / rate - max(0.0, round_s - of_all("plain", "bytes") / rate), "cores": 0.0}
-    if beyond_bytes > first["state_bytes"] / 2:  # as many as a save that waits writes
+    if layout == "stock":
         idle_s = max(0.0, round_s * cores - of_all("plain", "busy_s"))
         floors_s["cores"] = (of_all("waits", "busy_s") - idle_s) / cores
     return {
@@ -229,7 +229,7 @@ def main() -> None:
             where = f"{layout}, {world} rank{'s' * (world > 1)}, {share:.0%} resident"
             progress(where)
             with tempfile.TemporaryDirectory(dir=args.path) as folder:
-                found = results[where] = summary(size, start(size, layout, world, share, Path(folder)))
+                found = results[where] = summary(size, layout, start(size, layout, world, share, Path(folder)))
             digests.add(tuple(found["digests"]))
             print(
                 f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
