@@ -8,6 +8,11 @@ its parts (hand-over, forward and backward, update, preparation) are reported. I
 resident bytes, at the rate at which they were written in this run, exceeds forward and backward: that floor is taken
 off. Bytes are those written beyond what rounds without a checkpoint write, as a share of the state. `torch.save` of
 the same state's `state_dict()` stands beside it, its file synced.
+
+Then there is a checkpoint after every iteration: what an iteration takes in such rounds, over one in rounds without
+between them, or over the resident bytes at the rate at which they were written, where that is more. Beside it, for
+state that is in memory, stand `torch.save` with its file synced and `torch.distributed.checkpoint.async_save` after
+every iteration of the same loop, of tensors as large as the state.
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from _common import Target, arguments, computing, environment, progress, report
 
 import offload
@@ -33,6 +40,9 @@ MOST_STALL = {0.0: 0.03, 0.5: 0.05, 1.0: 0.10}
 """By the share of state in memory."""
 ROUND = 4
 """Iterations of a round: more than a checkpoint takes."""
+
+MOST_EVERY = {0.0: 1.03, 1.0: 1.10}
+"""An iteration with a checkpoint after each, by the share of state in memory; see above."""
 
 WARM_UP = 3
 """Checkpoints that are not measured: the first ones make the slots that later ones use again."""
@@ -133,6 +143,46 @@ class Training:
             os.fsync(file.fileno())
         return time.perf_counter() - started_s
 
+    def every(self, save: Callable[[], object] | None) -> float:
+        """Return what an iteration takes when each has a checkpoint after it."""
+        started_s = time.perf_counter()
+        for _ in range(ROUND):
+            with computing():
+                self.model(self.batch).float().square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if save is not None:
+                save()
+        return (time.perf_counter() - started_s) / ROUND
+
+    def ways(self) -> dict[str, Callable[[], object]]:
+        """Return ways of saving: ours, and others' of as many bytes in memory if the state is there."""
+        found: dict[str, Callable[[], object]] = {
+            "offload": lambda: self.optimizer.save_checkpoint(self.folder / "ck")
+        }
+        plan = self.optimizer.plan.plan
+        if plan.home_bytes[Home.HOST] < plan.state_bytes:
+            return found
+        state = {
+            f"{number}": torch.ones(plan.state_bytes // 4 // 48, dtype=torch.float32, device="cpu")
+            for number in range(48)
+        }
+        pending: list[Any] = []
+
+        def torch_save() -> None:
+            with open(self.folder / "torch.pt", "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        def async_save() -> None:
+            for future in pending:  # it takes one at a time
+                future.result()
+            writer = dcp.FileSystemWriter(self.folder / "dcp", overwrite=True)
+            pending[:] = [dcp.async_save(state, storage_writer=writer)]
+
+        return {**found, "torch.save": torch_save, "torch.distributed.checkpoint.async_save": async_save}
+
     def digest(self) -> str:
         """Return what tells these weights from others."""
         found = hashlib.sha256()
@@ -147,6 +197,20 @@ def longer_s(saving: list[Round], plain: list[Round], kind: str, number: int) ->
         getattr(one, kind)[number] - (getattr(before, kind)[number] + getattr(after, kind)[number]) / 2
         for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
     )
+
+
+def every_iteration(training: Training, rounds: int) -> dict[str, Any]:
+    """Return what an iteration takes with a checkpoint after each, by who makes it."""
+    ways = training.ways()
+    plain: list[float] = [training.every(None)]
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, save in ways.items():
+            taken[name].append(training.every(save))
+            training.optimizer.wait_checkpoint()
+            plain.append(training.every(None))
+    medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {"iteration_s": statistics.median(plain), "every_s": medians, "plain_s": plain, "rounds_s": taken}
 
 
 def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
@@ -166,6 +230,8 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
                 f"  checkpoint {len(saving)} of {size.rounds}: committed after {format_seconds(saving[-1].commit_s)}"
             )
         torch_save_s = training.torch_save_s()
+        progress("  a checkpoint after every iteration")
+        every = every_iteration(training, min(size.rounds, LEAST_ROUNDS))
     forward_s = statistics.median(s for one in plain for s in one.forward_s)
     update_s = statistics.median(s for one in plain for s in one.update_s)
     usual_s = forward_s + update_s
@@ -174,6 +240,9 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
     floor_s = max(0.0, plan.home_bytes[Home.HOST] / rate - forward_s) if rate else 0.0
     # The iteration after the commit too: it may pay for what the checkpoint has left.
     iterations = min(ROUND, max(one.iterations_to_commit for one in saving) + 1)
+    # Where everything is in memory, all of it is written for each checkpoint.
+    bound_s = max(every["iteration_s"], plan.home_bytes[Home.HOST] / rate if rate else 0.0)
+    every["over_bound"] = every["every_s"]["offload"] / bound_s
     parts = {
         "handover": statistics.median(one.handover_s for one in saving),
         "forward_backward": sum(longer_s(saving, plain, "forward_s", n) for n in range(iterations)),
@@ -205,6 +274,7 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
         "bytes_over_memory": (moved[0] - moved[1]) / (plan.home_bytes[Home.HOST] + plan.staging_bytes),
         "torch_save": torch_save_s / usual_s,
         "checkpoints": len(saving),
+        "every": every,
         "checksum": digest,
     }
 
@@ -232,6 +302,14 @@ def main() -> None:
         targets.append(
             Target.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL[share])
         )
+        if share in MOST_EVERY:
+            every = found["every"]
+            said = ", ".join(
+                f"{name} {seconds / every['iteration_s']:.2f}" for name, seconds in every["every_s"].items()
+            )
+            print(f"{where}, a checkpoint after every iteration: {said} of an iteration without")
+            name = f"an iteration with a checkpoint after each over its bound, {where}"
+            targets.append(Target.at_most(name, every["over_bound"], MOST_EVERY[share]))
         over = found["bytes_over_memory"]
         targets.append(Target.at_most(f"bytes written over bytes in memory, {where}", over, 1.01))
     if len({found["checksum"] for found in results.values()}) != 1:
