@@ -53,6 +53,7 @@ from offload.checkpoint.manifest import (
     encode,
     extra_name,
     manifest_name,
+    names_of,
     seal_commit,
     seal_released,
     unseal_commit,
@@ -284,8 +285,7 @@ class CommitJob:
         """Delete the files and pins of an uncommitted checkpoint; a failure is logged."""
         rank = self.manifest.rank
         steps: list[Callable[[], object]] = [
-            partial(folder.delete, manifest_name(id, rank)),
-            partial(folder.delete, extra_name(id, rank)),
+            *(partial(folder.delete, name) for name in names_of(id, rank)),
             *(partial(unpin, store, id) for store in stores),
         ]
         for step in steps:
@@ -399,8 +399,8 @@ def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None
             _withdraw_commit(checkpoint, folder, note)
         finally:
             lock.drop()
-    folder.delete(manifest_name(checkpoint.id, checkpoint.rank))
-    folder.delete(extra_name(checkpoint.id, checkpoint.rank))
+    for name in names_of(checkpoint.id, checkpoint.rank):
+        folder.delete(name)
 
 
 def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> None:

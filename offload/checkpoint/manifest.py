@@ -41,7 +41,7 @@ MAX_DIMENSIONS = 64
 MAX_DEPTH = 32
 """How deeply a caller's metadata may be nested: all functions that read it are recursive."""
 
-OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|extra-[0-9a-f]{32}-\d+\.bin")
+OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|(extra|model)-[0-9a-f]{32}-\d+\.bin")
 """Names of the files in a checkpoint's folder that this package may delete."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
@@ -134,6 +134,16 @@ def manifest_name(id: str, rank: int) -> str:
 def extra_name(id: str, rank: int) -> str:
     """Return the name of the file with the `extra` of a rank's caller."""
     return f"extra-{id}-{rank}.bin"
+
+
+def model_name(id: str, rank: int) -> str:
+    """Return the name of the file with a rank's weights that no optimizer changes."""
+    return f"model-{id}-{rank}.bin"
+
+
+def names_of(id: str, rank: int) -> tuple[str, ...]:
+    """Return the names of all files of a rank's part of a checkpoint, the manifest first."""
+    return manifest_name(id, rank), extra_name(id, rank), model_name(id, rank)
 
 
 # Files ----------------------------------------------------------------------------------------------------------

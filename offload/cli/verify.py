@@ -69,6 +69,7 @@ def _folders(path: str) -> list[str]:
 
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
     from offload.checkpoint.reader import Checkpoint
+    from offload.optim.model import SavedRest
 
     problems: list[str] = []
     tiles = parameters = 0
@@ -76,8 +77,10 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
             whole = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
-            for rank in range(len(checkpoint.manifests)):
-                checkpoint.extra(rank)
+            for rank, manifest in enumerate(checkpoint.manifests):
+                extra = checkpoint.extra(rank)
+                if manifest.metadata.get("model"):
+                    SavedRest.read(checkpoint.path, checkpoint.id, rank, extra or b"").verify()
             with closing(Progress(whole, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:
                 for _, _, problem in checkpoint.verify():
                     tiles += 1

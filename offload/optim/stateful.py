@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from offload.optim.groups import (
     torch_defaults,
 )
 from offload.optim.holder import EngineHolder
+from offload.optim.model import ModelRest, SavedRest
 from offload.optim.overlap import OptimizerLock
 from offload.optim.state import StateView, is_empty
 from offload.optim.weights import BoundParameter, Weights
@@ -227,6 +229,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self,
         path: str | os.PathLike[str],
         *,
+        model: torch.nn.Module | None = None,
         extra: Any = None,
         copy: bool = False,
         on_done: Callable[[BaseException | None], None] | None = None,
@@ -244,8 +247,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Args:
             path: Folder, or "s3://bucket/prefix"; made if it is not there. A checkpoint that is already there
                 stays valid until the new one is committed.
+            model: Save what it has and the state does not give, too: buffers, frozen weights, weights of other
+                optimizers. Frozen weights are written behind training, and must not change before
+                `wait_checkpoint`; all else is copied now.
             extra: Whatever else the training loop needs to go on: random states, position in the data, a gradient
-                scaler's `state_dict()`, buffers, frozen parameters. `torch.save` has to take it; saved as it is now.
+                scaler's `state_dict()`. `torch.save` has to take it; saved as it is now.
             copy: Make the checkpoint self-contained.
             on_done: Called from a thread of its own when it has ended, with the error or None.
 
@@ -270,7 +276,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
             bounds = self._weights.bound.values()
             agreement = ranks.agree_on_save(bounds)
             positions = {bound.parameter: bound.position for bound in bounds}
+            given: bytes | Callable[[], bytes] | None = content
+            saves_model = model is not None and not agreement.replica  # whose buffers are the first rank's
+            if model is not None and saves_model:
+                rest = ModelRest.of(model, [*positions]).snapshot()
+                given = partial(rest.write, path, agreement.id, agreement.rank, content)
             metadata = {
+                "model": saves_model,
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups),
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
@@ -279,7 +291,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self.engine.checkpoints.save(
                 path,
                 metadata=metadata,
-                extra=content,
+                extra=given,
                 copy=copy,
                 on_done=on_done,
                 id=agreement.id,
@@ -316,7 +328,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_checkpoint(
-        self, path: str | os.PathLike[str], *, hyperparameters: bool = True, weights_only: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module | None = None,
+        hyperparameters: bool = True,
+        weights_only: bool = True,
     ) -> Any:
         """Go on from a checkpoint: state, step counts, hyperparameters, and the weights, derived from their masters.
 
@@ -327,6 +344,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         Args:
             path: Its folder.
+            model: Restore what was saved of it, too.
             hyperparameters: Take the groups' hyperparameters from it, too.
             weights_only: See `torch.load`; False for an `extra` of arbitrary objects, which may run code.
 
@@ -349,7 +367,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     f"{checkpoint.path} was saved by {len(checkpoint.manifests)} ranks with weights of their own, as "
                     f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world}"
                 )
-            content = checkpoint.extra(rank)
+            content, saved = checkpoint.extra(rank), None
+            if metadata.get("model"):
+                saved = SavedRest.read(checkpoint.path, checkpoint.id, rank, content or b"")
+                content = saved.extra
+            elif model is not None and checkpoint.manifests[0].metadata.get("model"):  # of all replicas
+                saved = SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b"")
+            if model is not None and saved is None:
+                raise CheckpointError(f"{checkpoint.path} was saved without model=, so it has nothing of the model")
             extra = None
             if content is not None:
                 try:
@@ -358,7 +383,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     raise CheckpointError(
                         f"what was given as extra to {checkpoint.path} cannot be read: {_why_unread(content, cause)}"
                     ) from cause
+            restore: Callable[[], None] | None = None
+            if model is not None and saved is not None:
+                self._holder.open()
+                rest = ModelRest.of(model, [bound.parameter for bound in self._weights.bound.values()])
+                restore = partial(saved.restore, model, rest, saved.check(rest, weights_only=weights_only))
             self._load(checkpoint, groups if hyperparameters else None, prefix)
+            if restore is not None:
+                restore()
         return extra
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError
@@ -109,10 +109,17 @@ class BucketFolder(Folder):
             return bytes(content)
         return None
 
-    def write(self, name: str, content: bytes) -> None:
+    def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
+        """See `Folder.read_into`."""
+        with saying("read", f"{self.path}/{name}"):
+            found = self._client.get_into(self._prefix + name, pieces)
+        if found != sum(map(len, pieces)):
+            raise CheckpointError(f"{self.path}/{name} is damaged: it has another size than was written")
+
+    def write(self, name: str, content: bytes | Iterable[memoryview]) -> None:
         """See `Folder.write`."""
         with saying("write", f"{self.path}/{name}"):
-            self._client.put(self._prefix + name, [memoryview(content)])
+            self._client.put(self._prefix + name, [memoryview(content)] if isinstance(content, bytes) else [*content])
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,7 @@ from offload.tiers.filesystem import (
     identity,
     is_being_read,
     lock_holder,
+    open_regular,
     read_json,
     read_regular,
     replacing,
@@ -194,11 +196,18 @@ class DirectoryFolder(Folder):
             raise CheckpointError(f"cannot read {what}: it is larger than memory") from cause
         return None
 
-    def write(self, name: str, content: bytes) -> None:
+    def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
+        """See `Folder.read_into`."""
+        what, opener = os.path.join(self.path, name), partial(open_regular, follow=self._follow)
+        with saying("read", what), open(self._root / name, "rb", opener=opener) as file:
+            if any(file.readinto(piece) != len(piece) for piece in pieces) or file.read(1):
+                raise CheckpointError(f"{what} is damaged: it has another size than was written")
+
+    def write(self, name: str, content: bytes | Iterable[memoryview]) -> None:
         """See `Folder.write`."""
         temporary = f"{TEMPORARY}{uuid.uuid4().hex}"
         with saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""

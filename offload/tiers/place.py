@@ -19,7 +19,7 @@ TEMPORARY = ".tmp-"
 
 _MAX_FILE_BYTES = 64 << 30
 """Largest file of a checkpoint: the `extra` of its caller may be large."""
-_LARGE = ("manifest-", "extra-")
+_LARGE = ("manifest-", "extra-", "model-")
 """How the names of such files begin."""
 _MAX_RECORD_BYTES = 16 << 20
 """Largest of the others, each of which says a few things."""
@@ -61,7 +61,10 @@ class Folder(Protocol):
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is none of that name."""
 
-    def write(self, name: str, content: bytes) -> None:
+    def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
+        """Fill memory from a file, which has as many bytes."""
+
+    def write(self, name: str, content: bytes | Iterable[memoryview]) -> None:
         """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile."""
 
     def delete(self, name: str) -> None:

@@ -1,0 +1,250 @@
+"""What a model has and optimizer state does not give: buffers, frozen weights, those of other optimizers.
+
+It is saved beside the state and restored with it. Frozen weights are read where they lie, behind training, so that
+they are in memory once; all else, which training may change, is copied when the checkpoint is handed over.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from offload._native import crc32c
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import model_name
+from offload.errors import CheckpointError, ConfigError
+from offload.layout import bare_names
+from offload.tiers.remote import crc32c_of
+
+Form = tuple[str, str, list[int]]
+"""Name, dtype and shape of a frozen weight; of this rank's part, where ranks share one."""
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _form(name: str, tensor: torch.Tensor) -> Form:
+    return name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    elements: Any = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(elements)
+
+
+def _checksum(pieces: Iterable[memoryview], seed: int = 0) -> int:
+    """Return the CRC32C of memory, after that which `seed` is of."""
+    for piece in pieces:
+        if piece:
+            seed = crc32c(torch.frombuffer(piece, dtype=torch.uint8).data_ptr(), len(piece), seed)
+    return seed
+
+
+@dataclass(frozen=True)
+class ModelRest:
+    """The part of a model that is not the optimizer's.
+
+    Attributes:
+        copied: What training may change, by name, as in `state_dict`.
+        frozen: Weights that want no gradient, by name; this rank's part of each.
+        versions: What torch counts of changes to them.
+    """
+
+    copied: dict[str, Any]
+    frozen: dict[str, torch.Tensor]
+    versions: dict[str, int]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, own: Collection[torch.Tensor]) -> ModelRest:
+        """Find it, without a copy.
+
+        Args:
+            model: The model, or a wrapper of it.
+            own: Parameters whose weights the state gives.
+
+        Raises:
+            ConfigError: It is no module, or one whose `state_dict` gathers what ranks share.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise ConfigError("model", "FullyShardedDataParallel", "use fully_shard, or give what is needed as extra")
+        given = {id(parameter) for parameter in own}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        state = model.state_dict(keep_vars=True)
+        names = bare_names(state)
+        copied: dict[str, Any] = {}
+        frozen: dict[str, torch.Tensor] = {}
+        for name, value in state.items():
+            parameter = parameters.get(name)
+            if parameter is None or id(parameter) not in given:
+                is_frozen = parameter is not None and not parameter.requires_grad
+                (frozen if is_frozen else copied)[names[name]] = value
+        versions = {name: value._version for name, value in frozen.items()}
+        return cls(copied, {name: _local(value.detach()) for name, value in frozen.items()}, versions)
+
+    def snapshot(self) -> ModelRest:
+        """Return it with a copy of what training may change."""
+        return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
+
+    def write(self, path: str | os.PathLike[str], id: str, rank: int, extra: bytes | None) -> bytes:
+        """Write frozen weights; return what goes beside the state: all else, and the caller's own bytes.
+
+        Args:
+            path: The checkpoint's folder.
+            id: Of the save.
+            rank: Whose part it is.
+            extra: The caller's own bytes.
+
+        Raises:
+            CheckpointError: It cannot be written, or a weight was changed meanwhile.
+        """
+        checksum = 0
+
+        def pieces() -> Iterator[memoryview]:
+            nonlocal checksum
+            for weight in self.frozen.values():
+                piece = _bytes(weight)
+                checksum = _checksum([piece], checksum)
+                yield piece
+
+        if self.frozen:
+            open_folder(path).write(model_name(id, rank), pieces())
+        changed = [name for name, weight in self.frozen.items() if weight._version != self.versions[name]]
+        if changed:
+            raise CheckpointError(
+                f"frozen weights were changed while they were saved: {_listed(changed)}. Call wait_checkpoint before"
+            )
+        copied = io.BytesIO()
+        torch.save(self.copied, copied)
+        head = {
+            "extra": None if extra is None else len(extra),
+            "frozen": [_form(name, weight) for name, weight in self.frozen.items()],
+            "checksum": checksum,
+        }
+        return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
+
+
+def _copy(value: Any) -> Any:
+    return _local(value.detach()).clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+
+
+@dataclass(frozen=True)
+class SavedRest:
+    """What a checkpoint has of a model beside the state.
+
+    Attributes:
+        path: The checkpoint's folder.
+        file: The one with frozen weights.
+        extra: The caller's own bytes.
+        frozen: What is in the file, in order.
+        checksum: Of the file.
+        content: The rest, as `torch.save` wrote it.
+    """
+
+    path: str
+    file: str
+    extra: bytes | None
+    frozen: list[Form]
+    checksum: int
+    content: bytes
+
+    @classmethod
+    def read(cls, path: str, id: str, rank: int, written: bytes) -> SavedRest:
+        """Return what `ModelRest.write` has made.
+
+        Raises:
+            CheckpointError: It has not.
+        """
+        head, _, content = written.partition(b"\n")
+        try:
+            said = json.loads(head)
+            forms = [(str(name), str(dtype), [*shape]) for name, dtype, shape in said["frozen"]]
+            extra = None if said["extra"] is None else content[: int(said["extra"])]
+            rest = content[len(extra or b"") :]
+            return cls(path, model_name(id, rank), extra, forms, int(said["checksum"]), rest)
+        except (ValueError, TypeError, LookupError) as cause:
+            raise CheckpointError(f"{path} is damaged: what it has of the model cannot be read") from cause
+
+    def verify(self) -> None:
+        """Read the file.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        content = open_folder(self.path).read(self.file) if self.frozen else b""
+        if content is None or crc32c_of(content) != self.checksum:
+            raise self._damage()
+
+    def _damage(self) -> CheckpointError:
+        return CheckpointError(f"{os.path.join(self.path, self.file)} is damaged: its checksum is another one")
+
+    def check(self, rest: ModelRest, *, weights_only: bool) -> dict[str, Any]:
+        """Verify that a model has these tensors; return all that is not in the file.
+
+        Raises:
+            CheckpointError: It has others.
+        """
+        try:
+            copied: dict[str, Any] = torch.load(io.BytesIO(self.content), weights_only=weights_only)
+        except Exception as cause:
+            raise CheckpointError(f"what {self.path} has of the model cannot be read: {cause}") from cause
+        here = {name: _form(name, weight) for name, weight in rest.frozen.items()}
+        there = {form[0]: form for form in self.frozen}
+        missing = [name for name in (*copied, *there) if name not in rest.copied and name not in here]
+        unknown = [name for name in (*rest.copied, *here) if name not in copied and name not in there]
+        if missing or unknown:
+            raise CheckpointError(
+                f"{self.path} is of another model: it has {_listed(missing)} that are not here, and lacks "
+                f"{_listed(unknown)}"
+            )
+        for name, form in there.items():
+            if here.get(name, form) != form:
+                raise CheckpointError(
+                    f"{self.path} has {name} as {form[1]} of shape {form[2]}, and here it is {here[name][1]} of "
+                    f"shape {here[name][2]}; of frozen weights that ranks share, each rank has its own part"
+                )
+        return copied
+
+    def restore(self, model: torch.nn.Module, rest: ModelRest, copied: Mapping[str, Any]) -> None:
+        """Give the model what was saved; see `check`.
+
+        Raises:
+            CheckpointError: The file is damaged; weights may have been replaced in part.
+        """
+        targets = [rest.frozen[name] for name, _, _ in self.frozen]
+        found = [
+            target
+            if target.device.type == "cpu" and target.is_contiguous()
+            else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+            for target in targets
+        ]
+        pieces = [_bytes(tensor) for tensor in found]
+        if pieces:
+            open_folder(self.path).read_into(self.file, pieces)
+        if _checksum(pieces) != self.checksum:
+            raise self._damage()
+        for target, tensor in zip(targets, found, strict=True):
+            if target is not tensor:
+                target.copy_(tensor)
+        others = {}  # what modules call their extra state
+        for name, bare in bare_names(model.state_dict(keep_vars=True)).items():
+            value = rest.copied.get(bare)
+            if isinstance(value, torch.Tensor):
+                _local(value.detach()).copy_(copied[bare])
+            elif bare in copied:
+                others[name] = copied[bare]
+        if others:
+            model.load_state_dict(others, strict=False)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "nothing"

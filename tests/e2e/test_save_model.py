@@ -1,0 +1,265 @@
+"""What a model has beside the optimizer's state, saved and restored with it: buffers, frozen weights, others."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from s3_server import BUCKET, S3Server
+from sharded import local, spawn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from offload import cli
+from offload.tiers.directories import DirectoryFolder
+
+
+class Counted(torch.nn.Module):
+    """A module with extra state, which is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return rows
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Adapted(torch.nn.Module):
+    """A frozen base with an adapter, as LoRA has them; buffers, tied and empty weights."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = torch.nn.Linear(16, 16).bfloat16().requires_grad_(False)
+        self.turned = torch.nn.Parameter(torch.randn(16, 16).bfloat16().t(), requires_grad=False)
+        self.tied = self.base.weight
+        self.none = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+        self.one = torch.nn.Parameter(torch.randn(()), requires_grad=False)
+        self.adapter = torch.nn.Linear(16, 16).bfloat16()
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.counted = Counted()
+        self.head = torch.nn.Linear(16, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.base(rows) + self.adapter(rows) + rows @ self.turned
+        hidden = self.counted(self.norm(hidden.float()))
+        return self.head(hidden).square().mean() * self.one
+
+
+def everything(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {name: local(value.detach()).clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def optimizer_of(model: torch.nn.Module, path: Path, **settings: Any) -> offload.AdamW:
+    path.mkdir(exist_ok=True)
+    own = [(name, p) for name, p in model.named_parameters() if p.requires_grad and "head" not in name]
+    settings = {"host_memory": 0, "paths": [path], "subgroup_numel": 1024, "threads": 1, **settings}
+    return offload.AdamW(own, lr=1e-2, offload=offload.OffloadConfig(**settings))
+
+
+def train(model: torch.nn.Module, optimizer: offload.AdamW, head: torch.optim.Optimizer | None, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        model(torch.randn(8, 16).bfloat16()).backward()
+        for each in (optimizer, head):
+            if each is not None:
+                each.step()
+                each.zero_grad()
+
+
+def run(model: Adapted, path: Path, **settings: Any) -> tuple[offload.AdamW, torch.optim.Optimizer]:
+    return optimizer_of(model, path, **settings), torch.optim.SGD(model.head.parameters(), lr=1e-2)
+
+
+def unlike() -> Adapted:
+    """Return another model of that kind, whose batch norm has seen other rows."""
+    model = Adapted(1)
+    model(torch.ones(8, 16).bfloat16())
+    return model
+
+
+@pytest.mark.parametrize("wraps", [lambda model: model, torch.compile], ids=["plain", "compiled"])
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_model_comes_back_whole(tmp_path: Path, copy: bool, wraps: Callable[[Any], Any]) -> None:
+    model, other = Adapted(), unlike()
+    optimizer, head = run(model, tmp_path / "path")
+    with optimizer:
+        train(model, optimizer, head, 3)
+        optimizer.save_checkpoint(tmp_path / "ck", model=wraps(model), extra={"step": 3}, copy=copy)
+        saved = everything(model)
+        train(model, optimizer, head, 2)  # what it changes was copied
+        optimizer.wait_checkpoint()
+    places = {name: value.data_ptr() for name, value in other.state_dict().items() if name != "counted._extra_state"}
+    optimizer, _ = run(other, tmp_path / "path")
+    with optimizer:
+        assert optimizer.load_checkpoint(tmp_path / "ck", model=other) == {"step": 3}
+        assert_equal(everything(other), saved)
+        assert other.counted.calls == 3
+        found = other.state_dict()
+        assert places == {name: found[name].data_ptr() for name in places}  # written where they are
+        train(other, optimizer, torch.optim.SGD(other.head.parameters(), lr=1e-2), 2)
+        assert_equal(everything(other), everything(model))
+        assert optimizer.load_checkpoint(tmp_path / "ck") == {"step": 3}  # without the model
+
+
+def test_a_bucket_has_it_too(s3: S3Server, tmp_path: Path) -> None:
+    folder = f"s3://{BUCKET}/model-{uuid.uuid4()}/run"
+    model, other = Adapted(), unlike()
+    optimizer, head = run(model, tmp_path / "path")
+    with optimizer:
+        train(model, optimizer, head, 2)
+        optimizer.save_checkpoint(folder, model=model)
+        optimizer.wait_checkpoint()
+    optimizer, _ = run(other, tmp_path / "path")
+    with optimizer:
+        assert optimizer.load_checkpoint(folder, model=other) is None
+    assert_equal(everything(other), everything(model))
+
+
+def test_one_checkpoint_leaves_no_files_of_another(tmp_path: Path) -> None:
+    model = Adapted()
+    optimizer, head = run(model, tmp_path / "path", checkpoints_kept=1)
+    with optimizer:
+        for folder in ("ck", "ck", "other"):
+            train(model, optimizer, head, 1)
+            optimizer.save_checkpoint(tmp_path / folder, model=model)
+            optimizer.wait_checkpoint()
+            assert len([*(tmp_path / folder).glob("model-*")]) == 1
+        assert [*(tmp_path / "ck").glob("model-*")] == []
+
+
+def test_frozen_weights_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of one before it was written fails the checkpoint, and says what to do."""
+    model, may_write = Adapted(), threading.Event()
+    optimizer, head = run(model, tmp_path / "path")
+    write = DirectoryFolder.write
+
+    def late(self: DirectoryFolder, name: str, content: Any) -> None:
+        if name.startswith("model-"):
+            assert may_write.wait(60)
+        write(self, name, content)
+
+    monkeypatch.setattr(DirectoryFolder, "write", late)
+    with optimizer:
+        train(model, optimizer, head, 1)
+        optimizer.save_checkpoint(tmp_path / "ck", model=model)
+        with torch.no_grad():
+            model.base.bias.add_(1)
+        may_write.set()
+        with pytest.raises(offload.CheckpointError, match=r"base\.bias.*wait_checkpoint"):
+            optimizer.wait_checkpoint()
+        optimizer.save_checkpoint(tmp_path / "ck", model=model)
+        optimizer.wait_checkpoint()
+
+
+def test_what_does_not_fit_is_said_before_anything_changes(tmp_path: Path) -> None:
+    model = Adapted()
+    optimizer, head = run(model, tmp_path / "path")
+    with optimizer:
+        train(model, optimizer, head, 1)
+        optimizer.save_checkpoint(tmp_path / "with", model=model)
+        optimizer.wait_checkpoint()
+        optimizer.save_checkpoint(tmp_path / "without", extra=1, copy=True)
+        optimizer.wait_checkpoint()
+        with pytest.raises(offload.ConfigError, match=r"torch.nn.Module"):
+            optimizer.save_checkpoint(tmp_path / "with", model=model.state_dict())  # type: ignore[arg-type]
+    larger, fewer, other = Adapted(2), Adapted(2), Adapted(2)
+    larger.more = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    del fewer.turned
+    other.base = torch.nn.Linear(16, 16).requires_grad_(False)
+    other.tied = other.base.weight
+    for wrong, says in ((larger, "lacks more"), (fewer, "has turned"), (other, "tied as bfloat16.*float32")):
+        before = everything(wrong)
+        optimizer = optimizer_of(wrong, tmp_path / "path")
+        with optimizer:
+            with pytest.raises(offload.CheckpointError, match=says):
+                optimizer.load_checkpoint(tmp_path / "with", model=wrong)
+            with pytest.raises(offload.CheckpointError, match="without model="):
+                optimizer.load_checkpoint(tmp_path / "without", model=wrong)
+        assert_equal(everything(wrong), before)
+
+
+@pytest.mark.parametrize("kind", ["model", "extra"])
+def test_damage_is_found(tmp_path: Path, kind: str) -> None:
+    model = Adapted()
+    optimizer, head = run(model, tmp_path / "path")
+    with optimizer:
+        train(model, optimizer, head, 1)
+        optimizer.save_checkpoint(tmp_path / "ck", model=model)
+        optimizer.wait_checkpoint()
+        assert cli.main(["verify", str(tmp_path / "ck")]) == 0
+        (file,) = (tmp_path / "ck").glob(f"{kind}-*")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(offload.CheckpointError, match="damaged"):
+            optimizer.load_checkpoint(tmp_path / "ck", model=model)
+        assert cli.main(["verify", str(tmp_path / "ck")]) == 1
+
+
+def replicas(folder: Path) -> None:
+    model = Adapted()
+    replica = DistributedDataParallel(model)
+    optimizer = optimizer_of(model, folder / f"path{dist.get_rank()}")
+    with optimizer:
+        train(replica, optimizer, None, 2)
+        optimizer.save_checkpoint(folder / "ck", model=replica)
+        optimizer.wait_checkpoint()
+        assert len([*(folder / "ck").glob("model-*")]) == 1  # the first rank's is for all
+        saved = everything(model)
+        dist.barrier()
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                if isinstance(value, torch.Tensor) and not value.requires_grad:
+                    value.zero_()
+        optimizer.load_checkpoint(folder / "ck", model=replica)
+        assert_equal(everything(model), saved)
+
+
+def sharded(folder: Path) -> None:
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        base = fully_shard(torch.nn.Linear(16, 16).bfloat16().requires_grad_(False))
+        return fully_shard(torch.nn.Sequential(base, torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)).bfloat16())
+
+    model, other = made(0), made(1)
+    optimizer = optimizer_of(model, folder / f"path{dist.get_rank()}")
+    with optimizer:
+        model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.save_checkpoint(folder / "ck", model=model)
+        optimizer.wait_checkpoint()
+        dist.barrier()
+        saved = everything(model)
+    optimizer = optimizer_of(other, folder / f"path{dist.get_rank()}")
+    with optimizer:
+        optimizer.load_checkpoint(folder / "ck", model=other)
+        assert_equal(everything(other), saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [replicas, sharded])
+def test_ranks(tmp_path: Path, work: Callable[[Path], None]) -> None:
+    spawn(2, tmp_path, work)
