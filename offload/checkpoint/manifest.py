@@ -95,6 +95,7 @@ class Manifest:
         extra: Name, size and checksum of the file with the caller's own bytes.
         seed: Seed of stochastic rounding; None where nothing was rounded so.
         numbers: Number of each parameter in stochastic rounding.
+        host: Where it was written, for messages.
     """
 
     id: str
@@ -110,6 +111,7 @@ class Manifest:
     extra: tuple[str, int, int] | None = None
     seed: int | None = None
     numbers: tuple[int, ...] = ()
+    host: str = ""
 
     @cached_property
     def tile_bytes(self) -> dict[TileId, int]:
@@ -300,6 +302,7 @@ def encode(manifest: Manifest) -> bytes:
             "id": manifest.id,
             "rank": manifest.rank,
             "ranks": manifest.ranks,
+            "host": manifest.host,
             "step": manifest.step,
             "checksums": manifest.checksums,
             "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
@@ -375,6 +378,7 @@ class _Body(msgspec.Struct):
     formats: dict[str, str] | None = None
     seed: Count | None = None
     numbers: tuple[Count, ...] = ()
+    host: str = ""  # older manifests have none
 
 
 _ROWS: dict[str, type[Row]] = {"stores": StoreRef, "parameters": _Parameter, "subgroups": _Subgroup, "tiles": TileRef}
@@ -510,6 +514,7 @@ def _decode(body: _Body) -> Manifest:
         checksums=body.checksums,
         metadata=body.metadata,
         extra=body.extra,
+        host=body.host,
         seed=body.seed,
         numbers=body.numbers,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -185,6 +186,8 @@ class Checkpoint:
         verify: Verify payload checksums.
         paths: Where to look for a store that is not on the path that the checkpoint names: that may have been moved,
             or have another name now.
+        whole: Whether the stores of all ranks have to be there; else those of ranks that `require` is asked for: each
+            host may have stores that others do not see.
 
     Attributes:
         path: Its folder, or "s3://" prefix.
@@ -196,10 +199,12 @@ class Checkpoint:
         ConfigError: A bucket cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, paths: Sequence[str] = ()) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, verify: bool = True, paths: Sequence[str] = (), whole: bool = True
+    ) -> None:
         self._folder = open_folder(path)
         self.path = self._folder.path
-        self._verify = verify
+        self._verify, self._whole = verify, whole
         self._tiers: dict[tuple[str, str], Tier] = {}
         self._queue = CompletionQueue()
         self._arena: Arena | None = None
@@ -432,7 +437,9 @@ class Checkpoint:
             try:
                 self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self._queue, checksum=self._verify)
             except TierError as cause:
-                what = f"{self.path} names the store offload-{ref.store} in {key[0]}, which cannot be opened"
+                host = self.manifests[rank].host
+                where = f"{key[0]} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else key[0]
+                what = f"{self.path} names the store offload-{ref.store} in {where}, which cannot be opened here"
                 raise CheckpointError(f"{what}: {cause}") from cause
         return self._tiers[key]
 
@@ -477,9 +484,34 @@ class Checkpoint:
     def _open_stores(self, paths: Sequence[str]) -> None:
         for rank in range(len(self.manifests)):
             self._locate_stores(rank, paths)
-        for rank, manifest in enumerate(self.manifests):
-            for number in sorted({ref.store for ref in manifest.tiles.values()}):
-                self._tier(rank, number)
+        absent = set()
+        for rank in range(len(self.manifests)):
+            try:
+                self.require(rank)
+            except CheckpointError:
+                if self._whole:
+                    raise
+                absent.add(rank)
+        for parts in self._parts.values():  # of what several ranks have, that of one is read whose stores are here
+            parts.sort(key=lambda part: (part.rank in absent, part.start, part.rank))
+
+    def require(self, rank: int) -> None:
+        """Verify that the stores of a rank are there.
+
+        Raises:
+            CheckpointError: One is not; names it.
+        """
+        for number in sorted({ref.store for ref in self.manifests[rank].tiles.values()}):
+            self._tier(rank, number)
+
+    def ranks_with(self, pieces: Iterable[Parameter]) -> set[int]:
+        """Return the ranks whose state pieces of parameters are read from."""
+        found = set()
+        for piece in pieces:
+            for start, numel in piece.runs(0, piece.numel):
+                out = torch.empty(numel, dtype=torch.float32, device="meta")
+                found |= {rank for rank, _ in self._runs(Range(piece.name, "", start, out))}
+        return found
 
     # Ranges to tiles
 

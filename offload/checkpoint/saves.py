@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import socket
 import threading
 import time
 import uuid
@@ -449,6 +450,7 @@ class Saves:
             extra=None if extra is None else (extra_name(snapshot.id, snapshot.rank), len(extra), crc32c_of(extra)),
             seed=snapshot.seed,
             numbers=snapshot.numbers,
+            host=socket.gethostname(),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]

@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ import torch
 
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.reader import StateSource
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
 from offload.optim import ranks
@@ -356,7 +356,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 unless damage was found while the state was read, which breaks the session. State that stays where it
                 lies is read, and verified, when it is next used.
         """
-        with self._lock, self.engine.checkpoints.open(path) as checkpoint:
+        with self._lock, self._gathering(), self.engine.checkpoints.open(path) as checkpoint:
             world, rank = ranks.world()
             rank = rank if rank < len(checkpoint.manifests) else 0
             metadata = checkpoint.manifests[rank].metadata
@@ -409,7 +409,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: It cannot be read, or is of another model.
         """
-        with self._lock, contextlib.ExitStack() as ends:
+        with self._lock, self._gathering(), contextlib.ExitStack() as ends:
             if os.path.isdir(path):
                 scratch = ends.enter_context(tempfile.TemporaryDirectory())
                 source = import_distributed(path, os.path.join(scratch, "state"))
@@ -420,6 +420,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _restored_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group)
+
+    @contextlib.contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Have ranks exchange the rows of weights that each has loaded, or raise on all what one has failed with."""
+        if ranks.world()[0] > 1:
+            self._holder.open()  # what is exchanged is known then, whatever fails
+        error: OffloadError | None = None
+        try:
+            yield
+        except OffloadError as caught:
+            error = caught
+        self._weights.gather_loaded(error)
 
     def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
         self._holder.open()
@@ -434,7 +446,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._state.changed()
         self.engine.checkpoints.load(source, names=names, rank=rank, ranks=world)
         self._weights.note_written(bounds)
-        self._weights.gather()
         if groups is not None:
             set_hyperparameters(self.param_groups, groups)
 

@@ -15,14 +15,14 @@ from torch.autograd.graph import increment_version
 
 from offload.backends import ADVICE, BACKENDS
 from offload.checkpoint.reader import PIECE_NUMEL
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
-from offload.optim.ranks import world
+from offload.optim.ranks import agree_on_load, world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.session.state_copy import copy_run
@@ -198,11 +198,29 @@ class Weights:
             bound.stamp = bound.current_stamp()
             bound.expected_digest = None
 
+    @property
+    def _shared(self) -> list[BoundParameter]:
+        """Weights of which each rank updates rows that others need."""
+        return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
+
+    def gather_loaded(self, error: OffloadError | None) -> None:
+        """Have all ranks exchange the rows that each has loaded, if weights are cut by rows.
+
+        Args:
+            error: Why this rank has none.
+
+        Raises:
+            OffloadError: This one, or, on all ranks, that another rank has none.
+        """
+        if self._shared:
+            agree_on_load(error)
+        if error is not None:
+            raise error
+        self.gather()
+
     def gather(self) -> None:
         """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows."""
-        bounds = [
-            bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over
-        ]
+        bounds = self._shared
         if bounds:
             self._holder.engine.finish(on_gpu=True)
             shards.gather([bound.parameter for bound in bounds], self.rows_over)

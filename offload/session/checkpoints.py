@@ -6,6 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -245,11 +246,15 @@ class Checkpoints:
     def open(self, path: str | os.PathLike[str]) -> Checkpoint:
         """Open a checkpoint, whoever has saved it; its stores are looked for on this session's paths, too.
 
+        Stores of other ranks may be on other hosts; what of them is needed has to be here when it is read.
+
         Raises:
             CheckpointError: There is none, it is damaged or of a newer format, or a store of it is not there.
         """
         config = self._parts.config
-        return Checkpoint(path, verify=config.checksum, paths=[place.path for place in config.path_configs])
+        return Checkpoint(
+            path, verify=config.checksum, paths=[place.path for place in config.path_configs], whole=False
+        )
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
@@ -307,6 +312,9 @@ class Checkpoints:
             in_place = None
             if isinstance(checkpoint, Checkpoint):
                 manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
+                pieces = (replace(p, name=name) for p, name in zip(layout.parameters, restorer.names, strict=True))
+                for needed in [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(pieces)):
+                    checkpoint.require(needed)
                 if manifest is not None:
                     in_place = partial(self._take_over, checkpoint, manifest, restorer, rank)
 
