@@ -8,6 +8,8 @@ import logging
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 import torch.distributed as dist
@@ -482,16 +485,16 @@ class Life:
         return code
 
 
-def assert_last_step_is_committed(life: Life, uninterrupted: Uninterrupted) -> float:
+def assert_last_step_is_committed(folder: Path, begun: list[Begun], uninterrupted: Uninterrupted) -> float:
     """Check a checkpoint bit by bit against the last step that was begun; return how long its commit took."""
-    (number,) = {begun.read() for begun in life.begun}
-    assert saved_step(life.folder / "ck") == number
-    model, _, optimizer = build("alone", life.folder)
+    (number,) = {rank.read() for rank in begun}
+    assert saved_step(folder / "ck") == number
+    model, _, optimizer = build("alone", folder)
     with optimizer:
-        extra = optimizer.load_checkpoint(life.folder / "ck")
+        extra = optimizer.load_checkpoint(folder / "ck")
         assert extra["steps"] == number
         assert digest(model, optimizer) == uninterrupted.after(number)
-    return (life.folder / "ck" / "COMMIT").stat().st_mtime - float(extra["began_s"])
+    return (folder / "ck" / "COMMIT").stat().st_mtime - float(extra["began_s"])
 
 
 @pytest.mark.slow
@@ -503,7 +506,7 @@ def test_a_process_that_was_asked_ends_by_its_signal_with_its_step_committed(
         with Life(tmp_path, kind, 100, asked) as life:
             for rank in asked:
                 assert life.ends(rank) == -signal.SIGTERM
-        assert_last_step_is_committed(life, uninterrupted)
+        assert_last_step_is_committed(life.folder, life.begun, uninterrupted)
 
 
 @pytest.mark.slow
@@ -519,6 +522,36 @@ def test_where_the_handler_before_does_not_end_it_training_goes_on(
             assert (told == "True") == (how == "told" and rank == 0)
             assert kind == "shard" or found == repr(uninterrupted.after(6))
     assert saved_step(tmp_path / "ck") == 3
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from test_preemption import live
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+live(Path(sys.argv[1]), "replicas")
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_asked_to_end_has_all_its_ranks_commit(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    command = [sys.executable, *prepared.torchrun(2), str(tmp_path / "program.py"), str(tmp_path)]
+    begun = [Begun(tmp_path, rank) for rank in range(2)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}) as launcher:
+        deadline_s = time.monotonic() + LONG_S
+        while min(rank.read() for rank in begun) < 3 and launcher.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        launcher.terminate()
+        assert launcher.wait(LONG_S) != 0
+    assert_last_step_is_committed(tmp_path, begun, uninterrupted)
 
 
 def one_rank_fails(folder: Path) -> None:
@@ -563,7 +596,7 @@ def campaign(folder: Path, uninterrupted: Uninterrupted, kills: int, seed: int, 
                 life.ask(rank)
             for rank in asked:
                 assert life.ends(rank) == -signal.SIGTERM
-        seconds.append(assert_last_step_is_committed(life, uninterrupted))
+        seconds.append(assert_last_step_is_committed(life.folder, life.begun, uninterrupted))
     return seconds
 
 
