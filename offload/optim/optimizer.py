@@ -31,6 +31,7 @@ from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel, Overlap
+from offload.optim.preemption import Preemption
 from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
@@ -85,6 +86,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
+        self._preemption = Preemption()
         if holder.is_deferred:
             self._widen_gradients(parameters)
         else:
@@ -221,9 +223,10 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     # Gradients
 
-    def forget_departed(self) -> None:
-        """Forget gradients that have left the GPU, so that the next ones are the first; for `offload.GradScaler`."""
+    def skip_step(self) -> None:
+        """Forget gradients that have left the GPU, and end the call as `step` does; for `offload.GradScaler`."""
         self._route.forget()
+        self._preemption.after_call(self, None)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -354,13 +357,15 @@ class OffloadedOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            self._step()
+            told = self._step()
+        self._preemption.after_call(self, told)
         return loss
 
-    def _step(self) -> None:
+    def _step(self) -> bool | None:
+        """Take a step; return whether any rank has noted a SIGTERM, if ranks have told each other."""
         if self._is_asked_for_state():
             self._show_state()
-            return
+            return None
         if self.config.overlaps_forward and not self._overlap.has_followed:
             allowed = "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
             raise ConfigError("overlap", self.config.overlap, allowed)
@@ -386,11 +391,13 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._weights.note_written(active)
         self._route.note_used(active)
         self._overlap.pace.end_call(began_s)
+        told = None
         if not self._overlap.is_pending:
-            self._weights.gather()
+            told = self._weights.gather(self._preemption.note)
             self._report_step()
         if self._holder.config.overlap == "auto":
             self._choose_overlap()
+        return told
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
         """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
@@ -488,6 +495,36 @@ class OffloadedOptimizer(StatefulOptimizer):
             pass
 
     # Phases
+
+    def commit_on_sigterm(
+        self, folder: str | os.PathLike[str] | None, *, extra: Callable[[], Any] | None = None
+    ) -> None:
+        """Have SIGTERM, as it comes before a machine is taken away, commit a checkpoint before it ends the process.
+
+        The signal is noted, and the call of `step` that is under way or comes next commits at its end, a step that
+        `offload.GradScaler` skips too: `save_checkpoint`, `wait_checkpoint`. Then the handler of SIGTERM that was
+        there before runs, which by default ends the process. A checkpoint that fails is logged, and that handler runs
+        all the same. It runs at once for a second SIGTERM during the commit, and at `close` for one that no step has
+        followed. The signal alone commits nothing, as it may come in the middle of a change.
+
+        With `torch.distributed` all ranks call this together, and all of them commit when one has had the signal.
+        They tell each other in every step: beside the weights with `shard=True`, and else by an exchange of one
+        number, which is made only while this is in use. A rank that had no signal itself goes on training.
+
+        Args:
+            folder: See `save_checkpoint`; given again, it replaces the one before. None: take it back.
+            extra: Returns what `save_checkpoint` takes as `extra`. It is called inside `step`, by every rank: what a
+                training loop does after `step` has not been done then.
+
+        Raises:
+            ConfigError: An argument cannot be used, this is not the main thread, or native code has set a handler.
+            SessionBrokenError: The optimizer was closed.
+        """
+        if folder is None:
+            self._preemption.end()
+            return
+        self._holder.check_open()
+        self._preemption.use(self, folder, extra)
 
     def park(self, host_memory: int | str = 0, gpu_memory: int | str = 0, *, wait: bool = True) -> None:
         """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
@@ -655,15 +692,18 @@ class OffloadedOptimizer(StatefulOptimizer):
         Raises:
             StepAbortedError: The last step, which went on behind its caller, could not be finished.
         """
-        self._overlap.unhook()
-        self._route.detach()
-        for parameter in self._parameters():
-            if parameter.grad_dtype not in (None, parameter.dtype):
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-        self._holder.close()
-        self._route.release()  # the lanes have ended
-        self._overlap.after_close()
+        try:
+            self._overlap.unhook()
+            self._route.detach()
+            for parameter in self._parameters():
+                if parameter.grad_dtype not in (None, parameter.dtype):
+                    parameter.grad = None
+                    parameter.grad_dtype = parameter.dtype
+            self._holder.close()
+            self._route.release()  # the lanes have ended
+            self._overlap.after_close()
+        finally:
+            self._preemption.end()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self

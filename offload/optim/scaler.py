@@ -47,6 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        if isinstance(optimizer, OffloadedOptimizer):
-            optimizer.forget_departed()  # after a step there are none
+        skips = any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values())
+        if skips and isinstance(optimizer, OffloadedOptimizer):
+            optimizer.skip_step()
         return returned

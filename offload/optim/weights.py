@@ -218,14 +218,26 @@ class Weights:
             raise error
         self.gather()
 
-    def gather(self) -> None:
-        """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows."""
+    def gather(self, note: bool | None = None) -> bool | None:
+        """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows.
+
+        Args:
+            note: What else this rank has to say; None on all ranks if there is nothing.
+
+        Returns:
+            Whether any rank's note is True; None without notes, and where nothing was exchanged.
+        """
         bounds = self._shared
-        if bounds:
-            self._holder.engine.finish(on_gpu=True)
-            shards.gather([bound.parameter for bound in bounds], self.rows_over)
-            for bound in bounds:
-                bound.stamp = bound.current_stamp()
+        if not bounds:
+            return None
+        self._holder.engine.finish(on_gpu=True)
+        weights = [bound.parameter for bound in bounds]
+        ranks, device = self.rows_over.size(), weights[0].device
+        notes = [] if note is None else [torch.full((ranks,), note, dtype=torch.bool, device=device)]  # a row a rank
+        shards.gather([*weights, *notes], self.rows_over)
+        for bound in bounds:
+            bound.stamp = bound.current_stamp()
+        return bool(notes[0].any()) if notes else None
 
 
 def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:

@@ -1,0 +1,164 @@
+"""Preemption: after a SIGTERM an optimizer's step commits a checkpoint, and then the process ends as it would have.
+
+A signal may interrupt any line, so its handler only notes it. The end of a call does the rest, where state is whole
+and all ranks meet: they tell each other of their notes, and all of them commit.
+
+Not done here: saving; the exchange of weights that carries the notes, where ranks have one at every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.checkpoint.folder import open_folder
+from offload.errors import CheckpointError, ConfigError
+from offload.optim import ranks
+
+if TYPE_CHECKING:
+    from offload.optim.optimizer import OffloadedOptimizer
+
+log = logging.getLogger("offload")
+
+
+class SigtermHandler:
+    """The process's handler of SIGTERM from now on; made on the main thread. It keeps no optimizer.
+
+    Attributes:
+        has_signal: Whether a SIGTERM has come of which the handler before has not been told.
+        is_committing: Whether its checkpoint is being written: the next SIGTERM goes to the handler before at once.
+    """
+
+    def __init__(self) -> None:
+        self.has_signal = self.is_committing = False
+        self._is_in_use = True
+        self._pid = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            thread = threading.current_thread().name
+            raise ConfigError(
+                "commit_on_sigterm", thread, "call it on the main thread: no other sets signal handlers"
+            )
+        self._before = signal.getsignal(signal.SIGTERM)
+        if self._before is None:
+            native = "a handler of SIGTERM that native code has set"
+            raise ConfigError("commit_on_sigterm", native, "have it set from Python: no other can be run afterwards")
+        signal.signal(signal.SIGTERM, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal; run the handler before if one is dealt with already, and in a forked process."""
+        if self._is_in_use and os.getpid() == self._pid and not (self.has_signal and self.is_committing):
+            self.has_signal = True
+            return
+        self.has_signal = self.is_committing = False
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def pass_on(self) -> None:
+        """Have the handler before told of a signal that was noted; it may end the process."""
+        main = threading.main_thread()
+        if not self.has_signal:
+            self.is_committing = False
+        elif threading.current_thread() is main:
+            self(signal.SIGTERM, inspect.currentframe())
+        elif main.ident is not None:
+            signal.pthread_kill(main.ident, signal.SIGTERM)  # which is handled there
+
+    def restore(self) -> None:
+        """Set the handler before again; tell it of a signal that nothing was committed for."""
+        self._is_in_use = False
+        current: object = signal.getsignal(signal.SIGTERM)
+        if current is self and threading.current_thread() is threading.main_thread():  # else it runs the one before
+            signal.signal(signal.SIGTERM, self._before)
+        self.pass_on()
+
+
+class Preemption:
+    """Has one optimizer commit at the end of a call, once a rank has had a SIGTERM."""
+
+    def __init__(self) -> None:
+        self._handler: SigtermHandler | None = None
+        self._folder: str | os.PathLike[str] = ""
+        self._extra: Callable[[], Any] | None = None
+        self._restore: Callable[[], object] = tuple
+
+    def use(
+        self, optimizer: OffloadedOptimizer, folder: str | os.PathLike[str], extra: Callable[[], Any] | None
+    ) -> None:
+        """See `OffloadedOptimizer.commit_on_sigterm`."""
+        if not isinstance(folder, str | os.PathLike):
+            raise ConfigError("folder", folder, "name a folder, or s3://bucket/prefix; None for no commits")
+        if extra is not None and not callable(extra):
+            raise ConfigError("extra", type(extra).__name__, "give a function: what it returns is saved")
+        open_folder(folder)  # raises where the name can be none
+        if optimizer.config.paths and not optimizer.config.checkpoints:
+            raise ConfigError("checkpoints_kept", 0, "keep at least 1 on the paths")
+        if self._handler is None:
+            self._handler = SigtermHandler()
+            self._restore = finalizer = weakref.finalize(optimizer, self._handler.restore)
+            finalizer.atexit = False
+        self._folder, self._extra = folder, extra
+
+    def end(self) -> None:
+        """Commit no more; idempotent."""
+        self._handler = self._extra = None
+        self._restore()
+
+    @property
+    def note(self) -> bool | None:
+        """Whether this rank has had a SIGTERM; None where that is nobody's affair."""
+        return None if self._handler is None else self._handler.has_signal
+
+    def after_call(self, optimizer: OffloadedOptimizer, told: bool | None) -> None:
+        """Commit if a rank has had a SIGTERM, and have the handler before told of it on that rank.
+
+        Args:
+            optimizer: Whose state is saved.
+            told: Whether any rank has noted one, if ranks have told each other in this call.
+        """
+        handler = self._handler
+        if handler is None or not (_any_rank(handler.has_signal) if told is None else told):
+            return
+        log.warning("SIGTERM: committing a checkpoint to %s", self._folder)
+        handler.is_committing = True
+        try:
+            self._commit(optimizer)
+        except Exception:
+            log.exception("SIGTERM: nothing was committed to %s", self._folder)
+        except BaseException:
+            handler.is_committing = False
+            raise
+        handler.pass_on()
+
+    def _commit(self, optimizer: OffloadedOptimizer) -> None:
+        extra, failure = None, None
+        try:
+            extra = None if self._extra is None else self._extra()
+        except Exception as error:
+            failure = error
+        if _any_rank(failure is not None):  # else others would wait for this rank
+            raise failure or CheckpointError("another rank's extra could not be made")
+        optimizer.save_checkpoint(self._folder, extra=extra)
+        optimizer.wait_checkpoint()
+
+
+def _any_rank(note: bool) -> bool:
+    """Return whether any rank notes something; a collective."""
+    if ranks.world()[0] == 1:
+        return note
+    has_cpu = "cpu:" in torch.distributed.get_backend_config()
+    device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+    notes = torch.tensor([note], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(notes)
+    return bool(notes)
