@@ -34,6 +34,7 @@ class Training:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).bfloat16()
         settings: dict[str, Any] = {"host_memory": 0, "paths": [str(disk)], "subgroup_numel": 1024, "threads": 1}
+        settings["checkpoints_kept"] = 2
         if "mirror" in options:
             settings["mirror"] = options["mirror"]
         self.kind, self.bare = kind, model
