@@ -128,7 +128,7 @@ class SavesBehind:
                 id=pending.id,
                 rank=self._rank,
                 ranks=len(pending.others),
-                ended=lambda: range(len(pending.others)) if pending.is_given_up else (),
+                ended=partial(self._find_ended, pending),
             )
         elif pending.starts is None:
             threading.Thread(target=self._write, args=(pending, "", None), daemon=True).start()
@@ -152,17 +152,21 @@ class SavesBehind:
                 if pending.error is not None:
                     raise CheckpointError(f"{pending.tag} could not be written: {pending.error}") from pending.error
 
+        def end(rank: int) -> None:
+            if pending is not None and self._rank == rank:
+                pending.is_settled = True
+                _wait(pending, lambda: pending.has_ended, "to become the latest")
+                if pending.error is not None:
+                    raise CheckpointError(f"{pending.tag} did not become the latest: {pending.error}")
+
         try:
             self._on_all_ranks(part)
+            self._on_all_ranks(partial(end, 0))  # others may wait for what rank 0 has failed to do
+            self._on_all_ranks(partial(end, self._rank))
         except BaseException:
             self.give_up()
             raise
-        if pending is not None:
-            pending.is_settled = True
-            _wait(pending, lambda: pending.has_ended, "to become the latest")
-            self._pending = None
-            if pending.error is not None:
-                raise CheckpointError(f"{pending.tag} is whole, and not the latest: {pending.error}")
+        self._pending = None
 
     def give_up(self) -> None:
         """Have the tag under way not become whole, and not the latest, if it is not yet."""
@@ -252,8 +256,12 @@ class SavesBehind:
         """Have a file that names the checkpoint stand where the rank's would, and return what goes with its state."""
         in_place.write_stub(pending.partial, pending.id)
         _place(pending)
-        pending.is_durable = True
         return frame
+
+    def _find_ended(self, pending: PendingTag) -> Sequence[int]:
+        """Return the ranks that nobody waits for. The first who asks has written all that this rank has to."""
+        pending.is_durable = True
+        return range(len(pending.others)) if pending.is_given_up else ()
 
     def _end_in_place(self, pending: PendingTag, error: BaseException | None) -> None:
         pending.error = pending.error or error

@@ -954,6 +954,59 @@ def a_model_that_one_rank_cannot_write_fails_the_save_on_every_rank(folder: Path
             train(engine, case, 1, 1)
 
 
+def save_and_wait(engine: Any, place: Path, tag: str) -> None:
+    engine.save_checkpoint(str(place), tag=tag)
+    engine.optimizer.wait_checkpoint()
+
+
+@check
+def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path) -> None:
+    """Within seconds, whether that is its manifest, the commit or `latest`; the next save is whole."""
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload import CheckpointError
+    from offload.checkpoint import commit
+
+    def fails(*given: Any) -> None:
+        time.sleep(0.2)  # others wait by then
+        raise CheckpointError("no room")
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for layout, wait, name, failing in (
+        ("in_place", True, "pin", world - 1),
+        ("in_place", False, "seal_commit", 0),
+        ("in_place", False, "latest", 0),
+        ("stock", False, "latest", 0),
+    ):
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
+        place = folder / f"{layout}-{name}"
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            if rank == 0 and name == "latest":
+                (place / "latest").mkdir(parents=True)
+            torch.distributed.barrier()
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == failing and name != "latest":
+                    patch.setattr(commit, name, fails)
+                started_s = time.monotonic()
+                with pytest.raises(offload_error()):
+                    save_and_wait(engine, place, "fails")
+                assert time.monotonic() - started_s < commit.RANKS_TIMEOUT_S / 10
+            torch.distributed.barrier()
+            if rank == 0 and name == "latest":
+                (place / "latest").rmdir()
+            torch.distributed.barrier()
+            assert not (place / "latest").exists()
+            train(engine, case, 1, 1)
+            state = state_of(engine)
+            engine.save_checkpoint(str(place), tag="whole")
+            path, _ = engine.load_checkpoint(str(place))
+            assert path.startswith(str(place / "whole"))
+            assert_same(state_of(engine), state)
+
+
 @check
 def nothing_changes_without_our_object(folder: Path) -> None:
     import deepspeed
