@@ -65,6 +65,7 @@ class PendingTag:
         id: Of the engines' checkpoint, the same on all ranks.
         is_given_up: Whether it is not to become whole any more.
         is_durable: Whether this rank's part has ended, well or not.
+        is_named: Whether `latest` names it, if it is to.
         is_settled: Whether all ranks know that all parts are durable.
         has_ended: Whether nothing is done for it any more.
         error: Why it did not become whole, or the latest.
@@ -82,6 +83,7 @@ class PendingTag:
     started_s: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
     is_durable: bool = False
+    is_named: bool = False
     is_settled: bool = False
     has_ended: bool = False
     error: BaseException | None = None
@@ -124,18 +126,22 @@ class SavesBehind:
                 os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
                 extra=partial(self._stand_in, pending, pending.frame.encode()),
                 on_commit=partial(self._name, pending),
-                on_done=partial(self._end_in_place, pending),
+                on_done=partial(self._end, pending, ""),
                 id=pending.id,
                 rank=self._rank,
                 ranks=len(pending.others),
                 ended=partial(self._find_ended, pending),
             )
         elif pending.starts is None:
-            threading.Thread(target=self._write, args=(pending, "", None), daemon=True).start()
+            threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
         else:
             pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
             os.makedirs(pinned, exist_ok=True)
-            checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
+            checkpoints.save(
+                pinned,
+                on_commit=partial(self._write, pending, pinned),
+                on_done=partial(self._end, pending, pinned),
+            )
         self._pending = pending
 
     def settle(self) -> None:
@@ -192,36 +198,53 @@ class SavesBehind:
 
     # On a thread of its own
 
-    def _write(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
-        """Write this rank's part, then make it known.
+    def _write(self, pending: PendingTag, pinned: str) -> None:
+        """Write this rank's part. A checkpoint that its pinned versions displace stays until `latest` names the tag.
 
         Args:
             pending: Of which tag.
             pinned: Where its versions are pinned, if it needs any.
-            error: Why they are not.
         """
         try:
-            pending.error = error
-            if error is None:
-                self._fill(pending, pinned)
+            self._fill(pending, pinned)
+            pending.is_durable = True
+            if self._shard.engine.checkpoints.kept:
+                self._publish(pending)
+                if pending.is_given_up:
+                    raise CheckpointError("it was given up")
         except Exception as failed:
             pending.error = failed
-        finally:
+            raise
+
+    def _end(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
+        """Let go of the versions, and make known what has become of the tag.
+
+        Args:
+            pending: Which.
+            pinned: Where its versions are pinned, if it needs any.
+            error: Why there is no checkpoint of the engines.
+        """
+        try:
+            pending.error = pending.error or error
             with contextlib.suppress(OSError):
                 os.unlink(pending.partial)
             if pinned:
                 self._release(pinned)
-            if pending.error is not None:
+            if pending.error is None:
+                with contextlib.suppress(OSError):  # which the tag has
+                    self._publish(pending)
+            else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
                 )
-            pending.is_durable = True
-        try:
-            if pending.error is None and self._rank == 0:
-                with contextlib.suppress(OSError):  # which the tag has
-                    self._publish(pending)
         finally:
-            pending.has_ended = True
+            pending.is_durable = pending.has_ended = True
+
+    def _write_alone(self, pending: PendingTag) -> None:
+        """Write this rank's part, which needs no versions."""
+        with contextlib.suppress(Exception):  # which the tag has
+            self._write(pending, "")
+        self._end(pending, "", None)
 
     def _fill(self, pending: PendingTag, pinned: str) -> None:
         def visit(take: stream.Take) -> None:
@@ -244,12 +267,12 @@ class SavesBehind:
             os.rmdir(os.path.dirname(pinned))
 
     def _publish(self, pending: PendingTag) -> None:
-        """Have `latest` name the tag, if it is to, once all files are there."""
-        while not (pending.is_settled or all(map(os.path.exists, pending.others))):
-            if pending.is_given_up:
-                return
+        """Have rank 0 let `latest` name the tag, if it is to, once all files are there."""
+        while self._rank == 0 and not (
+            pending.is_given_up or pending.is_settled or all(map(os.path.exists, pending.others))
+        ):
             time.sleep(LOOK_S)
-        if not pending.is_given_up:
+        if not (pending.is_given_up or pending.is_named):
             self._name(pending)
 
     def _stand_in(self, pending: PendingTag, frame: bytes) -> bytes:
@@ -262,12 +285,6 @@ class SavesBehind:
         """Return the ranks that nobody waits for. The first who asks has written all that this rank has to."""
         pending.is_durable = True
         return range(len(pending.others)) if pending.is_given_up else ()
-
-    def _end_in_place(self, pending: PendingTag, error: BaseException | None) -> None:
-        pending.error = pending.error or error
-        with contextlib.suppress(OSError):
-            os.unlink(pending.partial)
-        pending.is_durable = pending.has_ended = True
 
     def _name(self, pending: PendingTag) -> None:
         """Have `latest` name the tag, if it is to: it is whole."""
@@ -286,6 +303,7 @@ class SavesBehind:
         except OSError as failed:
             pending.error = failed
             raise
+        pending.is_named = True
         log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
 
 

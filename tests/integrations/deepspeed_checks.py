@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -662,6 +663,60 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
             assert_same(state_of(engine), whole[1])
 
 
+def save_and_wait(engine: Any, place: Path, tag: str) -> None:
+    engine.save_checkpoint(str(place), tag=tag)
+    engine.optimizer.wait_checkpoint()
+
+
+@check
+def saves_behind_leave_what_latest_names(folder: Path) -> None:
+    """What a session keeps goes when `latest` names the tag; another save of its engine waits for that."""
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import stream
+
+    def fails(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    write_state = stream.write_state
+
+    def late(*given: Any) -> None:
+        time.sleep(0.5)
+        write_state(*given)
+
+    rank = torch.distributed.get_rank()
+    case = Case(3, offload={**paths(folder), "checkpoint": {"layout": "in_place"}})
+    with training(case, ours=True) as engine:
+        train(engine, case, 0, 1)
+        engine.save_checkpoint(str(folder), tag="here")
+        state = state_of(engine)
+    case = Case(3, offload={**paths(folder), "checkpoint": {"wait": False}})
+    with training(case, ours=True) as engine:
+        engine.load_checkpoint(str(folder))
+        train(engine, case, 1, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "write_state", fails)
+            with pytest.raises(offload_error()):
+                save_and_wait(engine, folder, "fails")
+    with training(case, ours=True) as engine:
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path.startswith(str(folder / "here"))
+        assert_same(state_of(engine), state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "write_state", late)
+            engine.save_checkpoint(str(folder), tag="next")
+            train(engine, case, 1, 1)
+            engine.optimizer.offload.checkpoints.save(folder / f"own-{rank}")
+            engine.optimizer.offload.checkpoints.wait()
+        train(engine, case, 2, 1)
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path.startswith(str(folder / "next"))
+        assert_same(state_of(engine), state)
+        assert engine.optimizer.offload.checkpoints.kept == (str(folder / f"own-{rank}"),)
+
+
 @check
 def alone_saves_behind(folder: Path) -> None:
     """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
@@ -952,11 +1007,6 @@ def a_model_that_one_rank_cannot_write_fails_the_save_on_every_rank(folder: Path
                 engine.save_checkpoint(str(saved), tag="tag")
             assert not (saved / "latest").exists()
             train(engine, case, 1, 1)
-
-
-def save_and_wait(engine: Any, place: Path, tag: str) -> None:
-    engine.save_checkpoint(str(place), tag=tag)
-    engine.optimizer.wait_checkpoint()
 
 
 @check
