@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -47,6 +48,12 @@ SAY_S = 10.0
 
 LAST_S = 60.0
 """How long rank 0 looks for the files of others when the program ends."""
+
+_pinned: set[str] = set()
+"""Folders of this process in which versions are pinned; two models may be saved beside each other."""
+
+_naming = threading.Lock()
+"""Whoever writes `latest` has it."""
 
 
 @dataclass
@@ -135,7 +142,9 @@ class SavesBehind:
         elif pending.starts is None:
             threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
         else:
-            pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
+            names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
+            places = (os.path.join(pending.folder, PINNED, name) for name in names)
+            _pinned.add(pinned := next(place for place in places if place not in _pinned))
             os.makedirs(pinned, exist_ok=True)
             checkpoints.save(
                 pinned,
@@ -265,6 +274,7 @@ class SavesBehind:
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
             os.rmdir(os.path.dirname(pinned))
+        _pinned.discard(pinned)
 
     def _publish(self, pending: PendingTag) -> None:
         """Have rank 0 let `latest` name the tag, if it is to, once all files are there."""
@@ -295,10 +305,11 @@ class SavesBehind:
         try:
             if pending.publishes:
                 latest = os.path.join(pending.folder, "latest")
-                with open(f"{latest}.partial", "w", encoding="utf-8") as file:
+                with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
                     file.write(pending.tag)
-                _sync(file.name)
-                os.rename(file.name, latest)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    os.rename(file.name, latest)
             _sync(pending.folder)
         except OSError as failed:
             pending.error = failed

@@ -397,8 +397,9 @@ class OffloadedOptimizer:
     ) -> None:
         """Save state so that training may go on before it is written."""
         publishes = bool(self._publishes)
+        folder = os.path.abspath(save_path)  # the program may change its directory meanwhile
         name = engine._get_zero_ckpt_name
-        path, model = name(save_path, tag), engine._get_ckpt_name(save_path, tag)
+        path, model = name(folder, tag), engine._get_ckpt_name(folder, tag)
         given: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(given, (path, uuid.uuid4().hex))
         paths, (id, *_) = zip(*given, strict=True)
@@ -407,18 +408,18 @@ class OffloadedOptimizer:
             os.makedirs(os.path.dirname(partial_of(path)), exist_ok=True)
             engine._get_zero_ckpt_name = lambda *given: partial_of(name(*given))
             try:
-                starts = self._save_without_state(save, partial_of(path), save_path, tag)
+                starts = self._save_without_state(save, partial_of(path), folder, tag)
                 frame = None
                 if self._layout == "in_place":
                     if starts is None:
                         raise CheckpointError(f'where state lies in {path} cannot be told: use the layout "stock"')
                     frame = stream.frame_of(partial_of(path), os.path.basename(path), starts, self.shard)
                 if starts is None:
-                    save(save_path, tag)
+                    save(folder, tag)
             finally:
                 vars(engine).pop("_get_zero_ckpt_name", None)
             synced = [model] if os.path.exists(model) else []
-            behind.begin(PendingTag(save_path, tag, path, paths, starts, frame, synced, publishes, id))
+            behind.begin(PendingTag(folder, tag, path, paths, starts, frame, synced, publishes, id))
 
         self._on_all_ranks(begin)
 

@@ -718,6 +718,41 @@ def saves_behind_leave_what_latest_names(folder: Path) -> None:
 
 
 @check
+def models_are_saved_behind_beside_each_other(folder: Path) -> None:
+    """To one folder, named from a directory that the program then leaves."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import stream
+
+    write_state = stream.write_state
+
+    def late(*given: Any) -> None:
+        time.sleep(0.5)
+        write_state(*given)
+
+    for layout in ("stock", "in_place"):
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
+        with (
+            training(case, ours=True) as one,
+            training(case, ours=True) as other,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(stream, "write_state", late)
+            patch.chdir(folder)
+            for steps, engine in enumerate((one, other), 1):
+                train(engine, case, 0, steps)
+                engine.save_checkpoint(f"{layout}-tags", tag=f"behind-{steps}")
+            patch.chdir("/")
+            for steps, engine in enumerate((one, other), 1):
+                state = state_of(engine)
+                train(engine, case, steps, 1)
+                engine.optimizer.wait_checkpoint()
+                engine.load_checkpoint(str(folder / f"{layout}-tags"), tag=f"behind-{steps}")
+                assert_same(state_of(engine), state)
+
+
+@check
 def alone_saves_behind(folder: Path) -> None:
     """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
     import torch
