@@ -347,8 +347,11 @@ class OffloadedOptimizer:
             self._behind.settle()
 
     def refuse_other_ranks(self, engine: Any) -> None:
-        """Have a DeepSpeed engine say what to do with state that another number of ranks has saved."""
-        load = engine._load_checkpoint
+        """Have a DeepSpeed engine say what to do with state that another number of ranks has saved.
+
+        And have all of its ranks fail where one cannot read its file: others would wait for it.
+        """
+        load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
             self._loading = os.path.join(load_dir, tag)
@@ -362,6 +365,7 @@ class OffloadedOptimizer:
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
+        engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
 
     def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         if not stream.can_stream(engine.checkpoint_engine):

@@ -1093,6 +1093,33 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
 
 
 @check
+def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) -> None:
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for layout in ("stock", "in_place"):
+        case = Case(2, offload={**paths(folder), "checkpoint": {"layout": layout}})
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(str(folder), tag=layout)
+            state = state_of(engine)
+            torch.distributed.barrier()
+            file = Path(engine._get_zero_ckpt_name(str(folder), layout))
+            if torch.distributed.get_rank() == 0:
+                file.rename(file.with_suffix(".away"))
+            torch.distributed.barrier()
+            with pytest.raises((OSError, offload_error())):
+                engine.load_checkpoint(str(folder), tag=layout)
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                file.with_suffix(".away").rename(file)
+            torch.distributed.barrier()
+            engine.load_checkpoint(str(folder), tag=layout)
+            assert_same(state_of(engine), state)
+
+
+@check
 def nothing_changes_without_our_object(folder: Path) -> None:
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
