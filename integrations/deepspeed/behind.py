@@ -127,31 +127,38 @@ class SavesBehind:
         Raises:
             CheckpointError: State cannot be pinned.
         """
-        checkpoints = self._shard.engine.checkpoints
-        if pending.frame is not None:
-            checkpoints.save(
-                os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
-                extra=partial(self._stand_in, pending, pending.frame.encode()),
-                on_commit=partial(self._name, pending),
-                on_done=partial(self._end, pending, ""),
-                id=pending.id,
-                rank=self._rank,
-                ranks=len(pending.others),
-                ended=partial(self._find_ended, pending),
-            )
-        elif pending.starts is None:
-            threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
-        else:
-            names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
-            places = (os.path.join(pending.folder, PINNED, name) for name in names)
-            _pinned.add(pinned := next(place for place in places if place not in _pinned))
-            os.makedirs(pinned, exist_ok=True)
-            checkpoints.save(
-                pinned,
-                on_commit=partial(self._write, pending, pinned),
-                on_done=partial(self._end, pending, pinned),
-            )
+        checkpoints, pinned = self._shard.engine.checkpoints, ""
         self._pending = pending
+        try:
+            if pending.frame is not None:
+                checkpoints.save(
+                    os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
+                    extra=partial(self._stand_in, pending, pending.frame.encode()),
+                    on_commit=partial(self._name, pending),
+                    on_done=partial(self._end, pending, ""),
+                    id=pending.id,
+                    rank=self._rank,
+                    ranks=len(pending.others),
+                    ended=partial(self._find_ended, pending),
+                )
+            elif pending.starts is None:
+                threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
+            else:
+                names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
+                places = (os.path.join(pending.folder, PINNED, name) for name in names)
+                _pinned.add(pinned := next(place for place in places if place not in _pinned))
+                os.makedirs(pinned, exist_ok=True)
+                checkpoints.save(
+                    pinned,
+                    on_commit=partial(self._write, pending, pinned),
+                    on_done=partial(self._end, pending, pinned),
+                    id=pending.id,
+                )
+        except BaseException:
+            if not checkpoints.has_begun(pending.id):  # else it ends as others do, as after a Ctrl-C
+                _pinned.discard(pinned)
+                pending.has_ended = True
+            raise
 
     def settle(self) -> None:
         """Wait until the tag under way is whole, and tell on all ranks if it is not. Collective.

@@ -753,6 +753,48 @@ def models_are_saved_behind_beside_each_other(folder: Path) -> None:
 
 
 @check
+def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
+    """Also where the engine has its part already: nothing writes to the tag's files when it is saved again."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import stream
+    from offload.session.checkpoints import Checkpoints
+
+    save, write_state = Checkpoints.save, stream.write_state
+
+    def is_interrupted(*given: Any, **named: Any) -> None:
+        save(*given, **named)
+        raise KeyboardInterrupt
+
+    def is_not_reached(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    def late(*given: Any) -> None:
+        while not engine.optimizer._behind._pending.is_given_up:
+            time.sleep(0.01)
+        write_state(*given)
+
+    for layout in ("stock", "in_place"):
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
+        place = folder / layout
+        with training(case, ours=True) as engine:
+            for step, instead in enumerate((is_interrupted, is_not_reached)):
+                train(engine, case, step, 1)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(stream, "write_state", late)
+                    patch.setattr(Checkpoints, "save", instead)
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.save_checkpoint(str(place), tag="tag")
+                state = state_of(engine)
+                engine.save_checkpoint(str(place), tag="tag")
+                train(engine, case, step + 1, 1)
+                path, _ = engine.load_checkpoint(str(place))
+                assert path.startswith(str(place / "tag"))
+                assert_same(state_of(engine), state)
+
+
+@check
 def alone_saves_behind(folder: Path) -> None:
     """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
     import torch
