@@ -596,6 +596,8 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
 @check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
+    import shutil
+
     import pytest
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -645,6 +647,11 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
                     assert (place / "out" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
                 for tag, out in (("here", "out"), ("stock", "other"), ("none", "other")):
                     assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                (place / "here" / state_files[0]).rename(place / "away")
+                assert offload_main(["export", str(place / "here"), str(place / "other"), "--for", "deepspeed"]) == 1
+                shutil.copy(place / "stock" / state_files[0], place / "here")
+                assert offload_main(["export", str(place / "here"), str(place / "other"), "--for", "deepspeed"]) == 1
+                (place / "away").rename(place / "here" / state_files[0])
                 assert not (place / "other").exists()
             torch.distributed.barrier()
         with training(case, ours=True) as engine:
