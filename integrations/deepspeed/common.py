@@ -131,6 +131,11 @@ class OffloadedOptimizer:
 
     # The update
 
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        """Make a step as DeepSpeed does."""
+        self._end_lending()
+        return super().step(*arguments, **keywords)  # type: ignore[misc]
+
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
         """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
         error: Exception | None = None
@@ -216,7 +221,7 @@ class OffloadedOptimizer:
         return states
 
     def _take_back(self) -> None:
-        """Leave nothing of the state in DeepSpeed's hands."""
+        """Have DeepSpeed's flat masters be what they are when nothing is lent."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -230,6 +235,15 @@ class OffloadedOptimizer:
             self._lend(self._lent)
             yield self._lent
         finally:
+            try:
+                self._end_lending()
+            except BaseException:  # a Ctrl-C
+                self._end_lending()
+                raise
+
+    def _end_lending(self) -> None:
+        """Leave nothing of the state in DeepSpeed's hands, nor what an interrupt has left there."""
+        if self._lent is not None:
             self._take_back()
             self.optimizer.state.clear()
             self._lent = None
@@ -274,6 +288,7 @@ class OffloadedOptimizer:
 
         # One rank alone writes the model, and what stops it must stop the others, who are at their state by then.
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
+            self._end_lending()
             if self._publishes is not None:  # a tag that is saved again: new weights must not lie beside old state
                 self._on_all_ranks(lambda: _unlink(engine._get_zero_ckpt_name(save_path, tag)))
             self._on_all_ranks(lambda: save_model(save_path, tag, *arguments, **keywords))
@@ -354,6 +369,7 @@ class OffloadedOptimizer:
         load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            self._end_lending()
             self._loading = os.path.join(load_dir, tag)
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():

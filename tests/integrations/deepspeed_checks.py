@@ -802,6 +802,42 @@ def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
 
 
 @check
+def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
+    """DeepSpeed is lent tensors without memory for a save; a Ctrl-C while they are taken back changes nothing."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (1, 3):
+        case = Case(stage, offload=paths(folder))
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(str(folder), tag=f"{stage}")
+            state = state_of(engine)
+            whole = train(engine, case, 1, 2), state_of(engine)
+        for trains in (False, True):
+            with training(case, ours=True) as engine:
+                train(engine, case, 0, 1)
+                cls, lasts = type(engine.optimizer), iter([True, True])
+                take_back = cls._take_back
+
+                def interrupted(optimizer: Any, take_back: Any = take_back, lasts: Any = lasts) -> None:
+                    if next(lasts, False):
+                        raise KeyboardInterrupt
+                    take_back(optimizer)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(cls, "_take_back", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.save_checkpoint(str(folder), tag="interrupted")
+                if trains:
+                    assert train(engine, case, 1, 2) == whole[0]
+                    assert_same(state_of(engine), whole[1])
+                engine.load_checkpoint(str(folder), tag=f"{stage}")
+                assert_same(state_of(engine), state)
+                assert train(engine, case, 1, 2) == whole[0]
+
+
+@check
 def alone_saves_behind(folder: Path) -> None:
     """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
     import torch
