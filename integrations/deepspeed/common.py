@@ -376,6 +376,8 @@ class OffloadedOptimizer:
                 # Of all ranks: each node may have the files of its own.
                 there = self._greatest(_ranks_of(os.path.join(load_dir, tag)))
                 here = engine.seq_dp_world_size
+                if there not in (0, here):  # or files are missing, or there from before
+                    there = self._greatest(_ranks_in(engine._get_ckpt_name(load_dir, tag))) or there
                 if there not in (0, here):
                     raise _other_ranks(os.path.join(load_dir, tag), there, here)
             return load(load_dir, tag, *arguments, **keywords)
@@ -548,6 +550,13 @@ def _ranks_of(folder: str) -> int:
         return 0
     found = [re.fullmatch(r"(?:.*_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt", name) for name in names]
     return max((int(name[1]) + 1 for name in found if name), default=0)
+
+
+def _ranks_in(path: str) -> int:
+    """Return how many ranks have saved a model, by its file; 0 if that cannot be read."""
+    with contextlib.suppress(Exception):
+        return int(torch.load(path, "meta", weights_only=False, mmap=True)["dp_world_size"])
+    return 0
 
 
 def _other_ranks(folder: str, there: int, here: int) -> CheckpointError:

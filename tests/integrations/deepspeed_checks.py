@@ -1193,6 +1193,7 @@ def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) 
             file = Path(engine._get_zero_ckpt_name(str(folder), layout))
             if torch.distributed.get_rank() == 0:
                 file.rename(file.with_suffix(".away"))
+                (folder / layout / file.name.replace("rank_0", "rank_7")).touch()  # of more ranks before
             torch.distributed.barrier()
             with pytest.raises((OSError, offload_error())):
                 engine.load_checkpoint(str(folder), tag=layout)
