@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -54,6 +55,12 @@ SAY_S = 10.0
 LAST_S = 60.0
 """How long rank 0 looks for the files of others when the program ends."""
 
+_pinned: set[str] = set()
+"""Folders of this process in which versions are pinned; two models may be saved beside each other."""
+
+_naming = threading.Lock()
+"""Whoever writes `latest` has it."""
+
 
 @dataclass
 class PendingTag:
@@ -71,6 +78,7 @@ class PendingTag:
         id: Of the engines' checkpoint, the same on all ranks.
         is_given_up: Whether it is not to become whole any more.
         is_durable: Whether this rank's part has ended, well or not.
+        is_named: Whether `latest` names it, if it is to.
         is_settled: Whether all ranks know that all parts are durable.
         has_ended: Whether nothing is done for it any more.
         error: Why it did not become whole, or the latest.
@@ -88,6 +96,7 @@ class PendingTag:
     started_s: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
     is_durable: bool = False
+    is_named: bool = False
     is_settled: bool = False
     has_ended: bool = False
     error: BaseException | None = None
@@ -137,25 +146,38 @@ class SavesBehind:
         Raises:
             CheckpointError: State cannot be pinned.
         """
-        checkpoints = self._shard.engine.checkpoints
-        if pending.frame is not None:
-            checkpoints.save(
-                os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
-                extra=partial(self._stand_in, pending, pending.frame.encode()),
-                on_commit=partial(self._name, pending),
-                on_done=partial(self._end_in_place, pending),
-                id=pending.id,
-                rank=self._rank,
-                ranks=len(pending.others),
-                ended=lambda: range(len(pending.others)) if pending.is_given_up else (),
-            )
-        elif pending.starts is None:
-            threading.Thread(target=self._write, args=(pending, "", None), daemon=True).start()
-        else:
-            pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
-            os.makedirs(pinned, exist_ok=True)
-            checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
+        checkpoints, pinned = self._shard.engine.checkpoints, ""
         self._pending = pending
+        try:
+            if pending.frame is not None:
+                checkpoints.save(
+                    os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
+                    extra=partial(self._stand_in, pending, pending.frame.encode()),
+                    on_commit=partial(self._name, pending),
+                    on_done=partial(self._end, pending, ""),
+                    id=pending.id,
+                    rank=self._rank,
+                    ranks=len(pending.others),
+                    ended=partial(self._find_ended, pending),
+                )
+            elif pending.starts is None:
+                threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
+            else:
+                names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
+                places = (os.path.join(pending.folder, PINNED, name) for name in names)
+                _pinned.add(pinned := next(place for place in places if place not in _pinned))
+                os.makedirs(pinned, exist_ok=True)
+                checkpoints.save(
+                    pinned,
+                    on_commit=partial(self._write, pending, pinned),
+                    on_done=partial(self._end, pending, pinned),
+                    id=pending.id,
+                )
+        except BaseException:
+            if not checkpoints.has_begun(pending.id):  # else it ends as others do, as after a Ctrl-C
+                _pinned.discard(pinned)
+                pending.has_ended = True
+            raise
 
     def settle(self) -> None:
         """Wait until the tag under way is whole, and tell on all ranks if it is not. Collective.
@@ -171,17 +193,21 @@ class SavesBehind:
                 if pending.error is not None:
                     raise CheckpointError(f"{pending.tag} could not be written: {pending.error}") from pending.error
 
+        def end(rank: int) -> None:
+            if pending is not None and self._rank == rank:
+                pending.is_settled = True
+                _wait(pending, lambda: pending.has_ended, "to become the latest")
+                if pending.error is not None:
+                    raise CheckpointError(f"{pending.tag} did not become the latest: {pending.error}")
+
         try:
             self._on_all_ranks(part)
+            self._on_all_ranks(partial(end, 0))  # others may wait for what rank 0 has failed to do
+            self._on_all_ranks(partial(end, self._rank))
         except BaseException:
             self.give_up()
             raise
-        if pending is not None:
-            pending.is_settled = True
-            _wait(pending, lambda: pending.has_ended, "to become the latest")
-            self._pending = None
-            if pending.error is not None:
-                raise CheckpointError(f"{pending.tag} is whole, and not the latest: {pending.error}")
+        self._pending = None
 
     def give_up(self) -> None:
         """Have the tag under way not become whole, and not the latest, if it is not yet."""
@@ -207,37 +233,54 @@ class SavesBehind:
 
     # On a thread of its own
 
-    def _write(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
-        """Write this rank's part, then make it known.
+    def _write(self, pending: PendingTag, pinned: str) -> None:
+        """Write this rank's part. A checkpoint that its pinned versions displace stays until `latest` names the tag.
 
         Args:
             pending: Of which tag.
             pinned: Where its versions are pinned, if it needs any.
-            error: Why they are not.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         _delete(f"{pending.partial}{ASIDE}")
         try:
-            pending.error = error
-            if error is None:
-                self._fill(pending, pinned)
+            self._fill(pending, pinned)
+            pending.is_durable = True
+            if self._shard.engine.checkpoints.kept:
+                self._publish(pending)
+                if pending.is_given_up:
+                    raise CheckpointError("it was given up")
         except Exception as failed:
             pending.error = failed
-        finally:
+            raise
+
+    def _end(self, pending: PendingTag, pinned: str, error: BaseException | None) -> None:
+        """Let go of the versions, and make known what has become of the tag.
+
+        Args:
+            pending: Which.
+            pinned: Where its versions are pinned, if it needs any.
+            error: Why there is no checkpoint of the engines.
+        """
+        try:
+            pending.error = pending.error or error
             _delete(pending.partial)
             if pinned:
                 self._release(pinned)
-            if pending.error is not None:
+            if pending.error is None:
+                with contextlib.suppress(OSError):  # which the tag has
+                    self._publish(pending)
+            else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
                 )
-            pending.is_durable = True
-        try:
-            if pending.error is None and self._rank == 0:
-                with contextlib.suppress(OSError):  # which the tag has
-                    self._publish(pending)
         finally:
-            pending.has_ended = True
+            pending.is_durable = pending.has_ended = True
+
+    def _write_alone(self, pending: PendingTag) -> None:
+        """Write this rank's part, which needs no versions."""
+        with contextlib.suppress(Exception):  # which the tag has
+            self._write(pending, "")
+        self._end(pending, "", None)
 
     def _fill(self, pending: PendingTag, pinned: str) -> None:
         def visit(take: stream.Take) -> None:
@@ -258,14 +301,15 @@ class SavesBehind:
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
             os.rmdir(os.path.dirname(pinned))
+        _pinned.discard(pinned)
 
     def _publish(self, pending: PendingTag) -> None:
-        """Have `latest` name the tag, if it is to, once all files are there."""
-        while not (pending.is_settled or all(map(os.path.exists, pending.others))):
-            if pending.is_given_up:
-                return
+        """Have rank 0 let `latest` name the tag, if it is to, once all files are there."""
+        while self._rank == 0 and not (
+            pending.is_given_up or pending.is_settled or all(map(os.path.exists, pending.others))
+        ):
             time.sleep(LOOK_S)
-        if not pending.is_given_up:
+        if not (pending.is_given_up or pending.is_named):
             self._name(pending)
 
     def _stand_in(self, pending: PendingTag, frame: bytes) -> bytes:
@@ -273,13 +317,12 @@ class SavesBehind:
         _delete(f"{pending.partial}{ASIDE}")
         in_place.write_stub(pending.partial, pending.id)
         _place(pending)
-        pending.is_durable = True
         return frame
 
-    def _end_in_place(self, pending: PendingTag, error: BaseException | None) -> None:
-        pending.error = pending.error or error
-        _delete(pending.partial)
-        pending.is_durable = pending.has_ended = True
+    def _find_ended(self, pending: PendingTag) -> Sequence[int]:
+        """Return the ranks that nobody waits for. The first who asks has written all that this rank has to."""
+        pending.is_durable = True
+        return range(len(pending.others)) if pending.is_given_up else ()
 
     def _name(self, pending: PendingTag) -> None:
         """Have `latest` name the tag, if it is to: it is whole."""
@@ -290,14 +333,16 @@ class SavesBehind:
         try:
             if pending.publishes:
                 latest = os.path.join(pending.folder, "latest")
-                with open(f"{latest}.partial", "w", encoding="utf-8") as file:
+                with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
                     file.write(pending.tag)
-                _sync(file.name)
-                os.rename(file.name, latest)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    os.rename(file.name, latest)
             _sync(pending.folder)
         except OSError as failed:
             pending.error = failed
             raise
+        pending.is_named = True
         log.info("checkpoint %s is whole, %.1f s after training went on", pending.tag, _since(pending.started_s))
 
 

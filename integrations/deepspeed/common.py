@@ -131,6 +131,11 @@ class OffloadedOptimizer:
 
     # The update
 
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        """Make a step as DeepSpeed does."""
+        self._end_lending()
+        return super().step(*arguments, **keywords)  # type: ignore[misc]
+
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
         """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
         error: Exception | None = None
@@ -216,7 +221,7 @@ class OffloadedOptimizer:
         return states
 
     def _take_back(self) -> None:
-        """Leave nothing of the state in DeepSpeed's hands."""
+        """Have DeepSpeed's flat masters be what they are when nothing is lent."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -230,6 +235,15 @@ class OffloadedOptimizer:
             self._lend(self._lent)
             yield self._lent
         finally:
+            try:
+                self._end_lending()
+            except BaseException:  # a Ctrl-C
+                self._end_lending()
+                raise
+
+    def _end_lending(self) -> None:
+        """Leave nothing of the state in DeepSpeed's hands, nor what an interrupt has left there."""
+        if self._lent is not None:
             self._take_back()
             self.optimizer.state.clear()
             self._lent = None
@@ -274,6 +288,7 @@ class OffloadedOptimizer:
 
         # One rank alone writes the model, and what stops it must stop the others, who are at their state by then.
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
+            self._end_lending()
             if self._publishes is not None:  # a tag that is saved again: new weights must not lie beside old state
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
             self._on_all_ranks(lambda: save_model(save_path, tag, *arguments, **keywords))
@@ -347,21 +362,28 @@ class OffloadedOptimizer:
             self._behind.settle()
 
     def refuse_other_ranks(self, engine: Any) -> None:
-        """Have a DeepSpeed engine say what to do with state that another number of ranks has saved."""
-        load = engine._load_checkpoint
+        """Have a DeepSpeed engine say what to do with state that another number of ranks has saved.
+
+        And have all of its ranks fail where one cannot read its file: others would wait for it.
+        """
+        load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            self._end_lending()
             self._loading = os.path.join(load_dir, tag)
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # Of all ranks: each node may have the files of its own.
                 there = self._greatest(_ranks_of(os.path.join(load_dir, tag)))
                 here = engine.seq_dp_world_size
+                if there not in (0, here):  # or files are missing, or there from before
+                    there = self._greatest(_ranks_in(engine._get_ckpt_name(load_dir, tag))) or there
                 if there not in (0, here):
                     raise _other_ranks(os.path.join(load_dir, tag), there, here)
             return load(load_dir, tag, *arguments, **keywords)
 
         engine._load_checkpoint = load_checkpoint
+        engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
 
     def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         if not stream.can_stream(engine.checkpoint_engine):
@@ -397,8 +419,9 @@ class OffloadedOptimizer:
     ) -> None:
         """Save state so that training may go on before it is written."""
         publishes = bool(self._publishes)
+        folder = os.path.abspath(save_path)  # the program may change its directory meanwhile
         name = engine._get_zero_ckpt_name
-        path, model = name(save_path, tag), engine._get_ckpt_name(save_path, tag)
+        path, model = name(folder, tag), engine._get_ckpt_name(folder, tag)
         given: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(given, (path, uuid.uuid4().hex))
         paths, (id, *_) = zip(*given, strict=True)
@@ -407,18 +430,18 @@ class OffloadedOptimizer:
             os.makedirs(os.path.dirname(partial_of(path)), exist_ok=True)
             engine._get_zero_ckpt_name = lambda *given: partial_of(name(*given))
             try:
-                starts = self._save_without_state(save, partial_of(path), save_path, tag)
+                starts = self._save_without_state(save, partial_of(path), folder, tag)
                 frame = None
                 if self._layout == "in_place":
                     if starts is None:
                         raise CheckpointError(f'where state lies in {path} cannot be told: use the layout "stock"')
                     frame = stream.frame_of(partial_of(path), os.path.basename(path), starts, self.shard)
                 if starts is None:
-                    save(save_path, tag)
+                    save(folder, tag)
             finally:
                 vars(engine).pop("_get_zero_ckpt_name", None)
             synced = [model] if os.path.exists(model) else []
-            behind.begin(PendingTag(save_path, tag, path, paths, starts, frame, synced, publishes, id))
+            behind.begin(PendingTag(folder, tag, path, paths, starts, frame, synced, publishes, id))
 
         self._on_all_ranks(begin)
 
@@ -522,6 +545,13 @@ def _ranks_of(folder: str) -> int:
         return 0
     found = [re.fullmatch(r"(?:.*_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt", name) for name in names]
     return max((int(name[1]) + 1 for name in found if name), default=0)
+
+
+def _ranks_in(path: str) -> int:
+    """Return how many ranks have saved a model, by its file; 0 if that cannot be read."""
+    with contextlib.suppress(Exception):
+        return int(torch.load(path, "meta", weights_only=False, mmap=True)["dp_world_size"])
+    return 0
 
 
 def _other_ranks(folder: str, there: int, here: int) -> CheckpointError:

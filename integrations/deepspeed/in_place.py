@@ -7,6 +7,7 @@ it says so to whoever loads it; it names the checkpoint, so that it never goes w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -137,3 +138,11 @@ class Frame:
 def write_stub(path: str, id: str) -> None:
     """Write the file that has DeepSpeed's name."""
     torch.save({OPTIMIZERS[0]: InPlace(id)}, path)
+
+
+def read_stub(path: str) -> str | None:
+    """Return the id of the checkpoint that a file names; None if it names none."""
+    with contextlib.suppress(Exception), torch.serialization.safe_globals([InPlace]):
+        found = torch.load(path, "cpu", weights_only=True)[OPTIMIZERS[0]]
+        return found.id if isinstance(found, InPlace) else None
+    return None

@@ -160,7 +160,14 @@ def _frames(checkpoint: str) -> dict[str, str]:
             "CHECKPOINT", checkpoint, f"there is no whole {in_place.FOLDER} in it; give {MADE_BY[DEEPSPEED]}"
         )
     with Checkpoint(folder) as opened:
-        return {in_place.Frame.decode(opened.extra(m.rank)).file: folder for m in opened.manifests}
+        frames = {in_place.Frame.decode(opened.extra(m.rank)).file: folder for m in opened.manifests}
+    for name in frames:
+        if in_place.read_stub(os.path.join(checkpoint, name)) != opened.id:
+            raise CheckpointError(
+                f"{name} does not go with the state in {folder}: the tag was saved again since, with another layout "
+                "(load it as it is) or not to the end (load another)"
+            )
+    return frames
 
 
 def _read(path: str, framework: str) -> dict[str, Any]:

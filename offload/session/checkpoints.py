@@ -219,6 +219,11 @@ class Checkpoints:
         if pending.error is not None:
             raise pending.error
 
+    def has_begun(self, id: str) -> bool:
+        """Return whether the newest save has an id: it is under way or has ended, even if an interrupt hid that."""
+        saves = self._parts.saves
+        return any(save is not None and save.snapshot.id == id for save in (saves.pending, saves.last))
+
     @property
     def kept(self) -> tuple[str, ...]:
         """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.

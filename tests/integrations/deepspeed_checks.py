@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -595,6 +596,8 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
 @check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
+    import shutil
+
     import pytest
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -644,6 +647,11 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
                     assert (place / "out" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
                 for tag, out in (("here", "out"), ("stock", "other"), ("none", "other")):
                     assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                (place / "here" / state_files[0]).rename(place / "away")
+                assert offload_main(["export", str(place / "here"), str(place / "other"), "--for", "deepspeed"]) == 1
+                shutil.copy(place / "stock" / state_files[0], place / "here")
+                assert offload_main(["export", str(place / "here"), str(place / "other"), "--for", "deepspeed"]) == 1
+                (place / "away").rename(place / "here" / state_files[0])
                 assert not (place / "other").exists()
             torch.distributed.barrier()
         with training(case, ours=True) as engine:
@@ -660,6 +668,173 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
         with training(case, ours=True) as engine:
             engine.load_checkpoint(str(place))
             assert_same(state_of(engine), whole[1])
+
+
+def save_and_wait(engine: Any, place: Path, tag: str) -> None:
+    engine.save_checkpoint(str(place), tag=tag)
+    engine.optimizer.wait_checkpoint()
+
+
+@check
+def saves_behind_leave_what_latest_names(folder: Path) -> None:
+    """What a session keeps goes when `latest` names the tag; another save of its engine waits for that."""
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import stream
+
+    def fails(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    write_state = stream.write_state
+
+    def late(*given: Any) -> None:
+        time.sleep(0.5)
+        write_state(*given)
+
+    rank = torch.distributed.get_rank()
+    case = Case(3, offload={**paths(folder), "checkpoint": {"layout": "in_place"}})
+    with training(case, ours=True) as engine:
+        train(engine, case, 0, 1)
+        engine.save_checkpoint(str(folder), tag="here")
+        state = state_of(engine)
+    case = Case(3, offload={**paths(folder), "checkpoint": {"wait": False}})
+    with training(case, ours=True) as engine:
+        engine.load_checkpoint(str(folder))
+        train(engine, case, 1, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "write_state", fails)
+            with pytest.raises(offload_error()):
+                save_and_wait(engine, folder, "fails")
+    with training(case, ours=True) as engine:
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path.startswith(str(folder / "here"))
+        assert_same(state_of(engine), state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "write_state", late)
+            engine.save_checkpoint(str(folder), tag="next")
+            train(engine, case, 1, 1)
+            engine.optimizer.offload.checkpoints.save(folder / f"own-{rank}")
+            engine.optimizer.offload.checkpoints.wait()
+        train(engine, case, 2, 1)
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path.startswith(str(folder / "next"))
+        assert_same(state_of(engine), state)
+        assert engine.optimizer.offload.checkpoints.kept == (str(folder / f"own-{rank}"),)
+
+
+@check
+def models_are_saved_behind_beside_each_other(folder: Path) -> None:
+    """To one folder, named from a directory that the program then leaves."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import stream
+
+    write_state = stream.write_state
+
+    def late(*given: Any) -> None:
+        time.sleep(0.5)
+        write_state(*given)
+
+    for layout in ("stock", "in_place"):
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
+        with (
+            training(case, ours=True) as one,
+            training(case, ours=True) as other,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(stream, "write_state", late)
+            patch.chdir(folder)
+            for steps, engine in enumerate((one, other), 1):
+                train(engine, case, 0, steps)
+                engine.save_checkpoint(f"{layout}-tags", tag=f"behind-{steps}")
+            patch.chdir("/")
+            for steps, engine in enumerate((one, other), 1):
+                state = state_of(engine)
+                train(engine, case, steps, 1)
+                engine.optimizer.wait_checkpoint()
+                engine.load_checkpoint(str(folder / f"{layout}-tags"), tag=f"behind-{steps}")
+                assert_same(state_of(engine), state)
+
+
+@check
+def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
+    """Also where the engine has its part already: nothing writes to the tag's files when it is saved again."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import stream
+    from offload.session.checkpoints import Checkpoints
+
+    save, write_state = Checkpoints.save, stream.write_state
+
+    def is_interrupted(*given: Any, **named: Any) -> None:
+        save(*given, **named)
+        raise KeyboardInterrupt
+
+    def is_not_reached(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    def late(*given: Any) -> None:
+        while not engine.optimizer._behind._pending.is_given_up:
+            time.sleep(0.01)
+        write_state(*given)
+
+    for layout in ("stock", "in_place"):
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
+        place = folder / layout
+        with training(case, ours=True) as engine:
+            for step, instead in enumerate((is_interrupted, is_not_reached)):
+                train(engine, case, step, 1)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(stream, "write_state", late)
+                    patch.setattr(Checkpoints, "save", instead)
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.save_checkpoint(str(place), tag="tag")
+                state = state_of(engine)
+                engine.save_checkpoint(str(place), tag="tag")
+                train(engine, case, step + 1, 1)
+                path, _ = engine.load_checkpoint(str(place))
+                assert path.startswith(str(place / "tag"))
+                assert_same(state_of(engine), state)
+
+
+@check
+def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
+    """DeepSpeed is lent tensors without memory for a save; a Ctrl-C while they are taken back changes nothing."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (1, 3):
+        case = Case(stage, offload=paths(folder))
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(str(folder), tag=f"{stage}")
+            state = state_of(engine)
+            whole = train(engine, case, 1, 2), state_of(engine)
+        for trains in (False, True):
+            with training(case, ours=True) as engine:
+                train(engine, case, 0, 1)
+                cls, lasts = type(engine.optimizer), iter([True, True])
+                take_back = cls._take_back
+
+                def interrupted(optimizer: Any, take_back: Any = take_back, lasts: Any = lasts) -> None:
+                    if next(lasts, False):
+                        raise KeyboardInterrupt
+                    take_back(optimizer)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(cls, "_take_back", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.save_checkpoint(str(folder), tag="interrupted")
+                if trains:
+                    assert train(engine, case, 1, 2) == whole[0]
+                    assert_same(state_of(engine), whole[1])
+                engine.load_checkpoint(str(folder), tag=f"{stage}")
+                assert_same(state_of(engine), state)
+                assert train(engine, case, 1, 2) == whole[0]
 
 
 @check
@@ -952,6 +1127,82 @@ def a_model_that_one_rank_cannot_write_fails_the_save_on_every_rank(folder: Path
                 engine.save_checkpoint(str(saved), tag="tag")
             assert not (saved / "latest").exists()
             train(engine, case, 1, 1)
+
+
+@check
+def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path) -> None:
+    """Within seconds, whether that is its manifest, the commit or `latest`; the next save is whole."""
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload import CheckpointError
+    from offload.checkpoint import commit
+
+    def fails(*given: Any) -> None:
+        time.sleep(0.2)  # others wait by then
+        raise CheckpointError("no room")
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for layout, wait, name, failing in (
+        ("in_place", True, "pin", world - 1),
+        ("in_place", False, "seal_commit", 0),
+        ("in_place", False, "latest", 0),
+        ("stock", False, "latest", 0),
+    ):
+        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
+        place = folder / f"{layout}-{name}"
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            if rank == 0 and name == "latest":
+                (place / "latest").mkdir(parents=True)
+            torch.distributed.barrier()
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == failing and name != "latest":
+                    patch.setattr(commit, name, fails)
+                started_s = time.monotonic()
+                with pytest.raises(offload_error()):
+                    save_and_wait(engine, place, "fails")
+                assert time.monotonic() - started_s < commit.RANKS_TIMEOUT_S / 10
+            torch.distributed.barrier()
+            if rank == 0 and name == "latest":
+                (place / "latest").rmdir()
+            torch.distributed.barrier()
+            assert not (place / "latest").exists()
+            train(engine, case, 1, 1)
+            state = state_of(engine)
+            engine.save_checkpoint(str(place), tag="whole")
+            path, _ = engine.load_checkpoint(str(place))
+            assert path.startswith(str(place / "whole"))
+            assert_same(state_of(engine), state)
+
+
+@check
+def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) -> None:
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for layout in ("stock", "in_place"):
+        case = Case(2, offload={**paths(folder), "checkpoint": {"layout": layout}})
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(str(folder), tag=layout)
+            state = state_of(engine)
+            torch.distributed.barrier()
+            file = Path(engine._get_zero_ckpt_name(str(folder), layout))
+            if torch.distributed.get_rank() == 0:
+                file.rename(file.with_suffix(".away"))
+                (folder / layout / file.name.replace("rank_0", "rank_7")).touch()  # of more ranks before
+            torch.distributed.barrier()
+            with pytest.raises((OSError, offload_error())):
+                engine.load_checkpoint(str(folder), tag=layout)
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                file.with_suffix(".away").rename(file)
+            torch.distributed.barrier()
+            engine.load_checkpoint(str(folder), tag=layout)
+            assert_same(state_of(engine), state)
 
 
 @check
