@@ -50,7 +50,7 @@ def check_verl() -> None:
         ConfigError: It cannot be imported, or something has moved; names it.
     """
     try:
-        version = str(import_module("verl").__version__)
+        version = str(getattr(import_module("verl"), "__version__", "without a version"))
         owners = {_UTILS: import_module(_UTILS), ".".join(_MANAGER): getattr(import_module(_MANAGER[0]), _MANAGER[1])}
     except ImportError as error:
         raise ConfigError("verl", f"cannot be imported: {error}", "pip install verl, with what it needs") from error
