@@ -38,7 +38,9 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "_save_checkpoint": "save_dir tag",
         "_save_zero_checkpoint": "save_path tag",
         "_get_zero_ckpt_name": "checkpoints_path tag",
+        "_get_ckpt_name": "checkpoints_path tag",
         "_load_checkpoint": "load_dir tag",
+        "_get_all_zero_checkpoints": "load_dir tag",
     },
     _STAGE3: {
         "_create_fp32_partitions": "",
