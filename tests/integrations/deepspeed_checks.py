@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -1284,6 +1285,64 @@ def alone_trainer(folder: Path) -> None:
         )
     assert len(histories[0]) == 6
     assert histories[1][-3:] == histories[0][-3:], f"{histories}"
+
+
+@check
+def alone_trainer_killed(folder: Path) -> None:
+    """Under the Trainer with `save_total_limit=1`: go on from a whole checkpoint until somebody kills this."""
+    import torch
+    from deepspeed_runs import offload_deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    offload_deepspeed.enable()
+    out, steps = folder / "out", 8
+    saving = {"wait": False, "layout": os.environ.get("LAYOUT", "stock")}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "multi_tier_offload": {**paths(folder), "checkpoint": saving},
+    }
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 50, (24, 8))]
+    kill_after_s = float(os.environ.get("KILL_AFTER_S", "inf"))
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        deepspeed=config,
+        max_steps=steps,
+        save_steps=1,
+        save_total_limit=1,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+    class Kill(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            if state.global_step == first + 1 and kill_after_s < math.inf:
+                threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    # One that a kill has cut short has no `latest` of DeepSpeed's, or lacks what the Trainer writes last.
+    whole = [f for f in out.glob("checkpoint-*") if (f / "latest").exists() and (f / "trainer_state.json").exists()]
+    newest = max(whole, key=lambda place: int(place.name.partition("-")[2]), default=None)
+    first = int(newest.name.partition("-")[2]) if newest is not None else 0
+    for other in out.glob("checkpoint-*"):
+        if other != newest:
+            shutil.rmtree(other)
+    if (out / "went").exists():
+        assert newest is not None, sorted(map(str, out.rglob("*")))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, vocab_size=50, **shape))
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Kill()])
+    if first:
+        print(f"goes on from {first}", flush=True)
+        (out / "went").touch()
+    if first < steps:
+        trainer.train(resume_from_checkpoint=str(newest) if newest is not None else None)
+    history = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    (folder / "history.json").write_text(json.dumps(history))
 
 
 @check

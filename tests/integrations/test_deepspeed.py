@@ -132,6 +132,24 @@ def test_a_kill_while_a_checkpoint_is_written_behind_leaves_the_one_before(
     assert "went on from" in (tmp_path / "log-0").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["stock", pytest.param("in_place", marks=pytest.mark.full)])
+def test_a_killed_trainer_that_keeps_one_checkpoint_has_one(layout: str, tmp_path: Path) -> None:
+    """It deletes the older one when a save returns, so that one has to be whole by then."""
+    name, rng = "alone_trainer_killed", random.Random(layout)
+    (whole := tmp_path / "whole").mkdir()
+    (killed := tmp_path / "killed").mkdir()
+    assert start(1, whole, (name,), LAYOUT=layout) == {name: "ok"}
+    for _ in range(3):
+        found = start(1, killed, (name,), KILL_AFTER_S=str(rng.uniform(0, 0.5)), LAYOUT=layout)
+        assert found[name] == "ok" or "did not run it" in found[name], found
+    assert start(1, killed, (name,), LAYOUT=layout) == {name: "ok"}
+    histories = [json.loads((folder / name / "history.json").read_text()) for folder in (whole, killed)]
+    assert histories[0].items() >= histories[1].items()
+    assert histories[1]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [1, 2])
