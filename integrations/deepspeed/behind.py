@@ -135,7 +135,7 @@ class SavesBehind:
         else:
             pinned = os.path.join(pending.folder, PINNED, f"rank-{self._rank}")
             os.makedirs(pinned, exist_ok=True)
-            checkpoints.save(pinned, on_done=lambda error: self._write(pending, pinned, error))
+            checkpoints.save(pinned, mirrored=False, on_done=lambda error: self._write(pending, pinned, error))
         self._pending = pending
 
     def settle(self) -> None:
