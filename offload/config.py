@@ -319,8 +319,12 @@ class OffloadConfig:
         if not self.paths or not self.checkpoints:
             allowed = "give paths, and keep at least 1 checkpoint: what is saved without is a copy already"
             raise ConfigError("mirror", name, allowed)
+        from offload.tiers import parse_place  # as in `for_rank`
+
+        parts = parse_place(name, "mirror").parts()
         for path in self.path_configs:
-            if _whole_name(name).startswith(_whole_name(path.path)):
+            outer = parse_place(path.path).parts()
+            if parts[: len(outer)] == outer:
                 raise ConfigError("mirror", name, f"name a place outside of {path.path}, on another device")
         self._set("mirror", name)
 
@@ -406,12 +410,6 @@ def check_text(field: str, value: str) -> None:
         bad = True
     if bad:
         raise ConfigError(field, value, "use a path whose name is UTF-8")
-
-
-def _whole_name(path: str) -> str:
-    """Return a path's name such that the names of what lies in it begin with it."""
-    name = path if path.startswith("s3:") else os.path.realpath(path.removeprefix("file://"))
-    return name.rstrip("/") + "/"
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:

@@ -98,12 +98,19 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(
-        self, source: str, id: str, rank: int, ranks: int, find_ended: Callable[[], Collection[int]] = tuple
+        self,
+        source: str,
+        id: str,
+        rank: int,
+        ranks: int,
+        find_ended: Callable[[], Collection[int]] = tuple,
+        *,
+        is_new: bool = True,
     ) -> None:
-        """Mirror a checkpoint next, in the place of another one that has not begun."""
+        """Mirror a checkpoint next, in the place of another one that has not begun; see `Part`."""
         if self._path is None or any(task.id == id for task in self._tasks):
             return
-        task = _Task(source, Part(self._folder(source), id, rank, ranks, find_ended))
+        task = _Task(source, Part(self._folder(source), id, rank, ranks, find_ended, is_new))
         with self._lock:
             passed = [each for each in self._tasks if not each.is_taken]
             self._tasks = (*(each for each in self._tasks if each.is_taken), task)

@@ -6,13 +6,14 @@ again, so no kind of path has to take one over. Ranks tell each other by such fi
 
     rank 0's progress file is there: the others are to copy their parts
     it has gone, and there is no `COMMIT`: rank 0 has given up
-    a rank's failure file is there: rank 0 is to give up
+    a rank's failure file is there: the others are to give up; it stays until the folder mirrors another checkpoint
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,9 @@ from offload.tiers.place import Folder
 BATCH_BYTES = 256 << 20
 """Bytes after which what has been copied is made durable and noted; also what a store grows by."""
 
+FAILURE = re.compile(r"failed-[0-9a-f]{32}-\d+")
+"""Names of failure files."""
+
 log = logging.getLogger("offload")
 
 
@@ -51,6 +55,7 @@ class Part:
         rank: The rank.
         ranks: The number of ranks.
         find_ended: Returns ranks that are known to have ended.
+        is_new: Whether the checkpoint has just been saved, so that no earlier session has tried to copy it.
     """
 
     folder: Folder
@@ -58,6 +63,7 @@ class Part:
     rank: int
     ranks: int
     find_ended: Callable[[], Collection[int]]
+    is_new: bool
 
     def progress_name(self, rank: int) -> str:
         """Return the name of a rank's progress file."""
@@ -73,13 +79,20 @@ class Part:
         return commit is not None and commit.id == self.id
 
     def has_begun(self) -> bool:
-        """Return whether rank 0 has begun, and has not given up."""
-        return self.progress_name(0) in self.folder.names() or self.is_committed()
+        """Return whether rank 0 has begun, and has not given up.
+
+        Raises:
+            CheckpointError: It has failed before this rank could see that it had begun.
+        """
+        names = self.folder.names()
+        if self.is_new and self.failure_name(0) in names:
+            raise CheckpointError("rank 0 has failed; see what it says")
+        return self.progress_name(0) in names or self.is_committed()
 
     def note_failure(self) -> None:
-        """Tell rank 0 that this rank has failed."""
+        """Tell the other ranks that this one has failed."""
         with contextlib.suppress(OffloadError):
-            if self.rank > 0:
+            if self.ranks > 1:
                 self.folder.write(self.failure_name(self.rank), b"\n")
 
     def find_failed(self) -> list[int]:
@@ -122,8 +135,9 @@ class PartCopy:
         """
         part = self.part
         self.progress = self._found()
-        for rank in range(1, part.ranks if part.rank == 0 else 0):
-            part.folder.delete(part.failure_name(rank))
+        for name in part.folder.names() if part.rank == 0 else ():
+            if FAILURE.fullmatch(name):
+                part.folder.delete(name)
         self._note(*self.progress.stores)
 
     def _found(self) -> MirrorProgress:
@@ -211,18 +225,17 @@ class PartCopy:
         if self.job is not None and self.job.is_doubtful:
             has_ended = False
             with contextlib.suppress(OffloadError):
-                has_ended = part.rank > 0 and not part.has_begun()
+                names = part.folder.names()
+                has_ended = part.rank > 0 and part.progress_name(0) not in names and not part.is_committed()
             if not has_ended:
                 self.keep()
                 return
             self.job.undo()
         self.close()
-        names = [part.failure_name(rank) for rank in range(part.ranks if part.rank == 0 else 0)]
         with contextlib.suppress(OffloadError):
             for store, _ in self.progress.stores:
                 remove(judge(parse_place(part.folder.path).store(store)))
-            for name in (*names, part.progress_name(part.rank)):
-                part.folder.delete(name)
+            part.folder.delete(part.progress_name(part.rank))
 
     def close(self) -> None:
         """Close the store; idempotent."""

@@ -505,7 +505,7 @@ class Saves:
         """Mirror the checkpoint that was loaded, if it is not: the session that saved it may have been killed."""
         refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
         if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
-            self._mirror.offer(checkpoint.path, checkpoint.id, rank, ranks)
+            self._mirror.offer(checkpoint.path, checkpoint.id, rank, ranks, is_new=False)
 
     def _lock(self, stores: Sequence[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
         """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""
