@@ -103,24 +103,35 @@ def places(tmp_path: Path) -> dict[str, Any]:
 
 
 class Gate:
-    """Holds the mirror before it writes anything, until `open`."""
+    """Holds the mirror until `open`: before it writes a tile, or, where it is `early`, before it reads anything."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mirror: Path, *, early: bool = False) -> None:
         self.reached, self.is_open = threading.Event(), threading.Event()
-        monkeypatch.setattr(part_copy, "open_tier", self._open)
+        plain_prepare = DirectoryFolder.prepare
 
-    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        def prepare(folder: DirectoryFolder) -> None:
+            if early and folder.path.startswith(str(mirror)):
+                self._hold()
+            plain_prepare(folder)
+
+        def opening(*arguments: Any, **settings: Any) -> Any:
+            self._hold()
+            return open_tier(*arguments, **settings)
+
+        monkeypatch.setattr(DirectoryFolder, "prepare", prepare)
+        monkeypatch.setattr(part_copy, "open_tier", opening)
+
+    def _hold(self) -> None:
         self.reached.set()
         assert self.is_open.wait(120)
-        return open_tier(*arguments, **settings)
 
     def open(self) -> None:
         self.is_open.set()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
+@pytest.fixture(params=[False, True], ids=["late", "early"])
+def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
+    return Gate(monkeypatch, tmp_path / "mirror", early=request.param)
 
 
 # What a mirror has
@@ -527,7 +538,8 @@ def assert_ranks_hold(folder: Path, expected: list[torch.Tensor]) -> None:
 def test_ranks_mirror_the_same_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool, two: Ranks
 ) -> None:
-    gate = Gate(monkeypatch)  # one rank is in it, or both are: the other one may learn of it by the next COMMIT alone
+    # One rank is in it, or both are: the other one may learn of it by the next COMMIT alone.
+    gate = Gate(monkeypatch, tmp_path / "mirror")
     saved: dict[int, list[torch.Tensor]] = {}
     for number in range(5):
         folder = tmp_path / ("ck" if one_folder else f"ck{number}")
@@ -545,6 +557,35 @@ def test_ranks_mirror_the_same_checkpoints(
         assert sorted(entry.name for entry in (tmp_path / "mirror").iterdir()) == ["ck0", "ck4"]
         for number in (0, 4):
             assert_ranks_hold(tmp_path / "mirror" / f"ck{number}", saved[number])
+
+
+@pytest.mark.parametrize("one_folder", [False, True], ids=["folders", "one folder"])
+def test_a_rank_that_has_not_looked_keeps_what_rank_0_mirrors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool, two: Ranks
+) -> None:
+    gate, looks = Gate(monkeypatch, tmp_path / "mirror"), threading.Event()
+    plain = part_copy.Part.has_begun
+
+    def has_begun(part: part_copy.Part) -> bool:
+        assert looks.wait(120)
+        return plain(part)
+
+    monkeypatch.setattr(part_copy.Part, "has_begun", has_begun)
+    for number in range(3):
+        saved = two.save(tmp_path / ("ck" if one_folder else f"ck{number}"))
+        if number == 0:
+            assert gate.reached.wait(60)
+            first = saved
+    looks.set()
+    gate.open()
+    two.wait_mirror()
+    for rank in two.shards:
+        with Checkpoint(tmp_path / ("ck" if one_folder else "ck2")) as checkpoint:
+            own_bytes = sum(checkpoint.manifests[rank.rank].tile_bytes.values())
+        assert rank.engine.metrics()["mirrored_bytes"] == 2 * own_bytes
+    if not one_folder:
+        assert_ranks_hold(tmp_path / "mirror" / "ck0", first)
+    assert_ranks_hold(tmp_path / "mirror" / ("ck" if one_folder else "ck2"), saved)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
