@@ -25,13 +25,12 @@ import psutil
 
 from offload import waits
 from offload.checkpoint.commit import RANKS_TIMEOUT_S, CommitJob, KeptCheckpoint
-from offload.checkpoint.folder import open_folder
 from offload.checkpoint.part_copy import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import is_read, is_same, store_folder
+from offload.checkpoint.stores import is_read, store_folder
 from offload.errors import CheckpointError, ConfigError
 from offload.plan.budget import CHECKPOINT_BUFFERS
-from offload.tiers.place import Folder
+from offload.tiers import parse_place
 
 log = logging.getLogger("offload")
 
@@ -82,9 +81,9 @@ class Mirror:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = waits.BackgroundWork(self._run, "offload-mirror")
 
-    def _folder(self, source: str) -> Folder:
+    def _target(self, source: str) -> str:
         """Return the folder that mirrors a checkpoint's."""
-        return open_folder(f"{(self._path or '').rstrip('/')}/{source.rstrip('/').rpartition('/')[2]}")
+        return f"{(self._path or '').rstrip('/')}/{source.rstrip('/').rpartition('/')[2]}"
 
     def check(self, folder: str) -> None:
         """Verify that a checkpoint's folder is not its mirror.
@@ -92,7 +91,9 @@ class Mirror:
         Raises:
             ConfigError: It is.
         """
-        if self._path is not None and any(is_same(folder, p) for p in (self._path, self._folder(folder).path)):
+        if self._path is None:
+            return
+        if parse_place(folder).parts() in [parse_place(p).parts() for p in (self._path, self._target(folder))]:
             raise ConfigError("path", folder, f"save to a folder outside of {self._path}, which is the mirror")
 
     # On the engine thread, and on the committing one
@@ -110,7 +111,7 @@ class Mirror:
         """Mirror a checkpoint next, in the place of another one that has not begun; see `Part`."""
         if self._path is None or any(task.id == id for task in self._tasks):
             return
-        task = _Task(source, Part(self._folder(source), id, rank, ranks, find_ended, is_new))
+        task = _Task(source, Part(self._target(source), id, rank, ranks, find_ended, is_new))
         with self._lock:
             passed = [each for each in self._tasks if not each.is_taken]
             self._tasks = (*(each for each in self._tasks if each.is_taken), task)

@@ -17,10 +17,12 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
     Manifest,
     MirrorProgress,
@@ -45,12 +47,12 @@ FAILURE = re.compile(r"failed-[0-9a-f]{32}-\d+")
 log = logging.getLogger("offload")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """One rank's part of a checkpoint in a folder that mirrors another.
 
     Attributes:
-        folder: The folder that mirrors it.
+        path: The folder that mirrors it.
         id: The save's id.
         rank: The rank.
         ranks: The number of ranks.
@@ -58,12 +60,17 @@ class Part:
         is_new: Whether the checkpoint has just been saved, so that no earlier session has tried to copy it.
     """
 
-    folder: Folder
+    path: str
     id: str
     rank: int
     ranks: int
     find_ended: Callable[[], Collection[int]]
     is_new: bool
+
+    @cached_property
+    def folder(self) -> Folder:
+        """The folder, opened when it is first used: a bucket's client takes its time."""
+        return open_folder(self.path)
 
     def progress_name(self, rank: int) -> str:
         """Return the name of a rank's progress file."""
