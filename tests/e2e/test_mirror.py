@@ -206,6 +206,7 @@ def test_only_what_is_not_mirrored_is_mirrored(tmp_path: Path, places: dict[str,
     with Run(**places) as run:
         run.train()
         run.optimizer.save_checkpoint(tmp_path / "copy", copy=True)
+        run.optimizer.engine.checkpoints.save(tmp_path / "own", mirrored=False)
         saved = run.save(tmp_path / "ck")
         run.optimizer.wait_checkpoint()
         run.optimizer.wait_mirror()
