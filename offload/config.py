@@ -185,6 +185,10 @@ class OffloadConfig:
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is
             room for them and for the next one. None: 1, or as there is room: without it, saving raises.
+        mirror: A directory that exists, or "s3://bucket/prefix", that gets a copy of each committed checkpoint behind
+            training: a self-contained one, in a folder of the same name. The plan makes room for one more checkpoint
+            on the paths, which is kept while it is copied. Where several are committed meanwhile, the newest is next.
+            Checkpoints that are copies anyway are not mirrored.
         io_backend: How directories are read and written: "io_uring" (an error where the system refuses it),
             "threads", "asyncio" (through aiofiles), or "auto": io_uring where it works, else threads, and asyncio on
             network file systems without O_DIRECT.
@@ -235,6 +239,7 @@ class OffloadConfig:
     keep_grads: bool = True
     checksum: bool = True
     checkpoints_kept: int | None = None
+    mirror: str | None = None
     io_backend: str = "auto"
     path_lock: str | int = "auto"
     stall_timeout_s: float = 300.0
@@ -284,6 +289,7 @@ class OffloadConfig:
             timeout_s = getattr(self, field)
             if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
                 raise ConfigError(field, timeout_s, "give seconds, greater than 0")
+        self._check_mirror()
         self._check_placement()
         _check_choice("state_format", self.state_format, tuple(STATE_FORMATS))
         names = self.exact_names
@@ -300,6 +306,27 @@ class OffloadConfig:
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
         if not is_share and value not in ("auto", "cpu", "gpu"):
             raise ConfigError("placement", value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
+
+    def _check_mirror(self) -> None:
+        value = self.mirror
+        if value is None:
+            return
+        name = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(name, str) or not name:
+            raise ConfigError("mirror", value, "name a directory or s3://bucket/prefix, or none for no mirror")
+        check_text("mirror", name)
+        name = os.path.expanduser(name)
+        if not self.paths or not self.checkpoints:
+            allowed = "give paths, and keep at least 1 checkpoint: what is saved without is a copy already"
+            raise ConfigError("mirror", name, allowed)
+        from offload.tiers import parse_place  # as in `for_rank`
+
+        parts = parse_place(name, "mirror").parts()
+        for path in self.path_configs:
+            outer = parse_place(path.path).parts()
+            if parts[: len(outer)] == outer:
+                raise ConfigError("mirror", name, f"name a place outside of {path.path}, on another device")
+        self._set("mirror", name)
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

@@ -18,7 +18,8 @@ class Limits:
         in_transit_bytes: Of gradients that are held until they are read; beyond that, backward waits on the GPU.
         large_copy_bytes: State that is handed out at once lies in a file if it is larger.
         settle_s: How long what has been given up may take to end in good order.
-        close_s: How long `close` waits for other ranks' parts of a checkpoint; who needs more waits before it.
+        close_s: How long `close` waits for other ranks' parts of a checkpoint, and for the mirror; who needs more
+            waits before it.
         unwind_s: How long `close` waits for devices with an exception on its way, which nobody sees before.
     """
 

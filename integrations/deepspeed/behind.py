@@ -152,6 +152,7 @@ class SavesBehind:
             if pending.frame is not None:
                 checkpoints.save(
                     os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
+                    mirrored=False,  # a mirror has the engines' part alone
                     extra=partial(self._stand_in, pending, pending.frame.encode()),
                     on_commit=partial(self._name, pending),
                     on_done=partial(self._end, pending, ""),
@@ -169,6 +170,7 @@ class SavesBehind:
                 os.makedirs(pinned, exist_ok=True)
                 checkpoints.save(
                     pinned,
+                    mirrored=False,
                     on_commit=partial(self._write, pending, pinned),
                     on_done=partial(self._end, pending, pinned),
                     id=pending.id,

@@ -126,6 +126,10 @@ class CommitJob:
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
         find_ended: Returns ranks that are known to have ended.
+        claim: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is mirroring, or
+            "", and begins to mirror no other until the save has ended.
+        told: Called on other ranks, before anything is released, with the id that `claim` has returned.
+        is_needed: Returns whether somebody needs the slots of an older checkpoint, which then stays.
         on_commit: Called once there is a checkpoint; older ones stay where it raises.
         doubtful: Checkpoints of this session that were in doubt so far.
         abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
@@ -145,6 +149,9 @@ class CommitJob:
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
     find_ended: Callable[[], Collection[int]] = tuple
+    claim: Callable[[], str] = str
+    told: Callable[[str], object] = str
+    is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
     on_commit: Callable[[], object] = tuple
     doubtful: Sequence[KeptCheckpoint] = ()
     abandoned_ids: Sequence[str] = ()
@@ -154,6 +161,7 @@ class CommitJob:
     undone: bool = False
     awaited: str = ""
     _is_named: bool = False  # COMMIT may name this rank's part from now on
+    _mirrored: str = ""  # the checkpoint whose files stay here until it is mirrored
 
     @property
     def is_doubtful(self) -> bool:
@@ -187,6 +195,7 @@ class CommitJob:
         folder, manifest = self.folder, self.manifest
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
+            earlier_ids = tuple(id for id in earlier_ids if id != manifest.id)  # as where two sessions mirror one
             for ref in manifest.stores:
                 pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
             if self.extra is not None:
@@ -199,7 +208,9 @@ class CommitJob:
                     raise CheckpointError(f"{folder.path} was not committed: the session broke")
                 self._is_named = True
                 replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
-                folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced)))
+                self._mirrored = self.claim()
+                mirrored = self._mirrored if manifest.ranks > 1 and self._mirrored else None
+                folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced, mirrored)))
             else:
                 self._wait(
                     lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
@@ -207,16 +218,22 @@ class CommitJob:
                 )
         except CheckpointError:
             if not self._is_named or (manifest.rank == 0 and self._is_not_there()):
-                self._undo(folder, manifest.id, [self._store(ref) for ref in manifest.stores])
-                self.undone = True
+                self.undo()
             raise
         self.committed = True
         try:
+            if manifest.rank > 0 and (mirrored := read_commit(folder).mirrored) is not None:
+                self.told(mirrored)
             self.on_commit()
             self._settle()
             self._tidy()
         except Exception as error:  # the checkpoint has been committed all the same
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
+
+    def undo(self) -> None:
+        """Delete the files and pins of a checkpoint in doubt; the caller knows that nobody will commit it."""
+        self._undo(self.folder, self.manifest.id, [self._store(ref) for ref in self.manifest.stores])
+        self.undone = True
 
     def _store(self, ref: StoreRef) -> Folder:
         return store_folder(self.folder.path if ref.path is None else ref.path, ref.store)
@@ -310,7 +327,8 @@ class CommitJob:
                     self.folder.delete(RELEASED_NAME)
                 # Not those of other ids: another save to this folder may be under way.
                 for name in self.folder.names():
-                    if OWN_FILE.fullmatch(name) and name.split("-")[1] in replaced:
+                    id = name.split("-")[1] if OWN_FILE.fullmatch(name) else ""
+                    if id in replaced and id != self._mirrored:
                         self.folder.delete(name)
         except CheckpointError as error:
             _log.warning("%s", error)
@@ -324,7 +342,8 @@ class CommitJob:
                     _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
-        if release(checkpoint, f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"):
+        note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"
+        if release(checkpoint, note, is_needed=self.is_needed):
             self.released.append(checkpoint)
 
 
@@ -337,7 +356,18 @@ def _is_there(folder: Folder, id: str) -> bool | None:
         return None
 
 
-def release(checkpoint: KeptCheckpoint, note: str, *, missing: bool = False) -> bool:
+def is_being_read(checkpoint: KeptCheckpoint) -> bool:
+    """Return whether somebody is known to read a checkpoint's stores."""
+    return any(is_read(store_folder(path, store)) for path, store in checkpoint.stores)
+
+
+def release(
+    checkpoint: KeptCheckpoint,
+    note: str,
+    *,
+    missing: bool = False,
+    is_needed: Callable[[KeptCheckpoint], bool] = is_being_read,
+) -> bool:
     """Release a checkpoint: withdraw it from its folder, and take its pins off its stores.
 
     `RELEASED` names it, then its `COMMIT` goes. It stays if neither is in its folder, which may have been moved.
@@ -346,12 +376,13 @@ def release(checkpoint: KeptCheckpoint, note: str, *, missing: bool = False) -> 
         checkpoint: The checkpoint.
         note: The reason, for whoever looks for it.
         missing: Free its slots even if it is not in its folder: the caller knows that it is gone.
+        is_needed: Returns whether somebody needs its slots.
 
     Returns:
         Whether its slots are free now. If not, the log says why.
     """
     try:
-        if any(is_read(store_folder(path, store)) for path, store in checkpoint.stores):
+        if is_needed(checkpoint):
             _log.info("%s stays for now: somebody is reading it", checkpoint.folder)
             return False
         verdict = standing(checkpoint.pin, "") if checkpoint.rank == 0 else _standing_at_first_rank(checkpoint)
@@ -371,7 +402,7 @@ def release(checkpoint: KeptCheckpoint, note: str, *, missing: bool = False) -> 
             return False
         if verdict is not Standing.MISSING:
             _withdraw(checkpoint, note, committed=verdict is Standing.HELD)  # then this is rank 0
-        if any(is_read(store_folder(path, store)) for path, store in checkpoint.stores):
+        if is_needed(checkpoint):
             return False  # somebody opened it meanwhile
         _forget(checkpoint)
     except CheckpointError as error:

@@ -68,21 +68,28 @@ def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
     """
     commit = read_commit(folder)
     id, ranks = commit.id, commit.ranks
-    manifests = []
-    for rank in range(ranks):
-        name = manifest_name(id, rank)
-        where = os.path.join(folder.path, name)
-        content = folder.read(name)
-        if content is None:
-            raise CheckpointError(f"{where} is missing: the checkpoint was written by {ranks} ranks")
-        manifest = decode(content, where)
-        if (manifest.id, manifest.rank, manifest.ranks) != (id, rank, ranks):
-            part = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
-            raise CheckpointError(f"{where} belongs to another checkpoint: it is of {part}")
-        manifests.append(manifest)
+    manifests = [read_manifest(folder, id, rank, ranks) for rank in range(ranks)]
     if len({manifest.step for manifest in manifests}) > 1:
         raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {[m.step for m in manifests]}")
     return id, manifests
+
+
+def read_manifest(folder: Folder, id: str, rank: int, ranks: int) -> Manifest:
+    """Return one rank's manifest of a save.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another checkpoint.
+    """
+    name = manifest_name(id, rank)
+    where = os.path.join(folder.path, name)
+    content = folder.read(name)
+    if content is None:
+        raise CheckpointError(f"{where} is missing: the checkpoint was written by {ranks} ranks")
+    manifest = decode(content, where)
+    if (manifest.id, manifest.rank, manifest.ranks) != (id, rank, ranks):
+        part = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
+        raise CheckpointError(f"{where} belongs to another checkpoint: it is of {part}")
+    return manifest
 
 
 def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:

@@ -211,16 +211,28 @@ class CommitRecord(msgspec.Struct, frozen=True):
         id: Id of the checkpoint that the folder holds.
         ranks: The number of ranks that wrote it.
         replaced: Ids of checkpoints that the folder held before, and that this one has replaced, newest first.
+        mirrored: Id of the checkpoint that rank 0 was mirroring, for the other ranks; see `mirror`.
     """
 
     id: Id
     ranks: Ranks
     replaced: tuple[Id, ...] = ()
+    mirrored: Id | None = None
 
 
 class _Released(msgspec.Struct):
     ids: tuple[Id, ...]
     note: str
+
+
+class MirrorProgress(msgspec.Struct, frozen=True):
+    """How far one rank's part of a checkpoint has been mirrored.
+
+    Attributes:
+        stores: Stores in the mirror's folder, each with the number of tiles that are durable in it, in their order.
+    """
+
+    stores: tuple[tuple[uuid.UUID, Count], ...] = ()
 
 
 def check_text(value: str) -> str:
@@ -256,7 +268,8 @@ def check_metadata(value: object) -> None:
 
 def seal_commit(commit: CommitRecord) -> bytes:
     """Return the content of `COMMIT`."""
-    return seal("commit", {"id": commit.id, "ranks": commit.ranks, "replaced": list(commit.replaced[:MAX_RELEASED])})
+    body = {"id": commit.id, "ranks": commit.ranks, "replaced": list(commit.replaced[:MAX_RELEASED])}
+    return seal("commit", body | ({"mirrored": commit.mirrored} if commit.mirrored else {}))
 
 
 def unseal_commit(content: bytes, where: str) -> CommitRecord:
@@ -281,6 +294,20 @@ def unseal_released(content: bytes, where: str) -> tuple[tuple[str, ...], str]:
     """
     released = _parse("released", _Released, content, where)
     return released.ids, released.note
+
+
+def seal_progress(progress: MirrorProgress) -> bytes:
+    """Return the content of a mirror's file that says how far it is."""
+    return seal("mirror", {"stores": [[store.hex, count] for store, count in progress.stores]})
+
+
+def unseal_progress(content: bytes, where: str) -> MirrorProgress:
+    """Return how far a mirror is, from its file's content.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    return _parse("mirror", MirrorProgress, content, where)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.checkpoint.contents import read_commit, read_extra, read_manifests, some_of
+from offload.checkpoint.contents import read_commit, read_extra, read_manifest, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
 from offload.checkpoint.stores import is_same
@@ -188,11 +188,15 @@ class Checkpoint:
             or have another name now.
         whole: Whether the stores of all ranks have to be there; else those of ranks that `require` is asked for: each
             host may have stores that others do not see.
+        part: Open one rank's part of one save alone, whatever `COMMIT` says: the save's id, the rank, and the number
+            of ranks. `manifests` has that one then, and only its tiles can be read.
+        buffers: Most tiles in memory at once.
 
     Attributes:
         path: Its folder, or "s3://" prefix.
         id: The save's id.
         manifests: One for each rank that wrote it, in order.
+        queue: The queue that its stores report to; see `copy`.
 
     Raises:
         CheckpointError: There is none, it is damaged or of a newer format, or a store that it names is not there.
@@ -200,21 +204,32 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, verify: bool = True, paths: Sequence[str] = (), whole: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        paths: Sequence[str] = (),
+        whole: bool = True,
+        part: tuple[str, int, int] | None = None,
+        buffers: int = BUFFERS,
     ) -> None:
         self._folder = open_folder(path)
         self.path = self._folder.path
         self._verify, self._whole = verify, whole
         self._tiers: dict[tuple[str, str], Tier] = {}
-        self._queue = CompletionQueue()
+        self.queue = CompletionQueue()
+        self._most_buffers = buffers
         self._arena: Arena | None = None
         self._lent = self._buffers = (0, 0)
         self._buffer_bytes = 0
         self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
-        self.id, self.manifests = read_manifests(self._folder)
+        if part is None:
+            self.id, self.manifests = read_manifests(self._folder)
+        else:
+            self.id, self.manifests = part[0], [read_manifest(self._folder, *part)]
         self._parts = self._find_parts()
         # A request that is still out between two reads is stuck, and may write into its buffer at any time.
-        self._flights = Flights[_Flight](self._queue, str, STALL_S)
+        self._flights = Flights[_Flight](self.queue, str, STALL_S)
         # On a thread of its own, so that no interrupt comes between what is opened and taking note of it.
         self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
         self._end = waits.BackgroundWork(self._close, "offload-close")
@@ -223,7 +238,10 @@ class Checkpoint:
             waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")
             if self._opening.error is not None:
                 raise self._opening.error
-            if read_commit(self._folder).id != self.id:  # before its stores were marked as being read
+            # It may have been replaced, or released, before its stores were marked as being read.
+            if part is not None:
+                read_manifest(self._folder, *part)
+            elif read_commit(self._folder).id != self.id:
                 raise CheckpointError(f"{self.path} was replaced while it was opened: open it anew")
         except BaseException:
             self.close()
@@ -392,6 +410,55 @@ class Checkpoint:
                         problem = error
                     yield rank, tile, problem
 
+    def copy(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> None:
+        """Copy tiles of the first manifest as they are; they are durable when this returns.
+
+        Args:
+            tiles: Each with its offset in the sink.
+            sink: A new store that reports to `queue`, with nothing else in flight.
+
+        Raises:
+            CheckpointError: A tile is damaged or cannot be read.
+            TierError: The sink has failed.
+        """
+        if not self._buffers[1]:
+            self._make_buffers()
+        self._cache.clear()
+        todo, free = deque(tiles), [*range(self._buffers[1])]
+        offsets, ready, last = dict(tiles), list[_Flight](), list[_Flight]()
+
+        def next_flight() -> _Flight | None:
+            if ready or not (todo and free):
+                return ready.pop() if ready else None
+            key, buffer = (0, todo.popleft()[0]), free.pop()
+            tier = self._tier(0, self.manifests[0].tiles[key[1]].store)
+            return _Flight(key, buffer, self._request(key, buffer), tier)
+
+        def start(op: int, flight: _Flight) -> None:
+            move = flight.tier.write if flight.tier is sink else flight.tier.read
+            move(replace(flight.request, op=op))
+
+        with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
+            for completion, (key, buffer, request, tier) in arrivals:
+                if completion.error and tier is sink:
+                    raise tier_error("write", completion, request, sink)
+                if completion.error:
+                    raise self._damage(key, tier_error("read", completion, request, tier)) from None
+                if tier is sink:
+                    free.append(buffer)
+                    last[:] = [_Flight(key, buffer, request, sink)]
+                else:
+                    ready.append(_Flight(key, buffer, replace(request, offset=offsets[key[1]]), sink))
+        if not self._flights.out:
+            syncs = self._flights.run(lambda: last.pop() if last else None, lambda op, _: sink.sync(op))
+            with contextlib.closing(syncs) as arrivals:
+                for completion, _ in arrivals:
+                    if completion.error:
+                        raise tier_error("sync", completion, None, sink)
+        if self._flights.out:
+            what = self._flights.oldest()
+            raise CheckpointError(f"{self.path} is not copied: no answer for {format_seconds(STALL_S)} from {what}")
+
     def close(self) -> None:
         """Close the stores; idempotent. If a device hangs, its stores are closed when it answers, or never."""
         self._end.start()
@@ -435,7 +502,7 @@ class Checkpoint:
         key = self.store_path(rank, store), ref.store.hex
         if key not in self._tiers:
             try:
-                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self._queue, checksum=self._verify)
+                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self.queue, checksum=self._verify)
             except TierError as cause:
                 host = self.manifests[rank].host
                 where = f"{key[0]} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else key[0]
@@ -574,9 +641,9 @@ class Checkpoint:
         most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
         self._buffer_bytes = max(most, SECTOR_BYTES)
         address, nbytes = self._lent
-        count = min(BUFFERS, nbytes // self._buffer_bytes)
+        count = min(self._most_buffers, nbytes // self._buffer_bytes)
         if not count:
-            count = 1 if nbytes else BUFFERS
+            count = 1 if nbytes else self._most_buffers
             self._arena = Arena(count * self._buffer_bytes)
             address = self._arena.address
         self._buffers = address, count

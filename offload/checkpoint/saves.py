@@ -24,6 +24,7 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
+from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Standing, is_elsewhere, note_move, standing, store_folder
 from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
@@ -86,6 +87,7 @@ class Snapshot:
         rank: This rank.
         ranks: The number of ranks.
         copy: Whether everything is copied to the folder.
+        mirrored: Whether the session's mirror gets it.
         seed: Seed of stochastic rounding; None where nothing is rounded so.
         numbers: Number of each parameter in stochastic rounding.
         find_ended: Returns ranks that are known to have ended.
@@ -101,6 +103,7 @@ class Snapshot:
     rank: int
     ranks: int
     copy: bool
+    mirrored: bool
     seed: int | None
     numbers: tuple[int, ...]
     find_ended: Callable[[], Collection[int]] = tuple
@@ -168,6 +171,7 @@ class Saves:
         take_back: Takes some of that memory again: subgroup, offset, bytes.
         gather: Copies a tile of masters that are weights to an address.
         buffers: Takes memory for the copy buffers; returns its address and the bytes of each buffer.
+        mirror: Gets checkpoints that were committed or loaded.
         keep: How many checkpoints are kept.
         checksum: Whether tiles carry checksums.
         settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
@@ -183,6 +187,7 @@ class Saves:
         take_back: Callable[[int, int, int], None],
         gather: Callable[[TileId, int], None],
         buffers: Callable[[], tuple[int, int]],
+        mirror: Mirror,
         *,
         keep: int,
         checksum: bool,
@@ -212,6 +217,7 @@ class Saves:
         self._checksum = checksum
         self._settle_s = settle_s
         self._make_buffers = buffers
+        self._mirror = mirror
         self._buffers = (0, 0)
         self._numbers = 0
         self._steps: tuple[int, ...] = ()
@@ -373,6 +379,10 @@ class Saves:
                 self._doubtful = [d for d in self._doubtful if d not in (*pending.job.confirmed, *released)]
                 if not pending.snapshot.copy:
                     self.kept.append(own)
+                    if pending.snapshot.mirrored:
+                        snapshot = pending.snapshot
+                        self._mirror.offer(own.folder, own.id, own.rank, snapshot.ranks, snapshot.find_ended)
+        self._mirror.end_claim()
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
@@ -403,7 +413,7 @@ class Saves:
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = []
         for kept in present or candidates:
-            if not release(kept, "released on request", missing=not present):
+            if not release(kept, "released on request", missing=not present, is_needed=self._mirror.is_needed):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
             self.kept.remove(kept)
             save_numbers += [kept.save_number] if kept.save_number is not None else []
@@ -466,6 +476,9 @@ class Saves:
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
             find_ended=snapshot.find_ended,
+            claim=self._mirror.claim,
+            told=self._mirror.told,
+            is_needed=self._mirror.is_needed,
             on_commit=snapshot.on_commit,
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != snapshot.id),
@@ -480,6 +493,7 @@ class Saves:
         session, one that another session has resumed from, or one of another number of ranks is not kept.
         """
         self.last_folder = checkpoint.path
+        self._mirror_loaded(checkpoint, rank, ranks)
         if len(checkpoint.manifests) != ranks or any(kept.id == checkpoint.id for kept in self.kept):
             return
         stores = tuple((ref.path, ref.store) for ref in checkpoint.manifests[rank].stores if ref.path is not None)
@@ -488,6 +502,12 @@ class Saves:
         locked = self._lock(stores, checkpoint, None)
         if locked is not None:
             self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
+
+    def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+        """Mirror the checkpoint that was loaded, if it is not: the session that saved it may have been killed."""
+        refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
+        if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
+            self._mirror.offer(checkpoint.path, checkpoint.id, rank, ranks, is_new=False)
 
     def _lock(self, stores: Sequence[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
         """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""
@@ -535,7 +555,7 @@ class Saves:
         return store, tier, pinned
 
     def take_over(
-        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, reuse: StoreReuse, rank: int
+        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, reuse: StoreReuse, rank: int, ranks: int
     ) -> Takeover:
         """Take over the stores of a checkpoint as far as possible; on the engine thread, with nothing in flight.
 
@@ -583,6 +603,7 @@ class Saves:
             reuse.install(number, tier)
             self.stores[number] = self.stores[number][0], store
         takeover.records = records_in(manifest, numbers)
+        self._mirror_loaded(checkpoint, rank, ranks)
         if locked is not None and others:
             self._keep_all(checkpoint, manifest, locked, takeover)
         return takeover

@@ -194,10 +194,10 @@ def is_same(left: str, right: str) -> bool:
     return False
 
 
-def is_read(store: Folder) -> bool:
-    """Return whether somebody other than its owner is known to read a store."""
+def is_read(store: Folder, *, own: int = 0) -> bool:
+    """Return whether somebody other than its owner, and than `own` readers here, is known to read a store."""
     with contextlib.suppress(OSError):
-        return store.is_read()
+        return store.is_read(own=own)
     return False
 
 

@@ -311,6 +311,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         self.engine.checkpoints.wait(timeout_s)
 
+    def wait_mirror(self, timeout_s: float | None = None) -> None:
+        """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed; see `wait_checkpoint`.
+
+        Raises:
+            CheckpointError: It could not be mirrored. It is a checkpoint all the same, and training may go on.
+            TimeoutError: It has not been by then.
+        """
+        self.engine.checkpoints.wait_mirror(timeout_s)
+
     def release_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that is kept: it is none from then on, and its slots are free.
 

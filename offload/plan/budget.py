@@ -133,6 +133,7 @@ class Budgets:
             fetched during it. Else they have left during backward.
         checkpoints: How many checkpoints are kept on the paths.
         checkpoints_required: Whether a plan without room for them is none.
+        mirrors: Whether checkpoints are copied elsewhere; the one that is being copied is kept besides.
         leftover_bytes: What stores of ended sessions take on the paths. A session that resumes goes on in them, or
             deletes them with its first checkpoint, so this is room for checkpoints.
     """
@@ -150,6 +151,7 @@ class Budgets:
     gradients_on_gpu: bool = False
     checkpoints: int = 0
     checkpoints_required: bool = False
+    mirrors: bool = False
     leftover_bytes: int = 0
 
     def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
@@ -307,7 +309,7 @@ class Plan:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Bytes that checkpoints may hold on the paths besides: all that are kept, and one that is being written.
+        """Bytes that checkpoints may hold on the paths: those that are kept, one being written, one being mirrored.
 
         Each may be of versions of its own: every tile with its header, those of masters that are weights included.
         """
@@ -317,7 +319,7 @@ class Plan:
         for subgroup in self.layout.subgroups:
             for nbytes, count in (*subgroup.tile_sizes, *subgroup.weight_tile_sizes):
                 whole += (nbytes + SECTOR_BYTES) * count
-        return (self.budgets.checkpoints + 1) * whole
+        return (self.budgets.checkpoints + self.budgets.mirrors + 1) * whole
 
     @property
     def _end_bytes(self) -> int:
@@ -371,6 +373,11 @@ class Plan:
         return CHECKPOINT_BUFFERS * self.largest_tile_bytes
 
     @property
+    def mirror_buffer_bytes(self) -> int:
+        """Bytes of host memory that tiles pass through on their way to the mirror."""
+        return self.checkpoint_buffer_bytes if self.budgets.mirrors else 0
+
+    @property
     def table_bytes(self) -> int:
         """Host memory for segment tables, block sums and what is fixed."""
         segments = sum(len(subgroup.segments) for subgroup in self.layout.subgroups)
@@ -380,7 +387,7 @@ class Plan:
     @property
     def overhead_bytes(self) -> int:
         """Host memory besides state, staging and gradients: tables, and buffers for checkpoints."""
-        return self.table_bytes + self.checkpoint_buffer_bytes
+        return self.table_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -444,6 +451,9 @@ class Plan:
         if self.checkpoint_buffer_bytes:
             buffers = format_bytes(self.checkpoint_buffer_bytes)
             lines.append(f"               {buffers:>10}  checkpoints, while they are copied or loaded")
+        if self.mirror_buffer_bytes:
+            buffers = format_bytes(self.mirror_buffer_bytes)
+            lines.append(f"               {buffers:>10}  checkpoints, while they are mirrored")
         lines.append(f"               {format_bytes(self.table_bytes):>10}  tables, threads and other overhead")
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:
@@ -465,8 +475,8 @@ class Plan:
         if self.checkpoint_bytes:
             room = "" if self.has_room_for_checkpoints else ", which is more than there is"
             title, size = "" if self.staging_slots else "storage", format_bytes(self.checkpoint_bytes)
-            kept = _checkpoints(self.budgets.checkpoints)
-            lines.append(f"  {title:<12} {size:>10}  at most for {kept} being written{room}")
+            kept = _checkpoints(self.budgets)
+            lines.append(f"  {title:<12} {size:>10}  at most for {kept}{room}")
         return "\n".join(lines)
 
     def _gpu_lines(self) -> list[str]:
@@ -491,8 +501,9 @@ class Plan:
         ]
 
 
-def _checkpoints(count: int) -> str:
-    return f"{format_count(count, 'checkpoint')} kept and one"
+def _checkpoints(budgets: Budgets) -> str:
+    mirrored = ", one being mirrored" if budgets.mirrors else ""
+    return f"{format_count(budgets.checkpoints, 'checkpoint')} kept{mirrored} and one being written"
 
 
 def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:
@@ -616,7 +627,7 @@ def _with_checkpoints(plan: Plan) -> Plan:
         raise InfeasiblePlanError(
             f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
             f"{format_bytes(plan.checkpoint_bytes)} for "
-            f"{_checkpoints(budgets.checkpoints)} being written)",
+            f"{_checkpoints(budgets)})",
             plan.needed_with_checkpoints,
             offers,
             "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)",

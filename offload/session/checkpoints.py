@@ -55,6 +55,7 @@ class Checkpoints:
         metadata: Mapping[str, Any] | None = None,
         extra: bytes | Callable[[], bytes] | None = None,
         copy: bool = False,
+        mirrored: bool = True,
         on_commit: Callable[[], object] = tuple,
         on_done: Callable[[BaseException | None], None] | None = None,
         id: str | None = None,
@@ -75,6 +76,7 @@ class Checkpoints:
             metadata: Anything that JSON can hold.
             extra: Anything else, or what makes it once all state is durable; called from another thread.
             copy: Copy everything into the folder, so that the checkpoint needs nothing else.
+            mirrored: Have `OffloadConfig.mirror` get it, unless it is a copy.
             on_commit: Called from another thread once there is a checkpoint, before others are released for it; all
                 stay where it raises.
             on_done: Called from a thread of its own when it has ended, with the error or None.
@@ -108,6 +110,7 @@ class Checkpoints:
                 rank=rank,
                 ranks=ranks,
                 copy=copy,
+                mirrored=mirrored,
                 seed=tables.seed if rounds else None,
                 numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
                 find_ended=ended,
@@ -117,6 +120,8 @@ class Checkpoints:
         with self._thread.turn():
             if not copy and not parts.config.checkpoints:
                 raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+            if not copy:
+                parts.mirror.check(folder.path)
             self._save(folder, describe, on_done)
 
     def _save(
@@ -224,6 +229,15 @@ class Checkpoints:
         saves = self._parts.saves
         return any(save is not None and save.snapshot.id == id for save in (saves.pending, saves.last))
 
+    def wait_mirror(self, timeout_s: float | None = None) -> None:
+        """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
+
+        Raises:
+            CheckpointError: It could not be mirrored. It is a checkpoint all the same, and training may go on.
+            TimeoutError: It has not been by then.
+        """
+        self._parts.mirror.wait(timeout_s)
+
     @property
     def kept(self) -> tuple[str, ...]:
         """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
@@ -321,7 +335,7 @@ class Checkpoints:
                 for needed in [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(pieces)):
                     checkpoint.require(needed)
                 if manifest is not None:
-                    in_place = partial(self._take_over, checkpoint, manifest, restorer, rank)
+                    in_place = partial(self._take_over, checkpoint, manifest, restorer, rank, ranks)
 
             def applied() -> None:
                 restorer.restore_step_counts()
@@ -357,7 +371,9 @@ class Checkpoints:
                 # On the engine thread, where no interrupt comes between a lock and taking note of it.
                 self._thread.request(partial(parts.saves.keep_loaded, checkpoint, rank, ranks))
 
-    def _take_over(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
+    def _take_over(
+        self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int, ranks: int
+    ) -> None:
         """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""
         parts = self._parts
         machine, layout = parts.machine, parts.plan.layout
@@ -367,7 +383,7 @@ class Checkpoints:
             lambda number, store, used: parts.open_tier(number, store, parts.tiers[number].depth, used),
             parts.replace_tier,
         )
-        takeover = parts.saves.take_over(checkpoint, manifest, machine.index, reuse, rank)
+        takeover = parts.saves.take_over(checkpoint, manifest, machine.index, reuse, rank, ranks)
         # Tiles of other checkpoints there may be of later steps; this session now takes those steps another way.
         versions = (record.step for records in takeover.pinned_records.values() for record in records.values())
         self._visits.version = max(self._visits.version, *versions, 0)

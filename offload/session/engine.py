@@ -181,7 +181,8 @@ class Engine:
         `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
         before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
         state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
-        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included.
+        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included. With
+        `mirror` also `mirrored_bytes`: state that this session has copied there.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -198,6 +199,8 @@ class Engine:
             "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         figures |= parts.lanes.metrics()
+        if self.config.mirror is not None:
+            figures["mirrored_bytes"] = parts.mirror.copied_bytes
         if self.speculates:
             figures["speculation/confirmed_bytes"] = account.confirmed_bytes
             figures["speculation/revoked_bytes"] = account.revoked_bytes

@@ -14,6 +14,7 @@ from functools import partial
 
 from offload import waits
 from offload._native import CompletionQueue
+from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.saves import Saves
 from offload.checkpoint.stores import leftover_bytes
 from offload.config import OffloadConfig
@@ -50,7 +51,7 @@ from offload.session.setup import (
     refuse_gpu,
     usable_bytes,
 )
-from offload.tiers import check_places
+from offload.tiers import check_places, parse_place
 
 log = logging.getLogger("offload")
 
@@ -94,6 +95,8 @@ class SessionParts:
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
+        paths = [path.path for path in config.path_configs]
+        self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
         self._make_gradients: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
@@ -129,6 +132,8 @@ class SessionParts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
+        if config.mirror is not None:
+            parse_place(config.mirror, "mirror").check("mirror")
         parameters = self._with_formats(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
         budgets = self._first_plan(parameters, known_rates)
@@ -153,6 +158,7 @@ class SessionParts:
             memory.take_back_home,
             self.views.gather_tile,
             lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
+            self.mirror,
             keep=config.checkpoints,
             checksum=config.checksum,
             settle_s=self.limits.settle_s,

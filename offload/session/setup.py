@@ -118,6 +118,7 @@ def first_budgets(
         follow_rates=all(path.share is None for path in config.path_configs),
         checkpoints=config.checkpoints,
         checkpoints_required=bool(config.checkpoints_kept),
+        mirrors=config.mirror is not None,
         leftover_bytes=leftover_bytes,
     )
 

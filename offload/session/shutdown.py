@@ -60,13 +60,15 @@ class Shutdown:
     def _close(self) -> None:
         self._thread.closed = True
         self._finish_save()
+        limits = self._parts.limits
+        waits_for_mirror = not self._is_given_up and sys.exception() is None
+        self._parts.mirror.close(limits.close_s if waits_for_mirror else 0.0, limits.settle_s)
         self._parts.lanes.given_up = True
         if self.work is None or (self.work.done and self.work.error is not None):
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
-        limits = self._parts.limits
         settle_s = 0.0 if self._told_left else limits.settle_s
         is_raising = sys.exception() is not None
         patience_s = limits.unwind_s if is_raising else None

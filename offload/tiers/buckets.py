@@ -41,6 +41,11 @@ class Bucket(Place):
         import_botocore(self.path, field)
         return self._place
 
+    def parts(self) -> tuple[str, ...]:
+        """See `Place.parts`."""
+        bucket, prefix = self._place
+        return ("s3:", bucket, *filter(None, prefix.split("/")))
+
     def facts(self) -> dict[str, str]:
         """See `Place.facts`; a bucket is known by its name and its endpoint."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"

@@ -69,6 +69,10 @@ class Directory(Place):
             raise ConfigError(field, self.path, allowed)
         return identity(self.path)
 
+    def parts(self) -> tuple[str, ...]:
+        """See `Place.parts`; links are followed."""
+        return Path(os.path.realpath(self.path)).parts
+
     def room(self) -> tuple[int, int | None]:
         """See `Place.room`; a file system that does not say how large it is has no limit."""
         return room_bytes(os.statvfs(self.path)), os.stat(self.path).st_dev

@@ -122,6 +122,9 @@ class Place(Protocol):
             ConfigError: They cannot; names `field`.
         """
 
+    def parts(self) -> tuple[str, ...]:
+        """Return the parts of where it lies; those of a place that lies in it begin with them."""
+
     def room(self) -> tuple[int, int | None]:
         """Return the bytes that may still be written, and the number of the device that other places may share."""
         return UNLIMITED_BYTES, None

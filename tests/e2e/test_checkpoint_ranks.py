@@ -278,9 +278,9 @@ def test_a_doubt_is_settled_while_rank_0_releases_that_checkpoint(
             assert released.wait(60)
         return content
 
-    def release(kept: commit.KeptCheckpoint, note: str) -> bool:
+    def release(kept: commit.KeptCheckpoint, note: str, **options: Any) -> bool:
         assert looked.wait(60)
-        done = plain_release(kept, note)
+        done = plain_release(kept, note, **options)
         released.set()
         return done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import uuid
 from collections.abc import Callable
@@ -135,6 +136,22 @@ def test_a_bucket_has_it_too(s3: S3Server, tmp_path: Path) -> None:
     optimizer, _ = run(other, tmp_path / "path")
     with optimizer:
         assert optimizer.load_checkpoint(folder, model=other) is None
+    assert_equal(everything(other), everything(model))
+
+
+def test_a_mirror_has_it_too(tmp_path: Path) -> None:
+    (tmp_path / "mirror").mkdir()
+    model, other = Adapted(), unlike()
+    optimizer, head = run(model, tmp_path / "path", mirror=tmp_path / "mirror")
+    with optimizer:
+        train(model, optimizer, head, 2)
+        optimizer.save_checkpoint(tmp_path / "ck", model=model)
+        optimizer.wait_checkpoint()
+        optimizer.wait_mirror()
+    shutil.rmtree(tmp_path / "ck")
+    optimizer, _ = run(other, tmp_path / "elsewhere")
+    with optimizer:
+        optimizer.load_checkpoint(tmp_path / "mirror" / "ck", model=other)
     assert_equal(everything(other), everything(model))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from offload.checkpoint.manifest import (
     OWN_FILE,
     CommitRecord,
     Manifest,
+    MirrorProgress,
     check_metadata,
     check_text,
     decode,
@@ -24,9 +26,11 @@ from offload.checkpoint.manifest import (
     manifest_name,
     seal,
     seal_commit,
+    seal_progress,
     seal_released,
     unseal,
     unseal_commit,
+    unseal_progress,
     unseal_released,
 )
 from offload.dtypes import DtypeCode
@@ -175,6 +179,19 @@ def test_commits_and_releases_remember_so_many() -> None:
     for content, read in ((seal("commit", {"id": "x", "ranks": 1}), unseal_commit), (b"", unseal_released)):
         with pytest.raises(CheckpointError, match=r"^f is damaged"):
             read(content, "f")
+
+
+def test_what_a_mirror_writes_is_read_back() -> None:
+    ids = [f"{n:032x}" for n in range(2)]
+    for mirrored in (None, ids[1]):
+        sealed = seal_commit(CommitRecord(ids[0], 2, (), mirrored))
+        assert unseal_commit(sealed, "f").mirrored == mirrored
+        assert (b"mirrored" in sealed) == (mirrored is not None)
+    progress = MirrorProgress(((uuid.uuid4(), 3), (uuid.uuid4(), 0)))
+    assert unseal_progress(seal_progress(progress), "f") == progress
+    for stores in ([["x", 1]], [[ids[0], -1]], 3):
+        with pytest.raises(CheckpointError, match=r"^f is damaged: stores"):
+            unseal_progress(seal("mirror", {"stores": stores}), "f")
 
 
 def nested(depth: int) -> Any:
