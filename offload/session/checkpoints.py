@@ -14,13 +14,14 @@ import torch
 
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
-from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot, StoreReuse, save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.layout import Layout
+from offload.plan.budget import CHECKPOINT_BUFFERS
 from offload.schedule.loop import pump
 from offload.schedule.operations import BeginSave, Release, Sweep, TakeOver
 from offload.schedule.staging import Phase
@@ -259,21 +260,24 @@ class Checkpoints:
             CheckpointError: It is not there, or cannot be read.
             Exception: What `take` raised.
         """
-        with self.open(path) as checkpoint:
+        with self.open(path, buffers=CHECKPOINT_BUFFERS) as checkpoint:
             checkpoint.visit(self._parts.plan.layout.parameters, take)
 
-    def open(self, path: str | os.PathLike[str]) -> Checkpoint:
+    def open(self, path: str | os.PathLike[str], *, buffers: int = BUFFERS) -> Checkpoint:
         """Open a checkpoint, whoever has saved it; its stores are looked for on this session's paths, too.
 
         Stores of other ranks may be on other hosts; what of them is needed has to be here when it is read.
+
+        Args:
+            path: Its folder.
+            buffers: Most tiles in memory at once.
 
         Raises:
             CheckpointError: There is none, it is damaged or of a newer format, or a store of it is not there.
         """
         config = self._parts.config
-        return Checkpoint(
-            path, verify=config.checksum, paths=[place.path for place in config.path_configs], whole=False
-        )
+        places = [place.path for place in config.path_configs]
+        return Checkpoint(path, verify=config.checksum, paths=places, whole=False, buffers=buffers)
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.

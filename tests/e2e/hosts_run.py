@@ -132,6 +132,8 @@ def main() -> None:
         if "save" in options:
             training.save(options["save"], int(steps))
             training.wait()
+            if "mirror" in options:
+                training.optimizer.wait_mirror()
         number = int(steps)
         while "waits" in words:
             training.step(number)
