@@ -138,6 +138,7 @@ class CommitJob:
         committed: Whether the checkpoint has been committed.
         undone: Whether all files of the checkpoint have been deleted again.
         awaited: What this rank waits for other ranks to do; "" if it does not wait.
+        timeout_s: Seconds that a rank waits for the others; by default `RANKS_TIMEOUT_S`.
     """
 
     folder: Folder
@@ -160,6 +161,7 @@ class CommitJob:
     committed: bool = False
     undone: bool = False
     awaited: str = ""
+    timeout_s: float = field(default_factory=lambda: RANKS_TIMEOUT_S)
     _is_named: bool = False  # COMMIT may name this rank's part from now on
     _mirrored: str = ""  # the checkpoint whose files stay here until it is mirrored
 
@@ -261,7 +263,7 @@ class CommitJob:
     ) -> None:
         """Wait until `missing` returns ""; raise `CheckpointError` if a rank has ended or the wait is given up."""
         silence, last_what = waits.Silence(), ""
-        until_s, pause_s = time.monotonic() + RANKS_TIMEOUT_S, 0.01
+        until_s, pause_s = time.monotonic() + self.timeout_s, 0.01
         try:
             while True:
                 ended = find_ended()

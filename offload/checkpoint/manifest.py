@@ -143,6 +143,10 @@ def model_name(id: str, rank: int) -> str:
     return f"model-{id}-{rank}.bin"
 
 
+MODEL_KEY = "offload.model"
+"""In the metadata of a manifest: whether there is such a file, and what else a model has in `extra`."""
+
+
 def names_of(id: str, rank: int) -> tuple[str, ...]:
     """Return the names of all files of a rank's part of a checkpoint, the manifest first."""
     return manifest_name(id, rank), extra_name(id, rank), model_name(id, rank)

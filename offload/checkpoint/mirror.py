@@ -24,7 +24,7 @@ from functools import partial
 import psutil
 
 from offload import waits
-from offload.checkpoint.commit import RANKS_TIMEOUT_S, CommitJob, KeptCheckpoint
+from offload.checkpoint.commit import CommitJob, KeptCheckpoint
 from offload.checkpoint.part_copy import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import is_read, store_folder
@@ -33,6 +33,9 @@ from offload.plan.budget import CHECKPOINT_BUFFERS
 from offload.tiers import parse_place
 
 log = logging.getLogger("offload")
+
+RANKS_S = 6 * 3600.0
+"""Seconds that a rank waits for others, which may have far more to copy, or a slower way to the mirror."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +86,9 @@ class Mirror:
 
     def _target(self, source: str) -> str:
         """Return the folder that mirrors a checkpoint's."""
-        return f"{(self._path or '').rstrip('/')}/{source.rstrip('/').rpartition('/')[2]}"
+        above, last = source.rstrip("/").split("/")[-2:]
+        name = f"{above}/{last}" if last.startswith("optimizer") else last
+        return f"{(self._path or '').rstrip('/')}/{name}"
 
     def check(self, folder: str) -> None:
         """Verify that a checkpoint's folder is not its mirror.
@@ -227,7 +232,7 @@ class Mirror:
         while not task.is_taken:
             if self._cancelled.is_set():
                 raise _Interrupted
-            if silence.lasts_s > RANKS_TIMEOUT_S:
+            if silence.lasts_s > RANKS_S:
                 raise CheckpointError("rank 0 has not begun to; see what it says")
             has_begun = task.part.has_begun()
             with self._lock:
@@ -263,7 +268,14 @@ class Mirror:
                         raise _Interrupted
                 copy.commit(
                     extra,
-                    partial(CommitJob, older=(), keep=1, cancelled=self._cancelled, find_ended=part.find_failed),
+                    partial(
+                        CommitJob,
+                        older=(),
+                        keep=1,
+                        cancelled=self._cancelled,
+                        find_ended=part.find_failed,
+                        timeout_s=RANKS_S,
+                    ),
                 )
             except BaseException as cause:
                 if self._cancelled.is_set():

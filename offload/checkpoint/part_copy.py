@@ -24,6 +24,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
+    MODEL_KEY,
     Manifest,
     MirrorProgress,
     StoreRef,
@@ -206,8 +207,10 @@ class PartCopy:
             job: Makes the job of folder, manifest and extra.
         """
         weights = model_name(self.part.id, self.part.rank)
-        content = open_folder(self.source.path).read(weights) if self.manifest.metadata.get("model") else None
-        if content is not None:
+        if self.manifest.metadata.get(MODEL_KEY):
+            content = open_folder(self.source.path).read(weights)
+            if content is None:
+                raise CheckpointError(f"{weights} is missing")
             self.part.folder.write(weights, content)
         self.job = job(self.part.folder, self._placed(), extra)
         self.job.run()

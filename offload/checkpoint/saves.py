@@ -40,6 +40,9 @@ from offload.tiers.remote import crc32c_of
 
 log = logging.getLogger("offload")
 
+NOT_MIRRORED = "offload.not_mirrored"
+"""In the metadata of a checkpoint that no mirror gets."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreReuse:
@@ -506,6 +509,8 @@ class Saves:
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the checkpoint that was loaded, if it is not: the session that saved it may have been killed."""
         refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
+        if NOT_MIRRORED in checkpoint.metadata:
+            return
         if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
             self._mirror.offer(checkpoint.path, checkpoint.id, rank, ranks, is_new=False)
 

@@ -68,6 +68,7 @@ def _folders(path: str) -> list[str]:
 
 
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
+    from offload.checkpoint.manifest import MODEL_KEY
     from offload.checkpoint.reader import Checkpoint
     from offload.optim.model import SavedRest
 
@@ -79,7 +80,7 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
             whole = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
             for rank, manifest in enumerate(checkpoint.manifests):
                 extra = checkpoint.extra(rank)
-                if manifest.metadata.get("model"):
+                if manifest.metadata.get(MODEL_KEY):
                     SavedRest.read(checkpoint.path, checkpoint.id, rank, extra or b"").verify()
             with closing(Progress(whole, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:
                 for _, _, problem in checkpoint.verify():

@@ -6,6 +6,7 @@ they are in memory once; all else, which training may change, is copied when the
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import model_name
 from offload.errors import CheckpointError, ConfigError
 from offload.layout import bare_names
+from offload.tiers.place import Folder
 from offload.tiers.remote import crc32c_of
 
 Form = tuple[str, str, list[int]]
@@ -54,11 +56,13 @@ class ModelRest:
 
     Attributes:
         copied: What training may change, by name, as in `state_dict`.
-        frozen: Weights that want no gradient, by name; this rank's part of each.
+        places: The tensors of it that are parameters or buffers; other values are modules' extra state.
+        frozen: Weights that want no gradient, by name.
         versions: What torch counts of changes to them.
     """
 
     copied: dict[str, Any]
+    places: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor]
     versions: dict[str, int]
 
@@ -78,8 +82,9 @@ class ModelRest:
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise ConfigError("model", "FullyShardedDataParallel", "use fully_shard, or give what is needed as extra")
         given = {id(parameter) for parameter in own}
+        state = model.state_dict(keep_vars=True)  # first: it may have FSDP2 put its parameters back
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        state = model.state_dict(keep_vars=True)
+        tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
         names = bare_names(state)
         copied: dict[str, Any] = {}
         frozen: dict[str, torch.Tensor] = {}
@@ -88,18 +93,28 @@ class ModelRest:
             if parameter is None or id(parameter) not in given:
                 is_frozen = parameter is not None and not parameter.requires_grad
                 (frozen if is_frozen else copied)[names[name]] = value
-        versions = {name: value._version for name, value in frozen.items()}
-        return cls(copied, {name: _local(value.detach()) for name, value in frozen.items()}, versions)
+        places = {bare: tensors[name] for name, bare in names.items() if name in tensors and bare in copied}
+        return cls(copied, places, frozen, {name: value._version for name, value in frozen.items()})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers."""
+        return {**self.places, **self.frozen}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks have parts of its tensors."""
+        return any(hasattr(tensor, "to_local") for tensor in self.tensors.values())
 
     def snapshot(self) -> ModelRest:
         """Return it with a copy of what training may change."""
         return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
 
-    def write(self, path: str | os.PathLike[str], id: str, rank: int, extra: bytes | None) -> bytes:
+    def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
         """Write frozen weights; return what goes beside the state: all else, and the caller's own bytes.
 
         Args:
-            path: The checkpoint's folder.
+            folder: The checkpoint's.
             id: Of the save.
             rank: Whose part it is.
             extra: The caller's own bytes.
@@ -112,22 +127,28 @@ class ModelRest:
         def pieces() -> Iterator[memoryview]:
             nonlocal checksum
             for weight in self.frozen.values():
-                piece = _bytes(weight)
+                piece = _bytes(_local(weight.detach()))
                 checksum = _checksum([piece], checksum)
                 yield piece
 
-        if self.frozen:
-            open_folder(path).write(model_name(id, rank), pieces())
-        changed = [name for name, weight in self.frozen.items() if weight._version != self.versions[name]]
-        if changed:
-            raise CheckpointError(
-                f"frozen weights were changed while they were saved: {_listed(changed)}. Call wait_checkpoint before"
-            )
-        copied = io.BytesIO()
-        torch.save(self.copied, copied)
+        file = model_name(id, rank)
+        try:
+            folder.write(file, pieces())
+            changed = [name for name, weight in self.frozen.items() if weight._version != self.versions[name]]
+            if changed:
+                raise CheckpointError(
+                    f"frozen weights were changed while they were saved: {_listed(changed)}. Call wait_checkpoint "
+                    "before"
+                )
+            copied = io.BytesIO()
+            torch.save(self.copied, copied)
+        except BaseException:
+            with contextlib.suppress(CheckpointError):
+                folder.delete(file)
+            raise
         head = {
             "extra": None if extra is None else len(extra),
-            "frozen": [_form(name, weight) for name, weight in self.frozen.items()],
+            "frozen": [_form(name, _local(weight.detach())) for name, weight in self.frozen.items()],
             "checksum": checksum,
         }
         return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
@@ -180,7 +201,7 @@ class SavedRest:
         Raises:
             CheckpointError: It is damaged.
         """
-        content = open_folder(self.path).read(self.file) if self.frozen else b""
+        content = open_folder(self.path).read(self.file)
         if content is None or crc32c_of(content) != self.checksum:
             raise self._damage()
 
@@ -197,8 +218,9 @@ class SavedRest:
             copied: dict[str, Any] = torch.load(io.BytesIO(self.content), weights_only=weights_only)
         except Exception as cause:
             raise CheckpointError(f"what {self.path} has of the model cannot be read: {cause}") from cause
-        here = {name: _form(name, weight) for name, weight in rest.frozen.items()}
-        there = {form[0]: form for form in self.frozen}
+        here = {name: _form(name, _local(tensor.detach())) for name, tensor in rest.tensors.items()}
+        there = {name: _form(name, value) for name, value in copied.items() if isinstance(value, torch.Tensor)}
+        there |= {form[0]: form for form in self.frozen}
         missing = [name for name in (*copied, *there) if name not in rest.copied and name not in here]
         unknown = [name for name in (*rest.copied, *here) if name not in copied and name not in there]
         if missing or unknown:
@@ -220,7 +242,8 @@ class SavedRest:
         Raises:
             CheckpointError: The file is damaged; weights may have been replaced in part.
         """
-        targets = [rest.frozen[name] for name, _, _ in self.frozen]
+        tensors = {name: _local(tensor.detach()) for name, tensor in rest.tensors.items()}
+        targets = [tensors[name] for name, _, _ in self.frozen]
         found = [
             target
             if target.device.type == "cpu" and target.is_contiguous()
@@ -235,14 +258,12 @@ class SavedRest:
         for target, tensor in zip(targets, found, strict=True):
             if target is not tensor:
                 target.copy_(tensor)
-        others = {}  # what modules call their extra state
-        for name, bare in bare_names(model.state_dict(keep_vars=True)).items():
-            value = rest.copied.get(bare)
-            if isinstance(value, torch.Tensor):
-                _local(value.detach()).copy_(copied[bare])
-            elif bare in copied:
-                others[name] = copied[bare]
-        if others:
+        for name, value in copied.items():
+            if name in tensors:
+                tensors[name].copy_(value)
+        names = bare_names(model.state_dict(keep_vars=True))
+        others = {name: copied[bare] for name, bare in names.items() if bare in copied and bare not in tensors}
+        if others:  # what modules call their extra state
             model.load_state_dict(others, strict=False)
 
 

@@ -497,15 +497,19 @@ class OffloadedOptimizer(StatefulOptimizer):
     # Phases
 
     def commit_on_sigterm(
-        self, folder: str | os.PathLike[str] | None, *, extra: Callable[[], Any] | None = None
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        model: torch.nn.Module | None = None,
+        extra: Callable[[], Any] | None = None,
     ) -> None:
         """Have SIGTERM, as it comes before a machine is taken away, commit a checkpoint before it ends the process.
 
         The signal is noted, and the call of `step` that is under way or comes next commits at its end, a step that
-        `offload.GradScaler` skips too: `save_checkpoint`, `wait_checkpoint`. Then the handler of SIGTERM that was
-        there before runs, which by default ends the process. A checkpoint that fails is logged, and that handler runs
-        all the same. It runs at once for a second SIGTERM during the commit, and at `close` for one that no step has
-        followed. The signal alone commits nothing, as it may come in the middle of a change.
+        `offload.GradScaler` skips too: `save_checkpoint`, `wait_checkpoint`, `wait_mirror`. Then the handler of
+        SIGTERM that was there before runs, which by default ends the process. A checkpoint that fails is logged, and
+        that handler runs all the same. It runs at once for a second SIGTERM during the commit, and at `close` for one
+        that no step has followed. The signal alone commits nothing, as it may come in the middle of a change.
 
         With `torch.distributed` all ranks call this together, and all of them commit when one has had the signal.
         They tell each other in every step: beside the weights with `shard=True`, and else by an exchange of one
@@ -513,6 +517,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Args:
             folder: See `save_checkpoint`; given again, it replaces the one before. None: take it back.
+            model: See `save_checkpoint`.
             extra: Returns what `save_checkpoint` takes as `extra`. It is called inside `step`, by every rank: what a
                 training loop does after `step` has not been done then.
 
@@ -524,7 +529,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._preemption.end()
             return
         self._holder.check_open()
-        self._preemption.use(self, folder, extra)
+        self._preemption.use(self, folder, model, extra)
 
     def park(self, host_memory: int | str = 0, gpu_memory: int | str = 0, *, wait: bool = True) -> None:
         """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.

@@ -91,14 +91,21 @@ class Preemption:
         self._handler: SigtermHandler | None = None
         self._folder: str | os.PathLike[str] = ""
         self._extra: Callable[[], Any] | None = None
+        self._model: Callable[[], torch.nn.Module | None] = _no_model
         self._restore: Callable[[], object] = tuple
 
     def use(
-        self, optimizer: OffloadedOptimizer, folder: str | os.PathLike[str], extra: Callable[[], Any] | None
+        self,
+        optimizer: OffloadedOptimizer,
+        folder: str | os.PathLike[str],
+        model: torch.nn.Module | None,
+        extra: Callable[[], Any] | None,
     ) -> None:
         """See `OffloadedOptimizer.commit_on_sigterm`."""
         if not isinstance(folder, str | os.PathLike):
             raise ConfigError("folder", folder, "name a folder, or s3://bucket/prefix; None for no commits")
+        if not isinstance(model, torch.nn.Module | None):
+            raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
         if extra is not None and not callable(extra):
             raise ConfigError("extra", type(extra).__name__, "give a function: what it returns is saved")
         open_folder(folder)  # raises where the name can be none
@@ -109,6 +116,7 @@ class Preemption:
             self._restore = finalizer = weakref.finalize(optimizer, self._handler.restore)
             finalizer.atexit = False
         self._folder, self._extra = folder, extra
+        self._model = _no_model if model is None else weakref.ref(model)  # whose hooks may hold the optimizer
 
     def end(self) -> None:
         """Commit no more; idempotent."""
@@ -149,8 +157,13 @@ class Preemption:
             failure = error
         if _any_rank(failure is not None):  # else others would wait for this rank
             raise failure or CheckpointError("another rank's extra could not be made")
-        optimizer.save_checkpoint(self._folder, extra=extra)
+        optimizer.save_checkpoint(self._folder, model=self._model(), extra=extra)
         optimizer.wait_checkpoint()
+        optimizer.wait_mirror()  # the paths may go with the machine
+
+
+def _no_model() -> None:
+    """Return no model."""
 
 
 def _any_rank(note: bool) -> bool:

@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import torch
 
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import MODEL_KEY
 from offload.checkpoint.reader import StateSource
-from offload.errors import CheckpointError, ConfigError, OffloadError
+from offload.errors import CheckpointError, ConfigError
 from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
 from offload.optim import ranks
@@ -277,12 +279,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
             agreement = ranks.agree_on_save(bounds)
             positions = {bound.parameter: bound.position for bound in bounds}
             given: bytes | Callable[[], bytes] | None = content
-            saves_model = model is not None and not agreement.replica  # whose buffers are the first rank's
-            if model is not None and saves_model:
-                rest = ModelRest.of(model, [*positions]).snapshot()
-                given = partial(rest.write, path, agreement.id, agreement.rank, content)
+            rest = None if model is None else ModelRest.of(model, [*positions])
+            # What is whole on each rank, the first one saves for all.
+            is_first = not agreement.replica and (agreement.rank == 0 or self._weights.rows_over is None)
+            saves_model = rest is not None and (rest.is_shared or is_first)
+            if rest is not None and saves_model:
+                given = partial(rest.snapshot().write, open_folder(path), agreement.id, agreement.rank, content)
             metadata = {
-                "model": saves_model,
+                MODEL_KEY: saves_model,
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups),
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
@@ -377,10 +381,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world}"
                 )
             content, saved = checkpoint.extra(rank), None
-            if metadata.get("model"):
+            if metadata.get(MODEL_KEY):
                 saved = SavedRest.read(checkpoint.path, checkpoint.id, rank, content or b"")
                 content = saved.extra
-            elif model is not None and checkpoint.manifests[0].metadata.get("model"):  # of all replicas
+            elif model is not None and checkpoint.manifests[0].metadata.get(MODEL_KEY):  # for all ranks
                 saved = SavedRest.read(checkpoint.path, checkpoint.id, 0, checkpoint.extra(0) or b"")
             if model is not None and saved is None:
                 raise CheckpointError(f"{checkpoint.path} was saved without model=, so it has nothing of the model")
@@ -396,6 +400,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if model is not None and saved is not None:
                 self._holder.open()
                 rest = ModelRest.of(model, [bound.parameter for bound in self._weights.bound.values()])
+                if rest.is_shared and (len(checkpoint.manifests) != world or not metadata.get(MODEL_KEY)):
+                    raise CheckpointError(
+                        f"{checkpoint.path} was saved by {len(checkpoint.manifests)} ranks, each with its part of "
+                        f"the model: load it with as many, not {world}"
+                    )
                 restore = partial(saved.restore, model, rest, saved.check(rest, weights_only=weights_only))
             self._load(checkpoint, groups if hyperparameters else None, prefix)
             if restore is not None:
@@ -433,12 +442,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _gathering(self) -> Iterator[None]:
         """Have ranks exchange the rows of weights that each has loaded, or raise on all what one has failed with."""
-        if ranks.world()[0] > 1:
-            self._holder.open()  # what is exchanged is known then, whatever fails
-        error: OffloadError | None = None
+        error: Exception | None = None
         try:
             yield
-        except OffloadError as caught:
+        except Exception as caught:
             error = caught
         self._weights.gather_loaded(error)
 

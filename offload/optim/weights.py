@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from offload.backends import ADVICE, BACKENDS
 from offload.checkpoint.reader import PIECE_NUMEL
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
@@ -203,16 +203,17 @@ class Weights:
         """Weights of which each rank updates rows that others need."""
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
-    def gather_loaded(self, error: OffloadError | None) -> None:
+    def gather_loaded(self, error: Exception | None) -> None:
         """Have all ranks exchange the rows that each has loaded, if weights are cut by rows.
 
         Args:
             error: Why this rank has none.
 
         Raises:
-            OffloadError: This one, or, on all ranks, that another rank has none.
+            Exception: This one.
+            CheckpointError: Another rank has none.
         """
-        if self._shared:
+        if self.rows_over is not None:
             agree_on_load(error)
         if error is not None:
             raise error

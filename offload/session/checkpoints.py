@@ -16,7 +16,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import Snapshot, StoreReuse, save_error
+from offload.checkpoint.saves import NOT_MIRRORED, Snapshot, StoreReuse, save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
@@ -105,7 +105,7 @@ class Checkpoints:
                 layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
-                metadata=metadata or {},
+                metadata={**(metadata or {}), **({} if mirrored else {NOT_MIRRORED: True})},
                 extra=extra,
                 id=id,
                 rank=rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import uuid
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from s3_server import BUCKET, S3Server
 from sharded import local, spawn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +25,7 @@ from offload.tiers.directories import DirectoryFolder
 
 
 class Counted(torch.nn.Module):
-    """A module with extra state, which is no tensor."""
+    """A module with extra state, which may be a tensor or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +35,11 @@ class Counted(torch.nn.Module):
         self.calls += 1
         return rows
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": self.calls}
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.calls]) if self.calls % 2 else {"calls": self.calls}
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.calls = state["calls"]
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"] if isinstance(state, dict) else int(state)
 
 
 class Adapted(torch.nn.Module):
@@ -102,12 +104,12 @@ def unlike() -> Adapted:
 
 
 @pytest.mark.parametrize("wraps", [lambda model: model, torch.compile], ids=["plain", "compiled"])
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_model_comes_back_whole(tmp_path: Path, copy: bool, wraps: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(("copy", "steps"), [(False, 3), (True, 4)])
+def test_a_model_comes_back_whole(tmp_path: Path, copy: bool, steps: int, wraps: Callable[[Any], Any]) -> None:
     model, other = Adapted(), unlike()
     optimizer, head = run(model, tmp_path / "path")
     with optimizer:
-        train(model, optimizer, head, 3)
+        train(model, optimizer, head, steps)
         optimizer.save_checkpoint(tmp_path / "ck", model=wraps(model), extra={"step": 3}, copy=copy)
         saved = everything(model)
         train(model, optimizer, head, 2)  # what it changes was copied
@@ -117,7 +119,7 @@ def test_a_model_comes_back_whole(tmp_path: Path, copy: bool, wraps: Callable[[A
     with optimizer:
         assert optimizer.load_checkpoint(tmp_path / "ck", model=other) == {"step": 3}
         assert_equal(everything(other), saved)
-        assert other.counted.calls == 3
+        assert other.counted.calls == steps
         found = other.state_dict()
         assert places == {name: found[name].data_ptr() for name in places}  # written where they are
         train(other, optimizer, torch.optim.SGD(other.head.parameters(), lr=1e-2), 2)
@@ -181,12 +183,15 @@ def test_frozen_weights_are_not_copied(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(DirectoryFolder, "write", late)
     with optimizer:
         train(model, optimizer, head, 1)
-        optimizer.save_checkpoint(tmp_path / "ck", model=model)
+        monkeypatch.chdir(tmp_path)
+        optimizer.save_checkpoint("ck", model=model)
+        monkeypatch.chdir("/")
         with torch.no_grad():
             model.base.bias.add_(1)
         may_write.set()
         with pytest.raises(offload.CheckpointError, match=r"base\.bias.*wait_checkpoint"):
             optimizer.wait_checkpoint()
+        assert not [*(tmp_path / "ck").glob("model-*")]
         optimizer.save_checkpoint(tmp_path / "ck", model=model)
         optimizer.wait_checkpoint()
 
@@ -202,12 +207,18 @@ def test_what_does_not_fit_is_said_before_anything_changes(tmp_path: Path) -> No
         optimizer.wait_checkpoint()
         with pytest.raises(offload.ConfigError, match=r"torch.nn.Module"):
             optimizer.save_checkpoint(tmp_path / "with", model=model.state_dict())  # type: ignore[arg-type]
-    larger, fewer, other = Adapted(2), Adapted(2), Adapted(2)
+    larger, fewer, other, wider = Adapted(2), Adapted(2), Adapted(2), Adapted(2)
+    wider.norm = torch.nn.BatchNorm1d(17)
     larger.more = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     del fewer.turned
     other.base = torch.nn.Linear(16, 16).requires_grad_(False)
     other.tied = other.base.weight
-    for wrong, says in ((larger, "lacks more"), (fewer, "has turned"), (other, "tied as bfloat16.*float32")):
+    for wrong, says in (
+        (wider, "norm.* of shape"),
+        (larger, "lacks more"),
+        (fewer, "has turned"),
+        (other, "tied as bfloat16.*float32"),
+    ):
         before = everything(wrong)
         optimizer = optimizer_of(wrong, tmp_path / "path")
         with optimizer:
@@ -236,10 +247,10 @@ def test_damage_is_found(tmp_path: Path, kind: str) -> None:
         assert cli.main(["verify", str(tmp_path / "ck")]) == 1
 
 
-def replicas(folder: Path) -> None:
+def replicas(folder: Path, shard: bool) -> None:
     model = Adapted()
     replica = DistributedDataParallel(model)
-    optimizer = optimizer_of(model, folder / f"path{dist.get_rank()}")
+    optimizer = optimizer_of(model, folder / f"path{dist.get_rank()}", shard=shard)
     with optimizer:
         train(replica, optimizer, None, 2)
         optimizer.save_checkpoint(folder / "ck", model=replica)
@@ -255,17 +266,25 @@ def replicas(folder: Path) -> None:
         assert_equal(everything(model), saved)
 
 
-def sharded(folder: Path) -> None:
+def sharded(folder: Path, mesh: tuple[int, ...]) -> None:
+    """A frozen base that ranks share; with two dimensions, parts of it are on several ranks."""
+    names = ("replicas", "parts")[-len(mesh) :]
+    over = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+
     def made(seed: int) -> Any:
         torch.manual_seed(seed)
-        base = fully_shard(torch.nn.Linear(16, 16).bfloat16().requires_grad_(False))
-        return fully_shard(torch.nn.Sequential(base, torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)).bfloat16())
+        base = fully_shard(torch.nn.Linear(16, 16).bfloat16().requires_grad_(False), mesh=over)
+        torch.nn.init.normal_(base.weight)  # in place: the shard's own count of changes does not tell
+        head = torch.nn.Linear(16, 1)
+        return fully_shard(torch.nn.Sequential(base, torch.nn.BatchNorm1d(16), head).bfloat16(), mesh=over)
 
     model, other = made(0), made(1)
     optimizer = optimizer_of(model, folder / f"path{dist.get_rank()}")
     with optimizer:
         model(torch.randn(8, 16).bfloat16()).float().square().mean().backward()
         optimizer.step()
+        with torch.no_grad():
+            model(torch.randn(8, 16).bfloat16())  # which leaves the root's weights whole
         optimizer.save_checkpoint(folder / "ck", model=model)
         optimizer.wait_checkpoint()
         dist.barrier()
@@ -277,6 +296,12 @@ def sharded(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", [replicas, sharded])
-def test_ranks(tmp_path: Path, work: Callable[[Path], None]) -> None:
-    spawn(2, tmp_path, work)
+@pytest.mark.parametrize("shard", [False, True])
+def test_replicas(tmp_path: Path, shard: bool) -> None:
+    spawn(2, tmp_path, replicas, shard)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_shards(tmp_path: Path, mesh: tuple[int, ...]) -> None:
+    spawn(math.prod(mesh), tmp_path, sharded, mesh)
