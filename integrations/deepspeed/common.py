@@ -312,6 +312,9 @@ class OffloadedOptimizer:
             ConfigError: It stays there, and ranks save to folders of their own.
         """
         self._layout = saving.layout
+        if saving.layout == "in_place" and self._offload_config.paths and not self._offload_config.checkpoints:
+            allowed = 'keep at least 1, or write "checkpoint": {"layout": "stock"}'
+            raise ConfigError("multi_tier_offload.checkpoints_kept", 0, allowed)
         if saving.layout == "in_place" and engine.use_node_local_storage():
             allowed = 'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together'
             raise ConfigError("multi_tier_offload.checkpoint.layout", saving.layout, allowed)
@@ -336,7 +339,10 @@ class OffloadedOptimizer:
             self.wait_checkpoint()
             client_state = dict(client_state)
             waits = saving.wait or _is_accelerates()
-            if (waits and saving.layout == "stock") or not stream.can_stream(engine.checkpoint_engine):
+            can_stream = stream.can_stream(engine.checkpoint_engine)
+            if saving.layout == "in_place" and not can_stream:
+                log.warning('the layout is "stock": "in_place" is for DeepSpeed\'s default writer')
+            if (waits and saving.layout == "stock") or not can_stream:
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
             publishes, self._publishes = self._publishes, save_latest
             try:
