@@ -136,7 +136,7 @@ class SavesBehind:
 
     def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
         self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
-        self._pending: PendingTag | None = None
+        self.pending: PendingTag | None = None
         self._pid = os.getpid()
         atexit.register(_end, weakref.ref(self))
 
@@ -147,7 +147,7 @@ class SavesBehind:
             CheckpointError: State cannot be pinned.
         """
         checkpoints, pinned = self._shard.engine.checkpoints, ""
-        self._pending = pending
+        self.pending = pending
         try:
             if pending.frame is not None:
                 checkpoints.save(
@@ -187,7 +187,7 @@ class SavesBehind:
         Raises:
             CheckpointError: It could not be written; `latest` names the one before.
         """
-        pending = self._pending
+        pending = self.pending
 
         def part() -> None:
             if pending is not None:
@@ -209,19 +209,19 @@ class SavesBehind:
         except BaseException:
             self.give_up()
             raise
-        self._pending = None
+        self.pending = None
 
     def give_up(self) -> None:
         """Have the tag under way not become whole, and not the latest, if it is not yet."""
-        pending = self._pending
+        pending = self.pending
         if pending is not None:
             pending.is_given_up = True
             _wait(pending, lambda: pending.has_ended, "to be given up")
-            self._pending = None  # not before: an interrupted wait would leave its thread to the next save's files
+            self.pending = None  # not before: an interrupted wait would leave its thread to the next save's files
 
     def close(self) -> None:
         """Wait until the tag under way is whole, alone; a Ctrl-C gives it up."""
-        pending = self._pending
+        pending = self.pending
         if pending is None or os.getpid() != self._pid:  # a forked copy has no such thread
             return
         try:

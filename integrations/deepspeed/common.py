@@ -92,7 +92,7 @@ class OffloadedOptimizer:
     _masters_reloaded = False
     _streams = False
     _streamed: tuple[dict[str, Any], list[FlatState]] | None = None
-    _behind: SavesBehind | None = None
+    behind: SavesBehind | None = None
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
     _layout = ""
@@ -220,7 +220,7 @@ class OffloadedOptimizer:
             states.append(FlatState(flat.data.float(), *moments, int(found.get("step", 0))))
         return states
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Have DeepSpeed's flat masters be what they are when nothing is lent."""
         raise NotImplementedError
 
@@ -244,7 +244,7 @@ class OffloadedOptimizer:
     def _end_lending(self) -> None:
         """Leave nothing of the state in DeepSpeed's hands, nor what an interrupt has left there."""
         if self._lent is not None:
-            self._take_back()
+            self.take_back()
             self.optimizer.state.clear()
             self._lent = None
 
@@ -294,10 +294,10 @@ class OffloadedOptimizer:
             self._on_all_ranks(lambda: save_model(save_path, tag, *arguments, **keywords))
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
-            if self._behind is None or self._publishes is None:
+            if self.behind is None or self._publishes is None:
                 self._on_all_ranks(lambda: self._save(save_state, engine, save_path, tag))
             else:
-                self._save_behind(self._behind, save_state, engine, save_path, tag)
+                self._save_behind(self.behind, save_state, engine, save_path, tag)
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
 
@@ -321,7 +321,7 @@ class OffloadedOptimizer:
         if not self._offload_config.paths and saving.layout == "stock":
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
-        self._behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
+        self.behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
         save, load = engine.save_checkpoint, engine.load_checkpoint
 
         def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
@@ -364,8 +364,8 @@ class OffloadedOptimizer:
         Raises:
             CheckpointError: On all ranks: it could not be written by one; `latest` names the one before.
         """
-        if self._behind is not None:
-            self._behind.settle()
+        if self.behind is not None:
+            self.behind.settle()
 
     def refuse_other_ranks(self, engine: Any) -> None:
         """Have a DeepSpeed engine say what to do with state that another number of ranks has saved.
@@ -523,8 +523,8 @@ class OffloadedOptimizer:
 
     def destroy(self) -> None:
         """Free memory and files, ours first; a checkpoint that is being written becomes whole before."""
-        if self._behind is not None:
-            self._behind.close()
+        if self.behind is not None:
+            self.behind.close()
         self.shard.close()
         super().destroy()  # type: ignore[misc]
 

@@ -51,7 +51,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         if isinstance(gradients := self.shard.gradients, HostGradients):
             gradients.buffers = [gradients.transfers.buffer(weight, dtype) for weight in weights]
         self._sums: dict[int, torch.Tensor] = {}
-        self._take_back()
+        self.take_back()
 
     def _own_weights(self) -> list[torch.Tensor]:
         """Return this rank's part of each flat tensor of weights."""
@@ -71,9 +71,9 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def _rebind_weights(self) -> None:
         self.shard.weights[:] = self._own_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
-        self._take_back()
+        self.take_back()
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
             flat.data = weight
             group["params"] = [flat]

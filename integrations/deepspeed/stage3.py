@@ -77,7 +77,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def initialize_optimizer_states(self) -> None:
         """Nothing: the engine's state starts with zero moments, and there are no fp32 gradients."""
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         for flat in self._flats:
             flat.data = torch.zeros(1, dtype=torch.float32, device="cpu")
 

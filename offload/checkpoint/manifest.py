@@ -333,7 +333,6 @@ def encode(manifest: Manifest) -> bytes:
             "id": manifest.id,
             "rank": manifest.rank,
             "ranks": manifest.ranks,
-            "host": manifest.host,
             "step": manifest.step,
             "checksums": manifest.checksums,
             "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
@@ -362,6 +361,7 @@ def encode(manifest: Manifest) -> bytes:
             "extra": manifest.extra,
             "rule": layout.rule.name,
             "formats": _formats(layout.state),
+            **({"host": manifest.host} if manifest.host else {}),
             **({"seed": manifest.seed, "numbers": manifest.numbers} if manifest.seed is not None else {}),
         },
     )

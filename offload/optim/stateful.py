@@ -286,7 +286,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if rest is not None and saves_model:
                 given = partial(rest.snapshot().write, open_folder(path), agreement.id, agreement.rank, content)
             metadata = {
-                MODEL_KEY: saves_model,
+                **({MODEL_KEY: True} if saves_model else {}),
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups),
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],

@@ -380,7 +380,7 @@ def test_a_close_gives_up_a_mirror_that_takes_long(
 
 
 def test_a_close_waits_for_a_mirror_that_does_not(tmp_path: Path, places: dict[str, Any]) -> None:
-    with Run(**places) as run:
+    with Run(limited(offload.AdamW, close_s=600.0), **places) as run:
         run.train()
         saved = run.save(tmp_path / "ck")
     assert_holds(tmp_path / "mirror" / "ck", saved)

@@ -779,7 +779,7 @@ def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
         raise KeyboardInterrupt
 
     def late(*given: Any) -> None:
-        while not engine.optimizer._behind._pending.is_given_up:
+        while not engine.optimizer.behind.pending.is_given_up:
             time.sleep(0.01)
         write_state(*given)
 
@@ -819,7 +819,7 @@ def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
             with training(case, ours=True) as engine:
                 train(engine, case, 0, 1)
                 cls, lasts = type(engine.optimizer), iter([True, True])
-                take_back = cls._take_back
+                take_back = cls.take_back
 
                 def interrupted(optimizer: Any, take_back: Any = take_back, lasts: Any = lasts) -> None:
                     if next(lasts, False):
@@ -827,7 +827,7 @@ def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
                     take_back(optimizer)
 
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(cls, "_take_back", interrupted)
+                    patch.setattr(cls, "take_back", interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         engine.save_checkpoint(str(folder), tag="interrupted")
                 if trains:
@@ -864,6 +864,7 @@ def alone_saves_behind(folder: Path) -> None:
             train(engine, case, step, 1)
             client = {"step": step + 1, "digest": digest()}
             if step == first + 1 and kill_after_s < math.inf:
+                engine.optimizer.wait_checkpoint()  # so that each start is one further
                 torch.distributed.barrier()
                 threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             engine.save_checkpoint(str(folder / "tags"), tag=f"{step + 1}", client_state=client)
