@@ -1302,7 +1302,8 @@ def alone_trainer_killed(folder: Path) -> None:
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-        "multi_tier_offload": {**paths(folder), "checkpoint": saving},
+        # The Trainer's own files come after the state: until then the checkpoint before has to have its state.
+        "multi_tier_offload": {**paths(folder), "checkpoint": saving, "checkpoints_kept": 2},
     }
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
