@@ -119,10 +119,9 @@ def set_aside(file: str) -> None:
         os.rename(file, f"{partial_of(file)}{ASIDE}")
 
 
-def _delete(*files: str) -> None:
-    for file in files:
-        with contextlib.suppress(OSError):
-            os.unlink(file)
+def _delete(file: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(file)
 
 
 class SavesBehind:

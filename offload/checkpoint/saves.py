@@ -508,9 +508,9 @@ class Saves:
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Mirror the checkpoint that was loaded, if it is not: the session that saved it may have been killed."""
-        refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
         if NOT_MIRRORED in checkpoint.metadata:
             return
+        refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
         if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
             self._mirror.offer(checkpoint.path, checkpoint.id, rank, ranks, is_new=False)
 
