@@ -168,6 +168,12 @@ class OffloadConfig:
             pass leaves room for) is taken when backward has ended, and given back to torch before the next forward
             pass; so "borrow" and `overlap` "forward" exclude each other. More than 0 is refused where weights lie on
             the CPU.
+        gradient_memory: Bytes of host memory for gradients, where weights lie on the CPU. None: for all of them. What
+            does not fit leaves for the paths as it arrives, and comes back in the step; "auto": as much as stays in
+            memory as `host_memory` and what is available leave. Where not all fit, `.grad` is None after backward for
+            every parameter, and `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own;
+            to drop gradients without a step, call `optimizer.zero_grad()`. A few buffers come on top, named in the
+            plan. Excludes `overlap` "backward" and "both".
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.
@@ -231,6 +237,7 @@ class OffloadConfig:
 
     host_memory: int | str | None = None
     gpu_memory: int | str = "auto"
+    gradient_memory: int | str | None = None
     paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = ()
     staging_memory: int | str | None = None
     subgroup_numel: int | None = None
@@ -273,6 +280,7 @@ class OffloadConfig:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "use true or false")
         _check_choice("overlap", self.overlap, OVERLAPS)
+        self._check_gradient_memory()
         if self.borrows and self.overlaps_forward:
             allowed = (
                 'use "off" or "backward", or gpu_memory "auto" or a size: what is borrowed goes back before forward'
@@ -306,6 +314,21 @@ class OffloadConfig:
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
         if not is_share and value not in ("auto", "cpu", "gpu"):
             raise ConfigError("placement", value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
+
+    def _check_gradient_memory(self) -> None:
+        value = self.gradient_memory
+        if value is None:
+            return
+        if value != "auto":
+            self._set("gradient_memory", parse_bytes("gradient_memory", value))
+        if not self.paths:
+            raise ConfigError("gradient_memory", value, "give paths: gradients that do not fit leave for them")
+        if self.overlaps_backward:
+            allowed = (
+                'use "off", "forward" or "auto" with gradient_memory: updates during backward keep new weights in '
+                "memory, as many bytes as the gradients"
+            )
+            raise ConfigError("overlap", self.overlap, allowed)
 
     def _check_mirror(self) -> None:
         value = self.mirror

@@ -316,6 +316,21 @@ class Subgroup:
         """
         return tuple(tile for tensor in self._weight_tensors for tile in self._tiles_of(len(self.tensors), tensor, 0))
 
+    def gradient_tiles(self, item_bytes: int) -> tuple[tuple[TileId, int, int], ...]:
+        """Return tiles of its gradients, numbered as one more tensor, each as (id, byte offset, bytes).
+
+        They are as large as its largest tile of state, so that slots of one size serve both.
+
+        Args:
+            item_bytes: Bytes of a gradient's element.
+        """
+        nbytes = -(-self.numel * item_bytes // SECTOR_BYTES) * SECTOR_BYTES
+        size = max(tile_bytes for tile_bytes, _ in self.tile_sizes)
+        return tuple(
+            (TileId(self.index, len(self.kept), number), offset, min(size, nbytes - offset))
+            for number, offset in enumerate(range(0, nbytes, size))
+        )
+
     @cached_property
     def kept(self) -> tuple[StateTensor, ...]:
         """What checkpoints keep of it, by the numbers that tiles have: `tensors`, and masters that are weights."""
@@ -372,13 +387,17 @@ class Layout:
         subgroup = self.subgroups[tile.subgroup]
         first = tile.tile * subgroup.tile_numel
         last = first + subgroup.tile_numel
+        if tile.tensor >= len(subgroup.kept):  # tiles of gradients are cut in another way
+            first, last = 0, subgroup.numel
         names = [
             self.parameters[segment.parameter].name
             for segment in subgroup.segments
             if segment.offset < last and segment.offset + segment.numel > first
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{subgroup.kept[tile.tensor].name} of {', '.join(names[:3]) or 'no parameter'}{more}"
+        kept = subgroup.kept
+        what = kept[tile.tensor].name if tile.tensor < len(kept) else "gradients"
+        return f"{what} of {', '.join(names[:3]) or 'no parameter'}{more}"
 
     @cached_property
     def index_by_name(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from offload import waits
 from offload.device.lanes import Timed
 from offload.device.none import NO_LANES, Lanes
 from offload.engine.seals import DamagedError, Seals
-from offload.errors import InternalError, OffloadError, TierError
+from offload.errors import InternalError, OffloadError, TierError, known
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
 from offload.schedule.operations import (
@@ -148,6 +148,8 @@ class LiveExecutor:
         self._coming: Coming = nothing_comes
         self._updates = False
         self.save_source: SaveSource | None = None
+        self.gradient_buffer: Callable[[int], int] | None = None
+        """Returns the address of a gradient buffer."""
         self._others = {} if others is None else others
         self._slot_bytes = 0
         self._staging_address = 0
@@ -247,8 +249,10 @@ class LiveExecutor:
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
         """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify:
+        if not self._verify or (isinstance(operation, WriteTile) and operation.gradients):
             return None, True
+        if isinstance(operation, ReadTile) and operation.gradients:
+            return operation.record.checksum, True
         if isinstance(operation, SaveTile):
             return self._seals.saving(operation), True
         if isinstance(operation, WriteTile):
@@ -300,6 +304,10 @@ class LiveExecutor:
         """Return where a subgroup's state lies: in a staging slot, or at home."""
         return self._source().resident_address(subgroup) if slot is None else self.slot_address(slot)
 
+    def gradient_address(self, buffer: int) -> int:
+        """Return the memory address of a gradient buffer."""
+        return known(self.gradient_buffer, "gradients pass through no buffers")(buffer)
+
     def _tier(self, path: int) -> Tier:
         return self._tiers[path] if path < len(self._tiers) else self._others[path]
 
@@ -309,6 +317,10 @@ class LiveExecutor:
         return self.save_source
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
+        if isinstance(operation, ReadTile | WriteTile) and operation.gradients:
+            return (
+                self.gradient_address(known(operation.slot, "gradients without a buffer")) + operation.buffer_offset
+            )
         if isinstance(operation, ReadTile | WriteTile):
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         source = self._source()

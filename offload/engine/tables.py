@@ -161,6 +161,7 @@ class Tables:
         rows: StepRows,
         *,
         weights_address: int | None = None,
+        gradients_address: int | None = None,
         version: SpeculativeVersion | None = None,
     ) -> npt.NDArray[Any]:
         """Return the table of a run.
@@ -171,6 +172,7 @@ class Tables:
             rows: What the step tells; without active parameters state is only made whole.
             weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
                 None for the weights themselves.
+            gradients_address: Address of an image of its gradients, padding included; None for where `rows` says.
             version: Of a speculative run, where its new weights go; its masters are not reloaded from their weights.
         """
         layout = self._layout.subgroups[run.visit.subgroup]
@@ -182,7 +184,10 @@ class Tables:
             tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(offset)
             for tensor in layout.tensors
         }
-        addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
+        if gradients_address is None:
+            addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
+        else:
+            addresses["gradient"] = np.uint64(gradients_address) + offset * ITEM_BYTES[dtypes]
         if version is not None and not is_fp32:
             weights_address = version[0]  # no update reads the old ones, which may lie on a GPU
         if weights_address is None:

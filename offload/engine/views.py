@@ -53,6 +53,7 @@ class StateViews:
         kernel: Fills undefined state.
         memory: The session's host memory.
         slot_address: Returns the address of a staging slot.
+        gradient_address: Returns the address of a gradient buffer.
         lanes: Lanes of the device that the weights are on.
     """
 
@@ -63,6 +64,7 @@ class StateViews:
         kernel: CpuUpdateKernel,
         memory: HostMemory,
         slot_address: Callable[[int], int],
+        gradient_address: Callable[[int], int],
         lanes: Lanes,
     ) -> None:
         self.plan = plan
@@ -70,6 +72,7 @@ class StateViews:
         self._kernel = kernel
         self._memory = memory
         self._slot_address = slot_address
+        self._gradient_address = gradient_address
         self._lanes = lanes
 
     def _address(self, run: Run) -> int:
@@ -91,7 +94,9 @@ class StateViews:
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
-            table = fill(run, self._address(run), rows, weights_address=lanes.image(run.weight_slot))
+            gradients = None if run.gradient_buffer is None else self._gradient_address(run.gradient_buffer)
+            weights = lanes.image(run.weight_slot)
+            table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
         self._tables.changed(run.visit.subgroup)
         return table

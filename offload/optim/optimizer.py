@@ -7,6 +7,7 @@ of gradients, `StateView` the state as users read and write it. None of them kno
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -40,6 +41,7 @@ from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
+from offload.session.setup import kept_gradient_bytes
 from offload.session.speculation import Foreseen
 
 log = logging.getLogger("offload")
@@ -72,6 +74,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         parameters = [*self._parameters()]
         world, rank = ranks.world()
         holder.config = config.for_rank(rank) if world > 1 else config
+        if config.gradient_memory is not None:
+            wide = config.gradient_dtype == "float32"
+            sizes = (
+                p.numel() * (4 if wide else p.itemsize) for p in map(shards.local, parameters) if p.requires_grad
+            )
+            kept_bytes = kept_gradient_bytes(config, sum(sizes))
+            holder.config = dataclasses.replace(holder.config, gradient_memory=kept_bytes)
         holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
         self._weights.required_device = shards.local(first[0]).device if first else None
@@ -184,8 +193,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
                     check_parameter(parameter, name, self._weights.required_device)
-            if self._weights.required_device is not None and not self._holder.config.keep_grads:
-                check_reduced(group["params"])
+            if self._weights.required_device is not None:
+                check_reduced(self._holder.config, group["params"])
             if self._holder.engine_if_open is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])

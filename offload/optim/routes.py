@@ -14,6 +14,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
@@ -34,16 +35,18 @@ def choose_route(
 ) -> Route:
     """Return the route for the device and the parameters; close the holder if its settings allow for none."""
     parameters = [*parameters]
-    if not holder.config.keep_grads:
-        try:
-            check_reduced(parameters)
-        except ConfigError:
-            holder.close()
-            raise
+    try:
+        check_reduced(holder.config, parameters)
+    except ConfigError:
+        holder.close()
+        raise
+    leaves = holder.config.gradient_memory is not None
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
     arrive_reduced = is_alone or holder.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
     kind: type[Route]
-    if isinstance(holder.device, NoDevice):
+    if leaves:
+        kind, come_early = DepartureRoute, False
+    elif isinstance(holder.device, NoDevice):
         kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
     else:
         kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, is_alone)
@@ -59,18 +62,21 @@ def choose_route(
         holder.close()
         raise ConfigError("overlap", holder.config.overlap, allowed)
     route = kind(holder, weights, scaling, overlap)
-    route.is_early = is_alone and kind is not StepRoute
+    route.is_early = is_alone and kind is not StepRoute and not leaves
     return route
 
 
-def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters whose gradients ranks reduce only after their hooks have run.
+def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients ranks reduce only after their hooks have run, where gradients leave in them.
 
     The gradient of a `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or as a partial one.
     """
-    if not all(map(_arrives_reduced, parameters)):
-        allowed = f"use true: {world()[0]} processes reduce gradients after they have arrived, but for those of FSDP2"
-        raise ConfigError("keep_grads", False, allowed)
+    leaves = config.gradient_memory is not None
+    if (leaves or not config.keep_grads) and not all(map(_arrives_reduced, parameters)):
+        instead = "leave it out" if leaves else "use true"
+        why = f"{world()[0]} processes reduce gradients after they have arrived, but for those of FSDP2"
+        name, value = ("gradient_memory", config.gradient_memory) if leaves else ("keep_grads", False)
+        raise ConfigError(name, value, f"{instead}: {why}")
 
 
 def _arrives_reduced(parameter: torch.Tensor) -> bool:
@@ -347,7 +353,7 @@ class SlotRoute(Route):
 
 
 class DepartureRoute(Route):
-    """Sends gradients off a GPU during backward: `.grad` is None again before the next gradient arrives."""
+    """Sends gradients off a GPU, or to buffers, during backward: `.grad` is None before the next gradient arrives."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
@@ -356,6 +362,7 @@ class DepartureRoute(Route):
         step. This only holds the memory: the engine knows which gradients there are.
         """
         self._storages: dict[BoundParameter, StorageWeakRef] = {}
+        self._leaves = holder.config.gradient_memory is not None
         self._pass = NO_PASS
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -400,12 +407,12 @@ class DepartureRoute(Route):
             engine.gradients.hold(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
 
     def _bind(self, bound: BoundParameter) -> bool:
-        if not self._engine.gradients.has_arrived(bound.position):
+        if not (self._leaves or self._engine.gradients.has_arrived(bound.position)):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
             gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
             self._depart(bound, shards.local(gradient).detach())
-        return True
+        return self._engine.gradients.has_arrived(bound.position)
 
     def gradient_id(self, bound: BoundParameter) -> GradientId | None:
         """See `Route.gradient_id`."""

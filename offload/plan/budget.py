@@ -15,7 +15,7 @@ from offload.errors import InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
-from offload.protocols import SECTOR_BYTES
+from offload.protocols import SECTOR_BYTES, TileId
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
@@ -53,6 +53,14 @@ copy engine, and over a slow link a subgroup's takes as long as several visits.
 
 CHECKPOINT_BUFFERS = 4
 """In host memory, for tiles on their way to or from a checkpoint: two being read, two being written or taken over."""
+
+SPARE_BUFFERS = 3
+"""Gradient buffers that hold nothing which lies nowhere else, or are being written: backward finds one while others
+leave, and a step has so many subgroups' gradients on their way to it."""
+
+LEAST_BUFFERS = SPARE_BUFFERS + 2
+"""Gradient buffers where no gradients stay: one that is being filled, and the one before, to which the order of
+backward may come back."""
 
 LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
 """The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
@@ -122,7 +130,11 @@ class Budgets:
         host_bytes: Bytes for state at home in host memory.
         staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
         paths: What each path offers.
-        gradient_bytes: Bytes of the gradient slots, named in the plan.
+        gradient_bytes: Bytes of the gradient slots or buffers, named in the plan.
+        gradients_leave: Whether gradients pass through buffers of host memory, and those that do not fit there lie on
+            the paths until the step.
+        gradients_kept_bytes: Where they do, host memory for those that need not leave.
+        gradient_item_bytes: Bytes of a gradient's element there; 0 for those of its weight.
         speculates: Whether memory is for new weights of what is streamed, which updates during backward make.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
@@ -142,6 +154,9 @@ class Budgets:
     staging_bytes: int | None = None
     paths: tuple[PathBudget, ...] = ()
     gradient_bytes: int = 0
+    gradients_leave: bool = False
+    gradients_kept_bytes: int = 0
+    gradient_item_bytes: int = 0
     speculates: bool = False
     follow_rates: bool = False
     gpu_bytes: int = 0
@@ -287,11 +302,38 @@ class Plan:
         return self.staging_slots * self.slot_bytes
 
     @cached_property
+    def gradient_tiles(self) -> tuple[tuple[tuple[TileId, int, int], ...], ...]:
+        """For each subgroup, the tiles of its gradients, where these pass through buffers."""
+        if not self.budgets.gradients_leave:
+            return ()
+        item_bytes = self.budgets.gradient_item_bytes
+        return tuple(s.gradient_tiles(item_bytes or int(ITEM_BYTES[s.dtype])) for s in self.layout.subgroups)
+
+    @cached_property
+    def gradient_buffer_bytes(self) -> int:
+        """Bytes of one gradient buffer, as large as the largest subgroup's gradients."""
+        return max((sum(nbytes for _, _, nbytes in tiles) for tiles in self.gradient_tiles), default=0)
+
+    @cached_property
+    def gradient_buffers(self) -> int:
+        """Number of gradient buffers: 0 where all gradients lie in slots."""
+        if not self.gradient_buffer_bytes:
+            return 0
+        kept = self.budgets.gradients_kept_bytes // self.gradient_buffer_bytes
+        return min(LEAST_BUFFERS + kept, len(self.layout.subgroups))
+
+    @cached_property
+    def left_gradient_bytes(self) -> int:
+        """Bytes of gradients that are written to the paths in a backward pass, and read in a step."""
+        stays = self.gradient_buffers - SPARE_BUFFERS * (self.gradient_buffers < len(self.layout.subgroups))
+        return sum(nbytes for tiles in self.gradient_tiles[stays:] for _, _, nbytes in tiles)
+
+    @cached_property
     def slot_counts(self) -> dict[int, int]:
         """For each payload size, the most slots the stores need at once: live versions and those in flight.
 
         A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
-        each of its tiles; no more subgroups than staging slots are flushed at once.
+        each of its tiles; no more subgroups than staging slots are flushed at once. Gradients need one for each tile.
         """
         live: Counter[int] = Counter()
         flying: Counter[int] = Counter()
@@ -300,7 +342,9 @@ class Plan:
             for nbytes, count in sizes:
                 live[nbytes] += alike * count
                 flying[nbytes] = max(flying[nbytes], count)
-        return {n: count + min(count, self.staging_slots * flying[n]) for n, count in sorted(live.items())}
+        counts = Counter({n: count + min(count, self.staging_slots * flying[n]) for n, count in live.items()})
+        counts.update(nbytes for tiles in self.gradient_tiles for _, _, nbytes in tiles)
+        return dict(sorted(counts.items()))
 
     @property
     def storage_bytes(self) -> int:
@@ -567,6 +611,7 @@ def make_plan(
         slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
         slots = _staging_slots(budgets, slot_bytes, staging_slots, kept.staging_slots if kept else 0)
         plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
+    if plan.slot_counts:
         _refuse_without_room(plan)
     return _with_checkpoints(plan)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from offload.errors import ConfigError, invariant
 from offload.plan.budget import Plan
@@ -13,7 +14,7 @@ from offload.predict.timing import TimingExecutor
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
-from offload.schedule.operations import Begin, Sweep
+from offload.schedule.operations import Begin, Fill, Sweep
 from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_bytes, format_seconds
 
@@ -27,6 +28,7 @@ class Prediction:
         busy_s: Seconds that each lane works, by its name ("cpu", "read:0", "write:1", ...).
         lane_bytes: Bytes that each lane moves or updates.
         bound_by: The lane that works longest.
+        gradients_s: Seconds in which a backward pass that takes none itself would be rid of its gradients.
         timeline: Every operation, by the moment it was given to its lane; the step begins at 0 seconds. Empty where
             none was asked for.
     """
@@ -35,6 +37,7 @@ class Prediction:
     busy_s: dict[str, float]
     lane_bytes: dict[str, int]
     bound_by: str
+    gradients_s: float
     timeline: tuple[Interval, ...]
 
     def __str__(self) -> str:
@@ -150,6 +153,11 @@ def predict(
         return machine.finished_sweep is not None
 
     for number in range(1, steps + 1):
+        executor.record_timeline, came_s = False, executor.now_s
+        for subgroup in reversed(everything) if plan.gradient_buffers else ():
+            machine.handle(Fill(subgroup))
+            pump(machine, executor, partial(_is_filling, subgroup))
+        gradients_s = executor.now_s - came_s
         executor.record_timeline = timeline and number == steps
         begun_s = max(executor.now_s, executor.device_ends_s)
         busy_before, bytes_before = executor.busy_s, executor.lane_bytes
@@ -168,4 +176,8 @@ def predict(
         for interval in executor.timeline
     )
     bound_by = max(busy_s, key=lambda lane: busy_s[lane])
-    return Prediction(step_s, busy_s, lane_bytes, bound_by, intervals)
+    return Prediction(step_s, busy_s, lane_bytes, bound_by, gradients_s, intervals)
+
+
+def _is_filling(subgroup: int, machine: Machine) -> bool:
+    return machine.gradients.is_filling(subgroup)

@@ -150,6 +150,10 @@ class TileIndex:
         self._release(record.location)
         self._change_unmade({record.location.nbytes: 1}, -1)
 
+    def drop(self, tile: TileId) -> None:
+        """Free the slot of a tile that is of no use any more; its room stays planned."""
+        self._release(self._records.pop(tile).location)
+
     def abandon(self, location: Location) -> None:
         """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")

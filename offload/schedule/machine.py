@@ -7,7 +7,8 @@ A machine and its index change in `Machine.handle` alone, so a run is its list o
 given them decides the same operations.
 
 Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
-`offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add).
+`offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add),
+`offload.schedule.gradients` (gradients that pass through buffers).
 
 A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
 speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
@@ -36,6 +37,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
+from offload.schedule.gradients import GradientBuffers
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import (
     Admit,
@@ -43,9 +45,11 @@ from offload.schedule.operations import (
     Begin,
     BeginSave,
     Done,
+    Drop,
     Event,
     Extend,
     Failed,
+    Fill,
     GiveBack,
     Hold,
     Leave,
@@ -96,7 +100,9 @@ def update_visits(
         gpu = plan.at_home_on_gpu(number) or (lent and plan.updates_on_gpu(number))
         weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not gpu else 0
         reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
-        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0 and reads))
+        fetches = weight_bytes > 0 and reads
+        gradients = plan.gradient_buffers > 0
+        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=fetches, gradients=gradients))
     return tuple(visits)
 
 
@@ -170,7 +176,10 @@ class Machine:
         self._unfinished = 0
         self._new_op: Callable[[], int] = itertools.count(1).__next__
         self._decided: list[Operation] = []
-        self._runs = Runs(plan, self.staging, self._new_op, self._issue)
+        self.gradients = GradientBuffers(
+            plan, index, self._new_op, self._issue, lambda tile: self._break(_full_error(tile))
+        )
+        self._runs = Runs(plan, self.staging, self._new_op, self._issue, self.gradients.buffer_of)
         self.saver = Saver(index, self._new_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
@@ -259,6 +268,12 @@ class Machine:
                     self.is_on_hold = True
                 case Seal(confirmed, rest):
                     self._seal(confirmed, rest)
+                case Fill(subgroup):
+                    invariant(self.idle, "a gradient comes during a sweep")
+                    self.gradients.fill(subgroup)
+                case Drop():
+                    invariant(self.idle, "gradients are dropped during a sweep")
+                    self.gradients.drop()
                 case BeginSave(save):
                     self._begin_save(save)
                 case Taken(Sweep()):
@@ -315,6 +330,8 @@ class Machine:
         """
         self.staging.check(self.plan)
         self._runs.check(self._in_flight.values())
+        if self.broken is None:
+            self.gradients.check(self._in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
@@ -333,6 +350,7 @@ class Machine:
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
         waits = waits or (visit.speculative and (not self.staging.is_admitted(number) or phase is Phase.DIRTY))
+        waits = waits or (visit.gradients and not self.gradients.are_there(number))
         waits = waits or self.broken is not None  # then nobody is let on any more
         absent_line = self._returns if self.plan.is_resident(number) else self.staging.line
         queue = absent_line if phase is Phase.ABSENT else self._runs.queue_of(visit)
@@ -347,6 +365,7 @@ class Machine:
         self.index.allow(plan.slot_counts)
         self.staging.adopt(plan)
         self._runs.adopt(plan)
+        self.gradients.adopt(plan)
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -360,9 +379,12 @@ class Machine:
         self._sweep = sweep
         self._unfinished = len(subgroups)
         self.moved, self.ended_visits = [*moved], []
+        self.gradients.stop_filling()
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
+            if visit.gradients and subgroup.phase is not Phase.ABSENT:
+                self.gradients.come(visit.subgroup)
             match subgroup.phase:
                 case Phase.RESIDENT if self.saver.blocks(visit.subgroup):
                     self.saver.hurry(visit.subgroup)
@@ -458,6 +480,7 @@ class Machine:
     def _forget_waiting(self) -> None:
         self._returns.clear()
         self._runs.clear()
+        self.gradients.forget_waiting()
         self.staging.forget_waiting()
         for subgroup in self._subgroups:
             subgroup.visit = None
@@ -572,6 +595,11 @@ class Machine:
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
         match operation:
+            case ReadTile(gradients=True) | WriteTile(gradients=True):
+                number = operation.tile.subgroup
+                is_whole = self._subgroups[number].phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT)
+                if self.gradients.landed(operation, checksum) and is_whole and not self.saver.blocks(number):
+                    self._let_on(number)
             case ReadTile(tile=tile):
                 fetched = self._subgroups[tile.subgroup]
                 fetched.unread -= 1
@@ -655,6 +683,8 @@ class Machine:
         """Let the visit run that waits for a subgroup's state, if there is one."""
         visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
         may_run = not self.is_open or (phase is Phase.READY and self.staging.is_admitted(number))
+        if visit is not None and visit.gradients and not self.gradients.are_there(number):
+            may_run = False
         if visit is not None and may_run:
             self._runs.let_on(visit)
 
@@ -667,6 +697,8 @@ class Machine:
                 self.speculative_versions[number] = None
                 self._flush(number, speculative=True)
             return
+        if visit.gradients:
+            self.gradients.used(number)
         if visit.changes:
             subgroup = self._subgroups[number]
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
@@ -697,6 +729,9 @@ class Machine:
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
             self.saver.landed(operation, 0, error)
+            return
+        if isinstance(operation, WriteTile) and operation.gradients:
+            self._failed_gradients(operation, error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
             self.index.lose(operation.record.location)
@@ -741,6 +776,17 @@ class Machine:
                 self.staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
+    def _failed_gradients(self, write: WriteTile, error: Exception) -> None:
+        """Have a tile of gradients go elsewhere: its buffer still holds it; but this path is not trusted again."""
+        location = write.record.location
+        if isinstance(error, TierError):
+            self.index.retire(location.path)
+            self.index.abandon(location)
+            if self.broken is None and self.gradients.again(write):
+                self._on_warning(f"{error}; tiles go to other paths from now on")
+                return
+        self._break(error)
+
     def _break(self, error: Exception) -> None:
         if self.broken is None:
             if self.is_open:
@@ -764,6 +810,8 @@ class Machine:
             self._go_on_leaving()
             self._bring_home()
             self._assign_slots()
+        if self.broken is None:
+            self.gradients.advance()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_on_hold and self._sweep.is_open):
@@ -807,6 +855,8 @@ class Machine:
 
     def _fetch(self, number: int, slot: int | None) -> None:
         subgroup = self._subgroups[number]
+        if subgroup.visit is not None and subgroup.visit.gradients:
+            self.gradients.come(number)
         if slot is not None:
             self.staging.give(number, slot)
         if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):
@@ -830,8 +880,7 @@ class Machine:
         self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, speculative=speculative)
         for number, (tile, offset, nbytes) in enumerate(tiles):
             if not self._write(tile, slot, offset, nbytes):
-                detail = f"no path has room left for {tile}"
-                error = TierFullError("write", tier="storage", path="(all)", detail=detail)
+                error = _full_error(tile)
                 if not (for_save or speculative or slot is None):
                     self._break(error)
                     return
@@ -855,3 +904,7 @@ class Machine:
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
         self._decided.append(operation)
+
+
+def _full_error(tile: TileId) -> TierFullError:
+    return TierFullError("write", tier="storage", path="(all)", detail=f"no path has room left for {tile}")

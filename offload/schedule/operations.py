@@ -30,6 +30,7 @@ class Visit:
             CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
         fetches: Whether the run reads these weights, so that they are fetched first.
         speculative: Whether it makes a speculative version, beside the live one: a visit of an open sweep.
+        gradients: Whether it reads gradients that have passed through gradient buffers.
     """
 
     subgroup: int
@@ -39,6 +40,7 @@ class Visit:
     weight_bytes: int = 0
     fetches: bool = False
     speculative: bool = False
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +65,32 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class ReadTile:
-    """Fetch one tile: from its slot in a store to its place in staging slot `slot`, or at home in memory (None)."""
+    """Fetch one tile: from its slot in a store to its place in staging slot `slot`, or at home in memory (None).
+
+    A tile of gradients: to its place in gradient buffer `slot`.
+    """
 
     op: int
     tile: TileId
     slot: int | None
     buffer_offset: int
     record: Record
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTile:
-    """Flush one tile: from staging slot `slot`, or from its home in memory (None), to a free slot of a store."""
+    """Flush one tile: from staging slot `slot`, or from its home in memory (None), to a free slot of a store.
+
+    A tile of gradients: from gradient buffer `slot`.
+    """
 
     op: int
     tile: TileId
     slot: int | None
     buffer_offset: int
     record: Record
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,7 @@ class Run:
         gpu_slot: Staging slot on the GPU that holds the state; None where it lies in host memory or, at home, on the
             GPU.
         weight_slot: Host memory for the subgroup's weights, if it needs any.
+        gradient_buffer: The gradient buffer that holds its gradients, if they pass through one.
     """
 
     op: int
@@ -105,6 +116,7 @@ class Run:
     fresh: bool
     gpu_slot: int | None = None
     weight_slot: int | None = None
+    gradient_buffer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +276,21 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
+class Fill:
+    """Event: a gradient of a subgroup is about to be written to its gradient buffer; between sweeps.
+
+    Nothing but the caller touches that buffer until the next `Fill`, sweep or `Drop`.
+    """
+
+    subgroup: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Event: gradients that no step has used are dropped; between sweeps."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeginSave:
     """Event: start a save; between sweeps, with no subgroup fresh and no save under way."""
 
@@ -373,6 +400,8 @@ Event = (
     | Admit
     | Hold
     | Seal
+    | Fill
+    | Drop
     | BeginSave
     | Leave
     | Stay

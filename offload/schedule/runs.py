@@ -77,11 +77,18 @@ class Runs:
         staging: Where their state is.
         new_op: Returns the id of the next operation.
         issue: Starts an operation.
+        gradient_buffer: Returns the buffer of a subgroup's gradients.
     """
 
     def __init__(
-        self, plan: Plan, staging: Staging, new_op: Callable[[], int], issue: Callable[[Operation], None]
+        self,
+        plan: Plan,
+        staging: Staging,
+        new_op: Callable[[], int],
+        issue: Callable[[Operation], None],
+        gradient_buffer: Callable[[int], int],
     ) -> None:
+        self._gradient_buffer = gradient_buffer
         self._staging = staging
         self._new_op = new_op
         self._issue = issue
@@ -153,7 +160,8 @@ class Runs:
                 device.runs += 1
                 gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
                 op, fresh = self._new_op(), subgroup.version is None
-                self._issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot))
+                buffer = self._gradient_buffer(number) if visit.gradients else None
+                self._issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot, buffer))
 
     def start_transfers(self) -> None:
         """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""

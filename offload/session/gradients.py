@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from offload.dtypes import DtypeCode
 from offload.errors import SessionBrokenError
 from offload.protocols import Mark
+from offload.schedule.loop import pump
+from offload.schedule.operations import Drop, Fill
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Visits
@@ -28,6 +31,26 @@ class Gradients:
         self._parts = parts
         self._thread = thread
         self._visits = visits
+        parts.fill_gradients, parts.drop_gradients = self._fill, self._drop
+
+    def _fill(self, subgroup: int) -> int:
+        """Return the address of a subgroup's gradient buffer, once it may be written to."""
+        with self._thread.turn():
+            self._thread.request(partial(self._begin_fill, subgroup))
+        return self._parts.executor.gradient_address(self._parts.machine.gradients.buffer_of(subgroup))
+
+    def _begin_fill(self, subgroup: int) -> None:
+        parts, machine = self._parts, self._parts.machine
+        self._visits.open_account()
+        machine.handle(Fill(subgroup))
+        pump(machine, parts.executor, lambda m: m.gradients.is_filling(subgroup) or m.broken is not None)
+        if machine.broken is not None:
+            raise machine.broken
+
+    def _drop(self) -> None:
+        """Have all gradients in buffers and on paths forgotten."""
+        with self._thread.turn():
+            self._thread.request(lambda: self._parts.machine.handle(Drop()))
 
     def slot(self, parameter: int | str) -> torch.Tensor:
         """Return the memory for a parameter's gradient: flat, in the config's gradient dtype.
@@ -40,8 +63,8 @@ class Gradients:
     def arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> Mark | None:
         """Take in a parameter's gradient: gather its norm and, with slots, copy it there.
 
-        On the CPU it is the whole gradient, whatever was accumulated. On a GPU it is that of one backward pass, to be
-        added to those that arrived since the last step or `forget`.
+        On the CPU it is the whole gradient, whatever was accumulated. On a GPU, and with `gradient_memory`, it is
+        that of one backward pass, to be added to those that arrived since the last step or `forget`.
 
         Args:
             parameter: Which one.
@@ -94,7 +117,7 @@ class Gradients:
                 self._thread.request(lambda: None)
 
     def forget(self, dropped: Iterable[torch.Tensor] = ()) -> None:
-        """Forget all gradients that arrived on a GPU: those that arrive next are the first.
+        """Forget all gradients that arrived on a GPU, or in buffers: those that arrive next are the first.
 
         Args:
             dropped: Gradients of which `stays` is true, and which the caller drops now.
@@ -113,7 +136,7 @@ class Gradients:
         return self._parts.gradients.stays(self._parts.position(parameter))
 
     def has_arrived(self, parameter: int | str) -> bool:
-        """Return whether a parameter's gradient has arrived on a GPU and has not been forgotten."""
+        """Return whether a parameter's gradient has arrived on a GPU, or in buffers, and has not been forgotten."""
         return self._parts.gradients.has_arrived(self._parts.position(parameter))
 
     def settle(self) -> None:

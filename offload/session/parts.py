@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -28,6 +29,7 @@ from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
 from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.gradients.gpu import GpuGradients
+from offload.gradients.paths import PathGradients
 from offload.gradients.store import GradientSlots, GradientStore, HostGradients
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
@@ -101,21 +103,31 @@ class SessionParts:
         self._make_gradients: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
             refuse_gpu(config)
+        elif config.gradient_memory is not None:
+            raise ConfigError("gradient_memory", config.gradient_memory, "leave it out: the weights are on a GPU")
         else:
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
             self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates, borrows=config.borrows)
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
+        self.fill_gradients: Callable[[int], int]
+        self.drop_gradients: Callable[[], None]
+        leaves = config.gradient_memory is not None
+        if leaves:
+            self._make_gradients = self._make_path_gradients
         self.memory = HostMemory(self.lanes)
         self.closing: list[tuple[Tier, waits.BackgroundWork]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            exist=gradient_slots,
+            exist=gradient_slots and not leaves,
             needs_buffers=not config.keep_grads,
         )
         self._threads = config.threads or default_threads(self.lanes, sharing)
         self._store = uuid.uuid4()
+
+    def _make_path_gradients(self, *parts: Any) -> PathGradients:
+        return PathGradients(*parts, fill=self.fill_gradients, drop=self.drop_gradients)
 
     # Putting them together
 
@@ -144,7 +156,9 @@ class SessionParts:
         self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
         memory = self.memory
-        self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.executor.slot_address, self.lanes)
+        executor = self.executor
+        places = executor.slot_address, executor.gradient_address
+        self.views = StateViews(self.plan, self.tables, self.kernel, memory, *places, self.lanes)
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
@@ -241,6 +255,7 @@ class SessionParts:
             lanes=self.lanes,
             others=self.others,
         )
+        self.executor.gradient_buffer = self.gradients.buffer_address
         self.memory.adopt_homes(self.plan, NOTHING)
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)

@@ -41,7 +41,7 @@ def refuse_gpu(config: OffloadConfig) -> None:
         raise ConfigError("gpu_memory", config.gpu_memory, "use 0: the weights are not on a GPU")
     if config.placement not in ("auto", "cpu", 0):
         raise ConfigError("placement", config.placement, 'use "cpu": the weights are not on a GPU')
-    if not config.keep_grads:
+    if not config.keep_grads and config.gradient_memory is None:
         raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
 
 
@@ -114,6 +114,9 @@ def first_budgets(
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),
         gradient_bytes=gradient_bytes,
+        gradients_leave=config.gradient_memory is not None,
+        gradients_kept_bytes=int(config.gradient_memory or 0),
+        gradient_item_bytes=4 if config.gradient_dtype == "float32" else 0,
         speculates=config.overlaps_backward,
         follow_rates=all(path.share is None for path in config.path_configs),
         checkpoints=config.checkpoints,
@@ -121,6 +124,23 @@ def first_budgets(
         mirrors=config.mirror is not None,
         leftover_bytes=leftover_bytes,
     )
+
+
+def kept_gradient_bytes(config: OffloadConfig, nbytes: int) -> int | None:
+    """Return how many bytes of gradients stay in host memory; None for all.
+
+    "auto" is half of what is available beside state at home there: the other half is for activations.
+
+    Args:
+        config: The user's.
+        nbytes: Of all gradients.
+    """
+    budget = config.gradient_memory
+    if budget == "auto":
+        available = available_bytes() // _local_ranks()
+        state = available // 2 if config.host_memory is None else int(config.host_memory)
+        budget = max(0, available - state) // 2
+    return None if budget is None or int(budget) >= nbytes else int(budget)
 
 
 def usable_bytes(device: Device, layout: Layout) -> int:

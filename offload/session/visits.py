@@ -135,7 +135,7 @@ class Visits:
         """Seal the step that updates some subgroups as `Tables.begun` says; return what is left of it."""
         parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
         speculation.begin_step(active)
-        self._open_account()
+        self.open_account()
         with self._breaking():
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.choose_confirmed(subgroups, self.account)
@@ -182,10 +182,10 @@ class Visits:
 
     def _open(self, visits: tuple[Visit, ...], visitor: Callable[[Run], npt.NDArray[Any]]) -> Sweep:
         """Return the open sweep of the next step; see `Speculation.open`."""
-        self._open_account()
+        self.open_account()
         return self._sweep(visits, visitor, changes=True, updates=True, is_open=True)
 
-    def _open_account(self) -> None:
+    def open_account(self) -> None:
         """Open the account of the next step, unless it is open."""
         if self.account is self.last:
             self._parts.executor.take_timed()

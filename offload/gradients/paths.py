@@ -1,0 +1,192 @@
+"""Gradients that pass through a few buffers in host memory, and lie on the paths where these are needed for others.
+
+Each gradient is copied to the buffers of its subgroups as it arrives, or added there to those of earlier passes, and
+its norm is gathered on the way. Which buffers there are, what leaves them and what comes back is decided elsewhere
+(`offload.schedule.gradients`); here a buffer is asked for (`fill`) and written to until another one is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.engine.tables import GradientsAt
+from offload.engine.views import tensor_at
+from offload.errors import ConfigError
+from offload.gradients.store import GradientStore
+from offload.kernels.reference import TORCH_DTYPES
+from offload.layout import Layout, Segment
+from offload.memory.arenas import Arena
+from offload.plan import Plan
+from offload.protocols import NORM_BLOCK_NUMEL
+
+BLOCK_BYTES = 8
+
+
+class PathGradients(GradientStore):
+    """The gradients of one session, as far as they are in memory; see the module.
+
+    Args:
+        parts: See `GradientStore`.
+        fill: Returns the address of a subgroup's buffer, which belongs to the caller until the next call, or a step.
+        drop: Has all gradients forgotten, wherever they lie.
+    """
+
+    def __init__(self, *parts: Any, fill: Callable[[int], int], drop: Callable[[], None]) -> None:
+        super().__init__(*parts)
+        self._ask, self._drop = fill, drop
+        self._segments: list[list[tuple[int, Segment]]] = []  # of each parameter, with their subgroups
+        self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._filling: tuple[int, int] | None = None  # a subgroup, and the address of its buffer
+        self._torn: str | None = None  # the parameter whose gradient was interrupted on its way
+        self._buffers: Arena | None = None
+        self._buffer_bytes = 0
+        self._edge = np.zeros(NORM_BLOCK_NUMEL * 4, np.uint8)  # a block that lies in several subgroups
+
+    # Memory
+
+    def used_bytes(self, plan: Plan) -> int:
+        """See `GradientStore.used_bytes`."""
+        return plan.gradient_buffers * plan.gradient_buffer_bytes
+
+    def adopt(self, plan: Plan, before: Layout) -> None:
+        """See `GradientStore.adopt`; buffers keep what they hold."""
+        super().adopt(plan, before)
+        subgroups = plan.layout.subgroups
+        self._segments = [[(s, subgroups[s].segments[at]) for s, at in places] for places in plan.layout.places]
+        added = len(self._segments) - len(self._arrivals)
+        self._arrivals = np.concatenate([self._arrivals[: len(self._segments)], np.zeros(max(added, 0), np.int64)])
+        old, nbytes = self._buffers, self.used_bytes(plan)
+        if nbytes > (old.nbytes if old is not None else 0):
+            self._buffers = self._memory.arena(nbytes)
+            if old is not None:
+                size, count = self._buffer_bytes, old.nbytes // self._buffer_bytes
+                for number in range(count):
+                    target = self._buffers.address + number * plan.gradient_buffer_bytes
+                    ctypes.memmove(target, old.address + number * size, size)
+                self._memory.give_back(old)
+            self._buffer_bytes = plan.gradient_buffer_bytes
+            self._filling = None
+
+    def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        return [np.zeros(count, np.float64) for count in counts]
+
+    def buffer_address(self, buffer: int) -> int:
+        """Return the address of a gradient buffer."""
+        return (self._buffers.address if self._buffers is not None else 0) + buffer * self._buffer_bytes
+
+    # During backward
+
+    def has_arrived(self, position: int) -> bool:
+        """See `Gradients.has_arrived`."""
+        return bool(self._arrivals[position])
+
+    def have_arrived(self) -> bool:
+        """Return whether gradients have arrived since the last step or `forget`."""
+        return bool(self._arrivals.any()) or self._torn is not None
+
+    def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
+        """See `Gradients.arrived`; it is the gradient of one backward pass.
+
+        Raises:
+            ConfigError: It is wider than what is kept of gradients, or a pass was interrupted before.
+        """
+        self._check_whole()
+        parameter = self._parameters[position]
+        own = self._like.dtype_of(parameter)
+        if dtype is not own and own is not DtypeCode.FLOAT32:
+            allowed = 'let autograd make it in the dtype of its weight, or set gradient_dtype="float32"'
+            raise ConfigError(f"gradient of {parameter.name}", TORCH_DTYPES[dtype], allowed)
+        wide = None
+        if dtype is not own:
+            wide = tensor_at(address, parameter.numel, TORCH_DTYPES[dtype]).to(torch.float32)
+            address = wide.data_ptr()
+        self._torn = parameter.name
+        is_first, target = not self._arrivals[position], 1
+        for subgroup, segment in self._segments[position]:
+            target = self._fill(subgroup) + segment.offset * int(ITEM_BYTES[own])
+            self._put(position, segment, address, target, own, is_first=is_first)
+        self._arrivals[position] += 1
+        super().bind(position, target, own, True)
+        self._gathered[position] = own
+        self._torn = None
+
+    def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
+        """Refuse a gradient that lies elsewhere: only what has arrived is used."""
+        allowed = "say `arrived` of each gradient, or leave gradient_memory out"
+        raise ConfigError(f"gradient of {self._parameters[position].name}", "bound where it lies", allowed)
+
+    def _fill(self, subgroup: int) -> int:
+        if self._filling is None or self._filling[0] != subgroup:
+            self._filling = None
+            self._filling = subgroup, self._ask(subgroup)
+        return self._filling[1]
+
+    def _put(
+        self, position: int, segment: Segment, address: int, target: int, dtype: DtypeCode, *, is_first: bool
+    ) -> None:
+        """Copy or add a segment's part of a gradient to its buffer, and sum the squares of what is there then."""
+        item, block, edge = int(ITEM_BYTES[dtype]), NORM_BLOCK_NUMEL, self._edge.ctypes.data
+        start, end, numel = segment.start, segment.start + segment.numel, self._parameters[position].numel
+        blocks = int(self._blocks_at[position])
+        source = address + start * item
+        # Whole blocks, between one that began in the segment before and one that ends in the next.
+        first = min(end, -(-start // block) * block)
+        last = max(first, end if end == numel else end // block * block)
+        if is_first:
+            for begin, stop in ((start, first), (last, end)):
+                ctypes.memmove(target + (begin - start) * item, address + begin * item, (stop - begin) * item)
+        else:
+            self._kernel.add(np.array([(target, source, segment.numel)], np.uint64), dtype)
+        if last > first:
+            inner, sums = target + (first - start) * item, blocks + BLOCK_BYTES * (first // block)
+            copy = (inner, dtype) if is_first else ()
+            read = address + first * item if is_first else inner
+            self._kernel.gradient_blocks(read, dtype, last - first, sums, *copy)
+        if first > start:
+            ctypes.memmove(edge + start % block * item, target, (first - start) * item)
+            if first % block == 0 or first == numel:
+                begin = start // block * block
+                self._kernel.gradient_blocks(edge, dtype, first - begin, blocks + BLOCK_BYTES * (start // block))
+        if end > last:
+            ctypes.memmove(edge, target + (last - start) * item, (end - last) * item)
+
+    # Between steps
+
+    def bound_at(self) -> GradientsAt:
+        """See `GradientStore.bound_at`: a run knows its buffer."""
+        self._check_whole()
+        return None
+
+    def begin_step(self, plan: Plan, visits: object) -> bool:
+        """Take in that a step uses all gradients; those that arrive next are the first."""
+        self._arrivals[:] = 0
+        self._filling = None
+        return False
+
+    def forget(self) -> None:
+        """Forget all gradients that no step has used."""
+        if self.have_arrived():
+            self._filling = None
+            self._drop()
+            self._arrivals[:], self._torn = 0, None
+
+    def _check_whole(self) -> None:
+        if self._torn is not None:
+            given = f"an interrupted pass, at {self._torn}"
+            raise ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
+
+    def _all_gathered(self, positions: Any) -> npt.NDArray[np.int64]:
+        self._check_whole()
+        return np.array(positions, np.int64)
+
+    def close(self) -> None:
+        """See `GradientStore.close`."""
+        self._buffers = None
+        super().close()
