@@ -172,14 +172,12 @@ class GradientBuffers:
             record = operation.record
             held.unwritten -= 1
             held.written.append((tile, Record(record.location, record.step, checksum)))
+        if held.is_over:
+            self._end_useless(tile.subgroup, held)
+            return False
         if not held.is_still:
             return False
         written, held.written = held.written, []
-        if held.is_over:
-            for _, record in written:
-                self._index.abandon(record.location)
-            self._free(tile.subgroup)
-            return False
         if written:
             held.is_newest = False
             self._stored.add(tile.subgroup)
@@ -187,10 +185,22 @@ class GradientBuffers:
             self._index.commit(each, record)
         return isinstance(operation, ReadTile)
 
-    def again(self, write: WriteTile) -> bool:
-        """Write a tile elsewhere, as a write of it has failed; return whether there is room."""
-        buffer = known(write.slot, "a gradient buffer without a number")
-        return self._write(write.tile, buffer, write.buffer_offset, write.record.location.nbytes)
+    def write_again(self, write: WriteTile) -> bool:
+        """Have a tile go elsewhere whose write has failed, if it is of any use; return whether there is room."""
+        held = self._held[write.tile.subgroup]
+        if not held.is_over:
+            buffer = known(write.slot, "a gradient buffer without a number")
+            return self._write(write.tile, buffer, write.buffer_offset, write.record.location.nbytes)
+        held.unwritten -= 1
+        self._end_useless(write.tile.subgroup, held)
+        return True
+
+    def _end_useless(self, subgroup: int, held: _Held) -> None:
+        """Free a buffer of no use, once nothing is on its way to or from it."""
+        if held.is_still:
+            for _, record in held.written:
+                self._index.abandon(record.location)
+            self._free(subgroup)
 
     # Decisions
 

@@ -782,7 +782,7 @@ class Machine:
         if isinstance(error, TierError):
             self.index.retire(location.path)
             self.index.abandon(location)
-            if self.broken is None and self.gradients.again(write):
+            if self.broken is None and self.gradients.write_again(write):
                 self._on_warning(f"{error}; tiles go to other paths from now on")
                 return
         self._break(error)

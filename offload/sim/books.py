@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.errors import InternalError
@@ -20,6 +21,7 @@ from offload.schedule.operations import (
     Event,
     Leave,
     Operation,
+    ReadTile,
     Run,
     Save,
     SaveTile,
@@ -593,6 +595,179 @@ class SaveBook:
             del self.given_up[number], self.for_save[number]
             if self.now is not None:
                 self.now.flushes.pop(number, None)
+
+
+@dataclass(slots=True)
+class KnownGradients:
+    """What is known of one subgroup's gradients.
+
+    Attributes:
+        version: How often they were written to since they were used last; 0 for none.
+        buffer: The gradient buffer that is theirs.
+        in_buffer: The version that is whole in it.
+        stored: Where their tiles lie that are whole on storage.
+        stored_version: The version of those.
+        arriving: Tiles of the newest version that are on storage while not all are.
+        reads: Tiles on their way to the buffer, with their operation.
+        writes: Tiles on their way to storage, likewise.
+    """
+
+    version: int = 0
+    buffer: int | None = None
+    in_buffer: int = 0
+    stored: dict[TileId, Record] = field(default_factory=dict)
+    stored_version: int = 0
+    arriving: dict[TileId, Record] = field(default_factory=dict)
+    reads: dict[TileId, int] = field(default_factory=dict)
+    writes: dict[TileId, int] = field(default_factory=dict)
+
+
+class GradientBook:
+    """Gradients that pass through buffers.
+
+    Attributes:
+        filling: The subgroup whose gradients the caller brings, if it does.
+        useless: Writes in flight of what is of no use any more.
+    """
+
+    def __init__(self, ground: Ground, storage: StorageBook) -> None:
+        self.ground, self.storage, self._require = ground, storage, ground.require
+        self.filling: int | None = None
+        self.useless: dict[int, WriteTile] = {}
+        self._known: dict[int, KnownGradients] = {}
+        self._owners: dict[int, int] = {}
+        self._was_filled = False
+
+    def of(self, number: int) -> KnownGradients:
+        """Return what is known of a subgroup's gradients."""
+        return self._known.setdefault(number, KnownGradients())
+
+    def fill(self, number: int | None) -> None:
+        """Take in that the caller is about to bring gradients of a subgroup, or of none any more."""
+        self.filling, self._was_filled = number, False
+
+    def settle(self) -> None:
+        """What is on storage of gradients that are about to be changed is of no use when their buffer has them."""
+        known = self.of(self.filling) if self.filling is not None else None
+        is_still = known is not None and known.buffer is not None and not (known.reads or known.writes)
+        if known is not None and is_still and known.stored and known.in_buffer == known.version:
+            self.storage.leave(known.stored)
+            known.stored, known.stored_version = {}, 0
+
+    def filled(self, number: int, buffer: int) -> None:
+        """Verify that the caller writes gradients to a buffer, and take in that it does."""
+        known = self.of(number)
+        self._require(self.filling == number, "28: gradients are written that were not announced")
+        self._take(number, buffer)
+        self._require(not (known.reads or known.writes), "28: gradients are written to a buffer amid transfers")
+        self._require(known.in_buffer == known.version, "28: gradients are added to what is not whole in its buffer")
+        known.version += 1
+        known.in_buffer, self._was_filled = known.version, True
+
+    def issued(self, operation: ReadTile | WriteTile) -> None:
+        """Verify a transfer of gradients."""
+        number, buffer, tile = operation.tile.subgroup, operation.slot, operation.tile
+        known, plan = self.of(number), self.ground.plan
+        places = {tile: (offset, nbytes) for tile, offset, nbytes in plan.gradient_tiles[number]}
+        place = operation.buffer_offset, operation.record.location.nbytes
+        self._require(places.get(tile) == place, "28: a tile of gradients is not where the plan puts it")
+        if buffer is None or not 0 <= buffer < plan.gradient_buffers:
+            raise self.ground.violation("28: there is no such gradient buffer")
+        self._require(known.version > 0, "28: a transfer of gradients that are not there")
+        if isinstance(operation, ReadTile):
+            self._take(number, buffer)
+            whole = known.stored_version == known.version
+            self._require(whole and known.stored.get(tile) == operation.record, "28: a read of other gradients")
+            self._require(not known.writes and tile not in known.reads, "28: a read into a buffer in use")
+            known.in_buffer = 0
+            known.reads[tile] = operation.op
+            return
+        self._require(known.buffer == buffer, "28: a write from another's gradient buffer")
+        busy = self.filling == number and self._was_filled
+        self._require(not busy, "28: a write from a buffer that the caller writes to")
+        self._require(known.in_buffer == known.version, "28: a write of what is not whole in its buffer")
+        self._require(known.stored_version != known.version, "28: a write of gradients that are on storage")
+        again = tile in known.writes or tile in known.arriving
+        self._require(not again, "28: a second write of a tile of gradients")
+        self.storage.take(operation.record.location)
+        known.writes[tile] = operation.op
+
+    def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
+        """Take in that a transfer of gradients has ended."""
+        number, location = operation.tile.subgroup, operation.record.location
+        known, count = self.of(number), len(self.ground.plan.gradient_tiles[number])
+        if isinstance(operation, ReadTile):
+            del known.reads[operation.tile]
+            if not known.reads:
+                known.in_buffer = known.version
+        elif self._is_useless(operation):
+            self.storage.extents[location.path].leave(location.offset)
+        else:
+            del known.writes[operation.tile]
+            known.arriving[operation.tile] = Record(location, operation.record.step, checksum)
+            if len(known.arriving) == count:
+                known.stored, known.stored_version, known.arriving = known.arriving, known.version, {}
+
+    def failed(self, operation: ReadTile | WriteTile) -> bool:
+        """Take in that a transfer of gradients has failed; return whether a write has to be issued again."""
+        known, location = self.of(operation.tile.subgroup), operation.record.location
+        if isinstance(operation, ReadTile):
+            del known.reads[operation.tile]
+            return False
+        self.storage.extents[location.path].leave(location.offset)
+        if self._is_useless(operation):
+            return False
+        del known.writes[operation.tile]
+        return True
+
+    def _is_useless(self, write: WriteTile) -> bool:
+        if self.useless.pop(write.op, None) is None:
+            return False
+        del self.of(write.tile.subgroup).writes[write.tile]
+        return True
+
+    def issued_run(self, run: Run) -> None:
+        """Verify that a visit finds its gradients."""
+        self._require(run.visit.gradients == (run.gradient_buffer is not None), "29: a visit with a wrong buffer")
+        if run.visit.gradients:
+            known = self.of(run.visit.subgroup)
+            self._require(known.buffer == run.gradient_buffer, "29: a visit with another's gradient buffer")
+            whole = known.in_buffer == known.version > 0 and not known.reads
+            self._require(whole, "29: a visit before its gradients are whole in their buffer")
+
+    def used(self, number: int, flying: Mapping[int, Operation]) -> None:
+        """Take in that gradients are of no use any more."""
+        known = self.of(number)
+        for op in known.writes.values():
+            write = flying[op]
+            if isinstance(write, WriteTile):
+                self.useless[op] = write
+        self.storage.leave(known.stored)
+        self.storage.leave(known.arriving)
+        known.stored, known.arriving, known.stored_version, known.version, known.in_buffer = {}, {}, 0, 0, 0
+
+    def drop(self, flying: Mapping[int, Operation]) -> None:
+        """Take in that all gradients are of no use any more."""
+        for number in self._known:
+            self.used(number, flying)
+        self.fill(None)
+
+    def _take(self, number: int, buffer: int) -> None:
+        """Verify that a buffer is a subgroup's, or may become it."""
+        self._require(0 <= buffer < self.ground.plan.gradient_buffers, "28: there is no such gradient buffer")
+        known, owner = self.of(number), self._owners.get(buffer)
+        if owner == number:
+            return
+        self._require(known.buffer is None or not known.version, "28: a second buffer for a subgroup's gradients")
+        if owner is not None:
+            before = self.of(owner)
+            useful = before.version and before.stored_version != before.version
+            self._require(not useful, "28: a buffer changes hands with gradients that lie nowhere else")
+            self._require(not (before.reads or before.writes), "28: a buffer changes hands amid transfers")
+            before.buffer, before.in_buffer = None, 0
+        if known.buffer is not None:
+            del self._owners[known.buffer]
+        self._owners[buffer], known.buffer = number, buffer
 
 
 class LeaveBook:

@@ -44,7 +44,8 @@ Rules:
 
  Sweeps beside which their caller goes on:
  18. Visits begin in the order given, as far as they are alike: on one device, those whose state lay whole in its home
-     or in its staging slot at the begin of the sweep, and those whose state has to be fetched.
+     or in its staging slot at the begin of the sweep, and those whose state has to be fetched; of each, those whose
+     gradients are in their buffer, and those whose gradients are read first.
  19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
 
  Open sweeps, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
@@ -71,6 +72,14 @@ Rules:
      (rule 6), or a visit fills it. What lies on storage meanwhile comes on top of the bytes of rule 8. When all has
      left, staging slots are empty.
 
+ Gradients that pass through buffers:
+ 28. A gradient buffer has one owner and a subgroup one buffer. It is written to by the caller after `Fill`, when it
+     holds all that the subgroup has of gradients, and until the next `Fill`, sweep or `Drop` nothing else uses it. It
+     changes hands only if its owner's newest gradients are whole on storage, or of no use. Tiles are written from it,
+     and read into it, as rules 6 and 7 have it; but nothing is kept on storage of what is about to be changed.
+ 29. A visit that reads gradients runs when they are whole in their buffer. Then they are of no use, as all are after
+     `Drop`.
+
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
 """
@@ -93,9 +102,11 @@ from offload.schedule.operations import (
     Commit,
     CopyTile,
     Done,
+    Drop,
     Event,
     Extend,
     Failed,
+    Fill,
     GiveBack,
     Hold,
     Leave,
@@ -116,7 +127,17 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
-from offload.sim.books import Beside, DeviceBook, Ground, KnownSubgroup, LeaveBook, SaveBook, StorageBook, subgroup_of
+from offload.sim.books import (
+    Beside,
+    DeviceBook,
+    GradientBook,
+    Ground,
+    KnownSubgroup,
+    LeaveBook,
+    SaveBook,
+    StorageBook,
+    subgroup_of,
+)
 
 
 class CheckedExecutor:
@@ -139,6 +160,7 @@ class CheckedExecutor:
         self._device = DeviceBook(self._ground)
         self._saves = SaveBook(self._ground, self._storage)
         self._leaves = LeaveBook(self._ground, self._storage)
+        self._gradients = GradientBook(self._ground, self._storage)
         self._places, self._subgroups = self._ground.places, self._ground.subgroups
         self._require, self._violation = self._ground.require, self._ground.violation
         self._owners: list[int | None] = []
@@ -228,6 +250,21 @@ class CheckedExecutor:
                 self._take_over(event)
             case Release(number):
                 self._saves.release(number)
+            case Fill(subgroup):
+                self._require(self._sweep is None or self._fatal is not None, "28: gradients come during a sweep")
+                self._gradients.fill(subgroup)
+            case Drop():
+                self._gradients.drop(self._flying)
+        self._gradients.settle()
+
+    def filled(self, subgroup: int, buffer: int) -> None:
+        """Verify that the caller may write gradients of a subgroup to a buffer, which it does now.
+
+        Raises:
+            InternalError: If it may not; notes tell the story.
+        """
+        self._ground.story.append(f"gradients of subgroup {subgroup} are written to buffer {buffer}")
+        self._gradients.filled(subgroup, buffer)
 
     def saved(self) -> dict[int, dict[TileId, Record]]:
         """Return what each finished save that was not released names."""
@@ -315,10 +352,18 @@ class CheckedExecutor:
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
             self._require(not self._again, "9: an operation before a failed write is issued again")
+        if isinstance(operation, ReadTile | WriteTile) and operation.gradients:
+            self._again.pop(operation.tile, None)
+            if isinstance(operation, ReadTile):
+                self._issued_in_order(operation)
+            self._gradients.issued(operation)
+            self._flying[operation.op] = operation
+            return
         if isinstance(operation, Run | ReadTile) or (isinstance(operation, Transfer) and operation.way == "fetch"):
             self._issued_in_order(operation)
         if isinstance(operation, Run):
             self._issued_run(operation)
+            self._gradients.issued_run(operation)
         elif isinstance(operation, SaveTile | CopyTile | Sync | Commit):
             self._saves.issued(operation)
         elif isinstance(operation, Transfer) and operation.what == "state":
@@ -350,7 +395,8 @@ class CheckedExecutor:
             return
         place, where = found
         staged = isinstance(operation, Run) and operation.gpu_slot is not None
-        alike = where, type(operation), visit.gpu, staged
+        of_gradients = isinstance(operation, ReadTile) and operation.gradients
+        alike = where, type(operation), visit.gpu, staged or of_gradients
         self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
         self._begun[alike] = place
 
@@ -569,6 +615,7 @@ class CheckedExecutor:
         alike = all(visit.speculative is sweep.is_open for visit in sweep.visits)
         self._require(alike, "20: a speculative visit in a sweep that is not open, or the other way round")
         self._sweep = sweep
+        self._gradients.fill(None)
         self._steps[sweep.number] = sweep.step
         self._visits = {visit.subgroup: visit for visit in sweep.visits}
         self._begun, self._unbegun = {}, {}
@@ -656,7 +703,8 @@ class CheckedExecutor:
         operation = self._flying.pop(op, None)
         if operation is None:
             raise self._violation("1: an operation is reported that is not in flight")
-        if isinstance(operation, ReadTile | WriteTile) and operation.slot is not None:
+        staged = isinstance(operation, ReadTile | WriteTile) and operation.slot is not None
+        if isinstance(operation, ReadTile | WriteTile) and staged and not operation.gradients:
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
@@ -664,6 +712,8 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.done(operation, checksum)
+            case ReadTile(gradients=True) | WriteTile(gradients=True):
+                self._gradients.done(operation, checksum)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -699,6 +749,8 @@ class CheckedExecutor:
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
+                if visit.gradients:
+                    self._gradients.used(visit.subgroup, self._flying)
                 pushes = operation.weight_slot is not None and visit.changes
                 if operation.weight_slot is not None and pushes:
                     self._device.weight_slots[operation.weight_slot].stage = "made"
@@ -737,6 +789,16 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.failed(operation)
+            case ReadTile(gradients=True):
+                self._gradients.failed(operation)
+                self._fatal = self._fatal or error
+            case WriteTile(gradients=True):
+                is_useful = self._gradients.failed(operation)
+                if isinstance(error, TierError):
+                    self._storage.extents[operation.record.location.path].failed = True
+                    self._again |= dict.fromkeys([operation.tile] * is_useful)
+                else:
+                    self._fatal = self._fatal or error
             case WriteTile(tile=tile) if operation.op in self._revoked or self._subgroups[tile.subgroup].beside:
                 self._failed_beside(operation)
             case WriteTile(slot=None, tile=tile):

@@ -123,6 +123,9 @@ class SimData:
         }
         gpu_words = plan.gpu_slot_bytes // FP32.item_bytes
         self.gpu = [np.full(gpu_words, RUBBISH, np.uint32) for _ in range(plan.gpu_slots)]
+        gradient_words = plan.gradient_buffer_bytes // FP32.item_bytes
+        self.gradients = [np.full(gradient_words, RUBBISH, np.uint32) for _ in range(plan.gradient_buffers)]
+        """What each gradient buffer holds."""
         # One more than there are paths: the store that takes copies.
         self.stores = [SimStore() for _ in range(len(plan.budgets.paths) + 1)]
         self.weights = {
@@ -288,8 +291,10 @@ class SimData:
             return self.buffers[operation.buffer or 0][: nbytes // FP32.item_bytes]
         start = operation.buffer_offset // FP32.item_bytes
         numel = operation.record.location.nbytes // FP32.item_bytes
-        whole = self.resident[operation.tile.subgroup] if operation.slot is None else self.staging[operation.slot]
-        return whole[start : start + numel]
+        if operation.slot is None:
+            return self.resident[operation.tile.subgroup][start : start + numel]
+        slots = self.gradients if operation.gradients else self.staging
+        return slots[operation.slot][start : start + numel]
 
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup

@@ -24,6 +24,7 @@ from offload.schedule.operations import (
     Begin,
     Commit,
     Done,
+    Drop,
     Event,
     Extend,
     Failed,
@@ -1138,6 +1139,73 @@ class RevokesNothing(Speculation):
 
 
 # Each with what finds it first: a rule, or what a test says.
+# Gradients that pass through buffers
+
+
+def of_gradients(operation: Any, kind: Any) -> bool:
+    """Return whether an operation is of that kind, and of gradients."""
+    return isinstance(operation, kind) and operation.gradients
+
+
+class VisitsBeforeTheLastGradients(Filtered):
+    def hears(self, event, operation):
+        yield event
+        if isinstance(event, Done) and of_gradients(operation, ReadTile) and not self.idle:
+            left = [read for read in self.under_way(ReadTile) if read.gradients and read.slot == operation.slot]
+            if len(left) == 1:
+                yield Done(left[0].op)
+
+
+class LosesGradientsThatLeave(Skips):
+    def hits(self, operation):
+        return of_gradients(operation, WriteTile)
+
+
+class WritesGradientsOverState(Overwrites):
+    def target(self, write):
+        tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
+        return of_size(map(self.live, tiles), write) if write.gradients else None
+
+
+class IgnoresFailedGradients(IgnoresFailure):
+    def hits(self, operation):
+        return of_gradients(operation, WriteTile)
+
+
+class VisitsWithOtherGradients(Filtered):
+    def asks(self, operation):
+        if isinstance(operation, Run) and operation.visit.gradients and self.plan.gradient_buffers > 1:
+            buffer = (operation.gradient_buffer + 1) % self.plan.gradient_buffers
+            operation = replace(operation, gradient_buffer=buffer)
+        return (operation,)
+
+
+class KeepsGradientsThatWereDropped(Filtered):
+    def hears(self, event, operation):
+        return () if isinstance(event, Drop) else (event,)
+
+
+class LetsTheCallerAddToWhatIsStillRead(EndsEarly):
+    def hits(self, operation):
+        return of_gradients(operation, ReadTile)
+
+
+class ReadsTheFirstGradientsAgain(Filtered):
+    """What is read is what was written first."""
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.first = {}
+
+    def asks(self, operation):
+        if of_gradients(operation, WriteTile):
+            self.first.setdefault(operation.tile, operation.record.location)
+        if of_gradients(operation, ReadTile):
+            record = replace(operation.record, location=self.first[operation.tile])
+            operation = replace(operation, record=record)
+        return (operation,)
+
+
 MACHINES = {
     RunsBeforeTheLastTile: "rule 10:",
     ReusesDirtySlot: "rule 5:",
@@ -1208,6 +1276,16 @@ PARKS = {
     LeavesAfterAll: "rule 27:",
     IgnoresFailedLeaves: "rule 27:",
     LeavesForLiveSlots: "rule 7:",
+}
+FILLING = {
+    VisitsBeforeTheLastGradients: "rule 29:",
+    LosesGradientsThatLeave: "rule 28:",
+    WritesGradientsOverState: "rule 7:",
+    IgnoresFailedGradients: "rule 9:",
+    VisitsWithOtherGradients: "rule 29:",
+    KeepsGradientsThatWereDropped: "rule 28:",
+    LetsTheCallerAddToWhatIsStillRead: "rule 28:",
+    ReadsTheFirstGradientsAgain: "rule 28:",
 }
 FORWARDS = {
     WritesGradientsAtOnce: "weights are not the last step's",
