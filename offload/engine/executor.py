@@ -37,6 +37,7 @@ from offload.schedule.operations import (
     Sync,
     Transfer,
     WriteTile,
+    tile_label,
 )
 from offload.schedule.timeline import ENGINE, Interval
 from offload.units import format_seconds
@@ -420,10 +421,10 @@ class LiveExecutor:
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
             label = f"subgroup {subgroup}"
         else:
-            tile, location = operation.tile, operation.record.location
+            location = operation.record.location
             lane = f"{LANE_VERBS[type(operation)]}:{location.path}"
             nbytes = location.nbytes
-            label = f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
+            label = tile_label(operation)
         if completion.error == 0:
             times = completion.started_s, completion.finished_s
             self.timeline.append(Interval(lane, label, *times, nbytes, due_s))

@@ -41,7 +41,9 @@ class PathGradients(GradientStore):
     def __init__(self, *parts: Any, fill: Callable[[int], int], drop: Callable[[], None]) -> None:
         super().__init__(*parts)
         self._ask, self._drop = fill, drop
-        self._segments: list[list[tuple[int, Segment]]] = []  # of each parameter, with their subgroups
+        self._segments: list[
+            list[tuple[int, Segment]]
+        ] = []  # of each parameter, with their subgroups; the last first
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._filling: tuple[int, int] | None = None  # a subgroup, and the address of its buffer
         self._torn: str | None = None  # the parameter whose gradient was interrupted on its way
@@ -59,7 +61,10 @@ class PathGradients(GradientStore):
         """See `GradientStore.adopt`; buffers keep what they hold."""
         super().adopt(plan, before)
         subgroups = plan.layout.subgroups
-        self._segments = [[(s, subgroups[s].segments[at]) for s, at in places] for places in plan.layout.places]
+        self._segments = [
+            [(number, subgroups[number].segments[at]) for number, at in reversed(places)]
+            for places in plan.layout.places
+        ]
         added = len(self._segments) - len(self._arrivals)
         self._arrivals = np.concatenate([self._arrivals[: len(self._segments)], np.zeros(max(added, 0), np.int64)])
         old, nbytes = self._buffers, self.used_bytes(plan)
@@ -109,7 +114,7 @@ class PathGradients(GradientStore):
             address = wide.data_ptr()
         self._torn = parameter.name
         is_first, target = not self._arrivals[position], 1
-        for subgroup, segment in self._segments[position]:
+        for subgroup, segment in self._segments[position]:  # from the last one, as backward goes
             target = self._fill(subgroup) + segment.offset * int(ITEM_BYTES[own])
             self._put(position, segment, address, target, own, is_first=is_first)
         self._arrivals[position] += 1
@@ -149,13 +154,13 @@ class PathGradients(GradientStore):
             copy = (inner, dtype) if is_first else ()
             read = address + first * item if is_first else inner
             self._kernel.gradient_blocks(read, dtype, last - first, sums, *copy)
-        if first > start:
-            ctypes.memmove(edge + start % block * item, target, (first - start) * item)
-            if first % block == 0 or first == numel:
-                begin = start // block * block
-                self._kernel.gradient_blocks(edge, dtype, first - begin, blocks + BLOCK_BYTES * (start // block))
+        # What lies behind it in its block was put there before.
         if end > last:
             ctypes.memmove(edge, target + (last - start) * item, (end - last) * item)
+            count, sums = min(block, numel - last), blocks + BLOCK_BYTES * (last // block)
+            self._kernel.gradient_blocks(edge, dtype, count, sums)
+        if first > start:
+            ctypes.memmove(edge + start % block * item, target, (first - start) * item)
 
     # Between steps
 

@@ -328,6 +328,11 @@ class Plan:
         stays = self.gradient_buffers - SPARE_BUFFERS * (self.gradient_buffers < len(self.layout.subgroups))
         return sum(nbytes for tiles in self.gradient_tiles[stays:] for _, _, nbytes in tiles)
 
+    @property
+    def gradient_storage_bytes(self) -> int:
+        """Most bytes that gradients take on the paths, with headers."""
+        return sum(nbytes + SECTOR_BYTES for tiles in self.gradient_tiles for _, _, nbytes in tiles)
+
     @cached_property
     def slot_counts(self) -> dict[int, int]:
         """For each payload size, the most slots the stores need at once: live versions and those in flight.
@@ -479,9 +484,15 @@ class Plan:
                 f"               {format_bytes(self.staging_bytes):>10}  staging, {self.staging_slots} slots of "
                 f"{format_bytes(self.slot_bytes)}"
             )
-        lines.append(
-            f"               {format_bytes(self.budgets.gradient_bytes):>10}  gradients (in place of torch's own)"
-        )
+        gradients = format_bytes(self.budgets.gradient_bytes)
+        if self.gradient_buffers:
+            size, left = format_bytes(self.gradient_buffer_bytes), format_bytes(self.left_gradient_bytes)
+            buffers = f"{format_count(self.gradient_buffers, 'buffer')} of {size}"
+            lines.append(
+                f"               {gradients:>10}  gradients, {buffers}; {left} leave for the paths in backward"
+            )
+        else:
+            lines.append(f"               {gradients:>10}  gradients (in place of torch's own)")
         if self.image_bytes:
             images = format_bytes(self.image_bytes)
             lines.append(f"               {images:>10}  new weights, where they are made during backward")
@@ -510,6 +521,11 @@ class Plan:
             for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
                 part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
                 lines.append(f"               {part:>10}  on {path.name}")
+        if self.gradient_buffers:
+            left, room = (format_bytes(n) for n in (self.left_gradient_bytes, self.gradient_storage_bytes))
+            lines.append(
+                f"               {left:>10}  gradients, written in backward, read in the step; room for {room}"
+            )
         if self.image_bytes:
             room = (
                 "" if self.has_room_to_speculate else ", which is more than there is: part is updated during backward"

@@ -72,6 +72,7 @@ class Mix:
         brought_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
         slots: Staging slots in host memory.
         gpu_slots: Staging slots on the GPU.
+        left_bytes: Gradients that are read from the paths in the step.
         tiles: Tiles of a mean streamed subgroup.
         segments: Segments of a mean subgroup.
     """
@@ -83,6 +84,7 @@ class Mix:
     brought_bytes: float
     slots: int
     gpu_slots: int
+    left_bytes: float
     tiles: float
     segments: float
 
@@ -104,7 +106,8 @@ def mix_of(plan: Plan) -> Mix:
     mean_tiles = tiles / max(plan.homes.count(Home.STREAMED), 1)
     segments = sum(len(s.segments) for s in subgroups) / max(len(subgroups), 1)
     slots = plan.staging_slots, plan.gpu_slots
-    return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, mean_tiles, segments)
+    left_bytes = plan.left_gradient_bytes
+    return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, left_bytes, mean_tiles, segments)
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
@@ -212,10 +215,13 @@ def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple
     moved, mean_bytes = _moved(mix)
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
         nbytes, latency_s = moved * mean_bytes * share, moved * mix.tiles * share * path.latency_s
-        lanes[f"read:{number}"] = nbytes, latency_s + nbytes / path.read.alone
+        left_bytes = mix.left_bytes * share
+        left_s = left_bytes / path.read.alone
+        lanes[f"read:{number}"] = nbytes + left_bytes, latency_s + nbytes / path.read.alone + left_s
         lanes[f"write:{number}"] = nbytes, latency_s + nbytes / path.write.alone
         if path.is_shared:
-            lanes[f"path:{number}"] = 2 * nbytes, latency_s + nbytes / path.each_way_bytes_per_s
+            both_s = latency_s + nbytes / path.each_way_bytes_per_s + left_s
+            lanes[f"path:{number}"] = 2 * nbytes + left_bytes, both_s
     return lanes
 
 
@@ -278,6 +284,8 @@ def _step_s(
                 lasts = resident_bytes / mean_bytes * each_s / spare_s
                 hindrance_s += min(moved, int(lasts)) * (hindered_s - every_s)
         pipeline_s = round_s + (moved - together) * every_s + (together - 1) * work_s + hindrance_s
+    elif mix.left_bytes:
+        pipeline_s = max(seconds for lane, (_, seconds) in lanes.items() if lane.startswith("read"))
     # What the CPU has not done by then, it does at its full speed.
     span_s = max(pipeline_s, gpu_s)
     cpu_s = lanes["cpu"][0] * cpu_s_per_byte

@@ -32,6 +32,7 @@ from offload.schedule.operations import (
     Sync,
     Transfer,
     WriteTile,
+    tile_label,
 )
 from offload.schedule.timeline import Interval
 
@@ -167,5 +168,4 @@ def label(operation: Operation | int | None) -> str:
         return f"sync of path {operation.path}"
     if isinstance(operation, Commit):
         return f"commit of save {operation.number}"
-    tile = operation.tile
-    return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
+    return tile_label(operation)

@@ -97,7 +97,7 @@ class GradientBuffers:
         self._plan = plan
         count = plan.gradient_buffers
         self._owners.extend([None] * (count - len(self._owners)))
-        self._spare = 0 if count >= len(plan.layout.subgroups) else SPARE_BUFFERS
+        self._most_alone = count if count >= len(plan.layout.subgroups) else count - SPARE_BUFFERS
 
     # Filling
 
@@ -251,15 +251,15 @@ class GradientBuffers:
         return held.is_still and not (held.is_newest or held.is_wanted) and subgroup != self._filling
 
     def _make_room(self) -> None:
-        """Write what was filled first, until enough buffers can be given to others, or soon can be."""
-        spare = self._owners.count(None)
-        spare += sum(bool(held.unwritten) or self._is_clean(n, held) for n, held in self._held.items())
-        for subgroup, held in self._held.items():
-            if spare >= self._spare:
+        """Write what was filled first, until no more lies in buffers alone than may; visits rid others of it soon."""
+        alone = [n for n, held in self._held.items() if held.is_newest and not (held.is_wanted or held.unwritten)]
+        count = len(alone)
+        for subgroup in alone:
+            if count <= self._most_alone:
                 return
-            if held.is_still and held.is_newest and not held.is_wanted and subgroup != self._filling:
-                spare += 1
-                tiles = self._plan.gradient_tiles[subgroup]
+            if subgroup != self._filling:
+                count -= 1
+                held, tiles = self._held[subgroup], self._plan.gradient_tiles[subgroup]
                 held.unwritten = len(tiles)
                 for tile, offset, nbytes in tiles:
                     if not self._write(tile, held.buffer, offset, nbytes):

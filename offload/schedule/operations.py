@@ -237,6 +237,14 @@ class Commit:
 SaveOperation = SaveTile | CopyTile | Sync | Commit
 
 
+def tile_label(operation: ReadTile | WriteTile | SaveTile | CopyTile) -> str:
+    """Return what a timeline calls the transfer of a tile."""
+    tile = operation.tile
+    if isinstance(operation, ReadTile | WriteTile) and operation.gradients:
+        return f"gradients of subgroup {tile.subgroup} tile {tile.tile}"
+    return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
+
+
 Operation = ReadTile | WriteTile | Run | Transfer | AwaitPush | GiveBack | SaveOperation
 
 

@@ -1,0 +1,250 @@
+"""Gradients that leave host memory for the paths: the bits of those that stay, in less memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import gradient_programs
+import pytest
+import torch
+
+import offload
+from offload import ConfigError, InfeasiblePlanError, OffloadConfig
+
+WIDTH = 128
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_programs(seed: int, tmp_path: Path):
+    gradient_programs.compare(gradient_programs.make_program(seed), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(50, 500, 90))
+def test_many_random_programs(first: int, tmp_path: Path):
+    for seed in range(first, first + 90):
+        gradient_programs.compare(gradient_programs.make_program(seed), tmp_path / str(seed))
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(8))).to(torch.bfloat16)
+
+
+def optimizer_of(
+    layers: torch.nn.Module, folder: Path, memory: int | str | None = 0, **settings: Any
+) -> offload.AdamW:
+    chosen = {"host_memory": 0, "paths": [folder], "subgroup_numel": 8192, "gradient_memory": memory, **settings}
+    return offload.AdamW(layers.named_parameters(), lr=1e-2, offload=OffloadConfig(**chosen))
+
+
+def backward(layers: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layers(torch.randn(4, WIDTH, generator=generator).bfloat16()).float().square().mean().backward()
+
+
+def weights(layers: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in layers.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def trained(folder: Path, memory: int | None, steps: int = 2) -> list[torch.Tensor]:
+    layers = model()
+    with optimizer_of(layers, folder, memory) as optimizer:
+        for seed in range(steps):
+            backward(layers, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(layers)
+
+
+def test_no_gradient_stays_in_grad_and_the_plan_says_what_leaves(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        backward(layers)
+        assert all(parameter.grad is None for parameter in layers.parameters())
+        plan = optimizer.plan.plan
+        assert plan.budgets.gradient_bytes == plan.gradient_buffers * plan.gradient_buffer_bytes
+        assert 0 < plan.gradient_buffers < len(plan.layout.subgroups)
+        text = str(optimizer.plan)
+        assert f"{plan.gradient_buffers} buffers of" in text
+        assert "leave for the paths in backward" in text
+
+
+def test_gradients_that_all_fit_stay_where_they_were(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path, "1GiB") as optimizer:
+        backward(layers)
+        assert all(parameter.grad is not None for parameter in layers.parameters())
+        assert not optimizer.plan.plan.gradient_buffers
+
+
+def test_auto_takes_what_is_left(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path, "auto"):
+        backward(layers)
+        assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_what_leaves_is_written_once_a_pass_and_read_once_more(passes: int, tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        for step in range(4):
+            for number in range(passes):
+                backward(layers, 10 * step + number)
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = {"read": 0, "write": 0}
+        for interval in optimizer.timeline():
+            if interval.label.startswith("gradients of"):
+                moved[interval.lane.partition(":")[0]] += interval.nbytes
+        plan = optimizer.plan.plan
+        left, whole = plan.left_gradient_bytes, sum(n for tiles in plan.gradient_tiles for _, _, n in tiles)
+        assert left <= moved["read"] <= left + (passes - 1) * whole
+        assert left <= moved["write"] <= left + (passes - 1) * whole
+        if passes == 1:
+            assert moved == {"read": left, "write": left}
+        metrics = optimizer.metrics()
+        assert metrics["lane/read:0/predicted_s"] > 0
+
+
+def test_room_for_gradients_is_in_the_plan(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path, None, checkpoints_kept=0) as optimizer:
+        without = optimizer.plan.plan.storage_bytes
+    place = {"path": tmp_path, "max_bytes": without}
+    with pytest.raises(InfeasiblePlanError, match="state on storage"):
+        optimizer_of(layers, tmp_path, 0, checkpoints_kept=0, paths=[place])
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"gradient_memory": -1}, "gradient_memory"),
+        ({"gradient_memory": "a lot"}, "gradient_memory"),
+        ({"gradient_memory": 0, "paths": []}, "gradient_memory"),
+        ({"gradient_memory": 0, "overlap": "backward"}, "overlap"),
+        ({"gradient_memory": 0, "overlap": "both"}, "overlap"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], field: str, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(**{"paths": [tmp_path], **settings})
+    assert caught.value.field == field
+
+
+def test_gradients_that_are_put_into_grad_are_used(tmp_path: Path):
+    inside, outside = model(), model()
+    for layers, memory in ((inside, None), (outside, 0)):
+        with optimizer_of(layers, tmp_path, memory) as optimizer:
+            for parameter in layers.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+    assert same(weights(inside), weights(outside))
+
+
+def test_a_wider_gradient_is_refused_by_name(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        parameter = layers[0].weight
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+        with pytest.raises(ConfigError, match=r"gradient of 0\.weight"):
+            optimizer.step()
+
+
+def test_a_pass_that_is_interrupted_is_not_used_by_half(tmp_path: Path):
+    layers = model()
+
+    class Interrupted(Exception):
+        pass
+
+    with optimizer_of(layers, tmp_path) as optimizer:
+        engine, calls = optimizer.engine, []
+        ask = engine.gradients.arrived
+
+        def arrived(*arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) == 5:
+                raise Interrupted
+            return ask(*arguments)
+
+        engine.gradients.arrived = arrived
+        with pytest.raises(Interrupted):
+            backward(layers)
+        engine.gradients.arrived = ask
+        optimizer.zero_grad()
+        backward(layers)
+        optimizer.step()
+    assert same(weights(layers), trained(tmp_path, None, steps=1))
+
+
+def test_park_refuses_gradients_that_no_step_has_used(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        backward(layers, 0)
+        with pytest.raises(ConfigError, match="park"):
+            optimizer.park()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.park()
+        backward(layers, 1)
+        optimizer.step()
+    assert same(weights(layers), trained(tmp_path, None))
+
+
+def test_a_checkpoint_amid_accumulation_changes_nothing_and_is_resumed(tmp_path: Path):
+    (store := tmp_path / "store").mkdir()
+    layers = model()
+    with optimizer_of(layers, store) as optimizer:
+        backward(layers, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(layers, 1)
+        optimizer.save_checkpoint(tmp_path / "save")
+        optimizer.wait_checkpoint()
+        before = weights(layers)
+        optimizer.step()
+    after = weights(layers)
+    for parameter, weight in zip(layers.parameters(), before, strict=True):
+        parameter.data.copy_(weight)
+    with optimizer_of(layers, store) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "save")
+        backward(layers, 1)
+        optimizer.step()
+    assert same(weights(layers), after)
+
+
+def test_another_thread_s_backward(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        thread = threading.Thread(target=backward, args=(layers, 0))
+        thread.start()
+        thread.join()
+        optimizer.step()
+    assert same(weights(layers), trained(tmp_path, None, steps=1))
+
+
+def test_a_gradient_after_close_stays_where_autograd_puts_it(tmp_path: Path):
+    layers = model()
+    optimizer_of(layers, tmp_path).close()
+    backward(layers)
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def test_torch_s_own_scaler_is_refused(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer, contextlib.suppress(RuntimeWarning):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(layers(torch.ones(1, WIDTH).bfloat16()).float().sum()).backward()
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizer)
