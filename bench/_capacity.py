@@ -157,6 +157,7 @@ class Ours(Plain):
         return {
             "staging_bytes": plan.staging_bytes,
             "overhead_bytes": plan.overhead_bytes,
+            "gradient_bytes": plan.budgets.gradient_bytes,
             "made_ahead_bytes": self.ahead_bytes,
         }
 

@@ -1,8 +1,8 @@
 """Where a shard's gradients lie between their reduction and the step, and who waits for them.
 
 `HostGradients`: in flat buffers in host memory, which DeepSpeed or a stage makes; gradients that come from a GPU are
-copied there. `DeviceGradients`: where the engine of weights on a GPU wants them: in host memory for what the CPU
-updates, on the GPU for the rest.
+copied there. `EngineGradients`: where the engine wants them: with weights on a GPU in host memory for what the CPU
+updates, and on the GPU for the rest; with `gradient_memory` in a few buffers, and on the paths.
 
 Invariants:
   * what is handed out is complete: all copies and sums that it depends on have ended;
@@ -98,13 +98,13 @@ class HostGradients:
         self.transfers.wait()
 
 
-class DeviceGradients:
-    """Where the engine of weights on a GPU has them.
+class EngineGradients:
+    """Where the engine has them.
 
     Args:
         pieces: All of them.
-        engine: Of weights on a GPU.
-        place: The GPU.
+        engine: Of weights on a GPU, or with `gradient_memory`.
+        place: Where the weights are.
         dtypes: In which gradients are summed, for each flat tensor of weights.
     """
 
@@ -145,7 +145,8 @@ class DeviceGradients:
             self.touch(number)
             return
         stays = first and self._engine.gradients.stays(number)
-        if gradient is given and (stays or gradient.nbytes <= COPIED_BYTES):
+        is_read_later = self._place.type != "cpu"
+        if gradient is given and is_read_later and (stays or gradient.nbytes <= COPIED_BYTES):
             gradient = gradient.clone()
         if stays:
             self._kept[number] = gradient

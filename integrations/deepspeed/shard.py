@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
-from offload.integrations.deepspeed.gradients import DeviceGradients, HostGradients
+from offload.integrations.deepspeed.gradients import EngineGradients, HostGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.rules import GroupScalars
 
@@ -89,21 +89,20 @@ class Shard:
             for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
         self._scratch = next((path.path for path in config.path_configs if os.path.isdir(path.path)), None)
-        self.gradients: HostGradients | DeviceGradients
-        if device is None:
+        self.gradients: HostGradients | EngineGradients
+        if device is None and config.gradient_memory is None:
             self.engine = Engine(parameters, config, among=among)
             self.gradients = HostGradients(self.pieces, self.engine)
         else:
-            config = dataclasses.replace(
-                config,
-                keep_grads=False,
-                gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter",
+            summed = "float32" if gradient_dtype is torch.float32 else "parameter"
+            config = dataclasses.replace(config, gradient_dtype=summed)
+            if device is not None:
                 # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-                gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
-            )
+                gpu_memory = 0 if config.gpu_memory == "auto" else config.gpu_memory
+                config = dataclasses.replace(config, keep_grads=False, gpu_memory=gpu_memory)
             self.engine = Engine(parameters, config, device=device, among=among)
             dtypes = [gradient_dtype or weight.dtype for weight in weights]
-            self.gradients = DeviceGradients(self.pieces, self.engine, weights[0].device, dtypes)
+            self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes)
         self._bind_weights()
 
     def read_by_speculation(self) -> list[torch.Tensor] | None:

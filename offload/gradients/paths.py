@@ -127,6 +127,11 @@ class PathGradients(GradientStore):
         allowed = "say `arrived` of each gradient, or leave gradient_memory out"
         raise ConfigError(f"gradient of {self._parameters[position].name}", "bound where it lies", allowed)
 
+    def slot(self, position: int) -> torch.Tensor:
+        """Refuse to show a gradient: it may lie on the paths."""
+        allowed = "leave it out where gradients are read or changed after backward: they lie on the paths"
+        raise ConfigError("gradient_memory", "below that of all gradients", allowed)
+
     def _fill(self, subgroup: int) -> int:
         if self._filling is None or self._filling[0] != subgroup:
             self._filling = None

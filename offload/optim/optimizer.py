@@ -76,10 +76,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         holder.config = config.for_rank(rank) if world > 1 else config
         if config.gradient_memory is not None:
             wide = config.gradient_dtype == "float32"
-            sizes = (
-                p.numel() * (4 if wide else p.itemsize) for p in map(shards.local, parameters) if p.requires_grad
-            )
-            kept_bytes = kept_gradient_bytes(config, sum(sizes))
+            own = [shards.local(parameter) for parameter in parameters if parameter.requires_grad]
+            nbytes = sum(piece.numel() * (4 if wide else piece.itemsize) for piece in own)
+            kept_bytes = kept_gradient_bytes(config, nbytes)
             holder.config = dataclasses.replace(holder.config, gradient_memory=kept_bytes)
         holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]

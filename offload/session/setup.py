@@ -14,6 +14,7 @@ import torch
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.device.none import Lanes
+from offload.dtypes import ITEM_BYTES
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
@@ -83,6 +84,12 @@ def first_budgets(
         leftover_bytes: What lies on its paths from sessions that have ended and gives way.
     """
     host, staging = config.host_memory, config.staging_memory
+    gradients_bytes = sum(
+        segment.numel * (4 if config.gradient_dtype == "float32" else int(ITEM_BYTES[subgroup.dtype]))
+        for subgroup in layout.subgroups
+        for segment in subgroup.segments
+    )
+    kept_bytes = kept_gradient_bytes(config, gradients_bytes)
     if host is None:
         host = available_bytes() // 2 // _local_ranks() if config.paths else layout.state_bytes
     paths = []
@@ -115,7 +122,7 @@ def first_budgets(
         paths=tuple(paths),
         gradient_bytes=gradient_bytes,
         gradients_leave=config.gradient_memory is not None,
-        gradients_kept_bytes=int(config.gradient_memory or 0),
+        gradients_kept_bytes=gradients_bytes if kept_bytes is None else kept_bytes,
         gradient_item_bytes=4 if config.gradient_dtype == "float32" else 0,
         speculates=config.overlaps_backward,
         follow_rates=all(path.share is None for path in config.path_configs),
