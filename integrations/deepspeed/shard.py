@@ -94,12 +94,13 @@ class Shard:
             self.engine = Engine(parameters, config, among=among)
             self.gradients = HostGradients(self.pieces, self.engine)
         else:
-            summed = "float32" if gradient_dtype is torch.float32 else "parameter"
-            config = dataclasses.replace(config, gradient_dtype=summed)
-            if device is not None:
+            config = dataclasses.replace(
+                config,
+                keep_grads=False,
+                gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter",
                 # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-                gpu_memory = 0 if config.gpu_memory == "auto" else config.gpu_memory
-                config = dataclasses.replace(config, keep_grads=False, gpu_memory=gpu_memory)
+                gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
+            )
             self.engine = Engine(parameters, config, device=device, among=among)
             dtypes = [gradient_dtype or weight.dtype for weight in weights]
             self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes)

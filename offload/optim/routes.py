@@ -389,7 +389,7 @@ class DepartureRoute(Route):
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
         last_storage = None if is_first else self._storages.get(bound)
-        if last_storage is not None and last_storage == storage:
+        if last_storage is not None and last_storage == storage and not self._leaves:
             # A replayed CUDA graph always writes to one memory, and waits for nobody who still reads it.
             raise ConfigError(
                 f"gradient of {bound.name}",
