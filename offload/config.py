@@ -168,12 +168,12 @@ class OffloadConfig:
             pass leaves room for) is taken when backward has ended, and given back to torch before the next forward
             pass; so "borrow" and `overlap` "forward" exclude each other. More than 0 is refused where weights lie on
             the CPU.
-        gradient_memory: Bytes of host memory for gradients, where weights lie on the CPU. None: for all of them. What
-            does not fit leaves for the paths as it arrives, and comes back in the step; "auto": as much as stays in
-            memory as `host_memory` and what is available leave. Where not all fit, `.grad` is None after backward for
-            every parameter, and `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own;
-            to drop gradients without a step, call `optimizer.zero_grad()`. A few buffers come on top, named in the
-            plan. Excludes `overlap` "backward" and "both".
+        gradient_memory: Bytes of host memory for gradients. None: for all of them. What does not fit leaves for the
+            paths as it arrives, and comes back in the step; "auto": as much as stays in memory as `host_memory` and
+            what is available leave. Where not all fit, `.grad` is None after backward for every parameter, and
+            `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop gradients
+            without a step, call `optimizer.zero_grad()`. A few buffers come on top, named in the plan. Excludes
+            `overlap` "backward" and "both"; with weights on a GPU the CPU updates all.
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.

@@ -67,6 +67,7 @@ class GpuLanes(Lanes):
     """
 
     on_gpu = pins = True
+    bounces = 1
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
@@ -368,6 +369,13 @@ class GpuLanes(Lanes):
         host = source if lane is DeviceLane.H2D else target
         for offset, size in self.pinned.whole_copies(host, nbytes):
             self.device.copy(lane, target + offset, source + offset, size)
+
+    def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
+        """See `Lanes.bring_gradient`; behind what the calling thread has put on the device."""
+        self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))
+        self.copy(DeviceLane.LEAVING, bounce, address, nbytes)
+        self.device.mark(DeviceLane.LEAVING, timed=False).wait()
+        return bounce
 
     def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state into a staging slot on the device, whose last copy-out has ended."""

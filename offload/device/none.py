@@ -74,9 +74,11 @@ class Lanes:
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
         borrows: Whether memory of the device is taken between backward and forward alone.
+        bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
     """
 
     on_gpu: ClassVar[bool] = False
+    bounces: ClassVar[int] = 0
     pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
     borrows = False
@@ -90,6 +92,10 @@ class Lanes:
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = never
     home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+
+    def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
+        """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
+        return address
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""

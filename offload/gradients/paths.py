@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.none import Lanes
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt
 from offload.engine.views import tensor_at
@@ -34,12 +35,14 @@ class PathGradients(GradientStore):
 
     Args:
         parts: See `GradientStore`.
+        lanes: The session's, by which gradients come to host memory.
         fill: Returns the address of a subgroup's buffer, which belongs to the caller until the next call, or a step.
         drop: Has all gradients forgotten, wherever they lie.
     """
 
-    def __init__(self, *parts: Any, fill: Callable[[int], int], drop: Callable[[], None]) -> None:
+    def __init__(self, *parts: Any, lanes: Lanes, fill: Callable[[int], int], drop: Callable[[], None]) -> None:
         super().__init__(*parts)
+        self._lanes = lanes
         self._ask, self._drop = fill, drop
         self._segments: list[
             list[tuple[int, Segment]]
@@ -49,13 +52,14 @@ class PathGradients(GradientStore):
         self._torn: str | None = None  # the parameter whose gradient was interrupted on its way
         self._buffers: Arena | None = None
         self._buffer_bytes = 0
+        self._bounce = 0  # where a gradient that comes from a device is first
         self._edge = np.zeros(NORM_BLOCK_NUMEL * 4, np.uint8)  # a block that lies in several subgroups
 
     # Memory
 
     def used_bytes(self, plan: Plan) -> int:
         """See `GradientStore.used_bytes`."""
-        return plan.gradient_buffers * plan.gradient_buffer_bytes
+        return (plan.gradient_buffers + self._lanes.bounces) * plan.gradient_buffer_bytes
 
     def adopt(self, plan: Plan, before: Layout) -> None:
         """See `GradientStore.adopt`; buffers keep what they hold."""
@@ -71,13 +75,14 @@ class PathGradients(GradientStore):
         if nbytes > (old.nbytes if old is not None else 0):
             self._buffers = self._memory.arena(nbytes)
             if old is not None:
-                size, count = self._buffer_bytes, old.nbytes // self._buffer_bytes
+                size, count = self._buffer_bytes, old.nbytes // self._buffer_bytes - self._lanes.bounces
                 for number in range(count):
                     target = self._buffers.address + number * plan.gradient_buffer_bytes
                     ctypes.memmove(target, old.address + number * size, size)
                 self._memory.give_back(old)
             self._buffer_bytes = plan.gradient_buffer_bytes
             self._filling = None
+            self._bounce = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         return [np.zeros(count, np.float64) for count in counts]
@@ -105,7 +110,8 @@ class PathGradients(GradientStore):
         self._check_whole()
         parameter = self._parameters[position]
         own = self._like.dtype_of(parameter)
-        if dtype is not own and own is not DtypeCode.FLOAT32:
+        item = int(ITEM_BYTES[own])
+        if dtype is not own and (own is not DtypeCode.FLOAT32 or self._lanes.bounces):
             allowed = 'let autograd make it in the dtype of its weight, or set gradient_dtype="float32"'
             raise ConfigError(f"gradient of {parameter.name}", TORCH_DTYPES[dtype], allowed)
         wide = None
@@ -115,8 +121,9 @@ class PathGradients(GradientStore):
         self._torn = parameter.name
         is_first, target = not self._arrivals[position], 1
         for subgroup, segment in self._segments[position]:  # from the last one, as backward goes
-            target = self._fill(subgroup) + segment.offset * int(ITEM_BYTES[own])
-            self._put(position, segment, address, target, own, is_first=is_first)
+            target = self._fill(subgroup) + segment.offset * item
+            source = self._lanes.bring_gradient(address + segment.start * item, segment.numel * item, self._bounce)
+            self._put(position, segment, source, target, own, is_first=is_first)
         self._arrivals[position] += 1
         super().bind(position, target, own, True)
         self._gathered[position] = own
@@ -139,26 +146,25 @@ class PathGradients(GradientStore):
         return self._filling[1]
 
     def _put(
-        self, position: int, segment: Segment, address: int, target: int, dtype: DtypeCode, *, is_first: bool
+        self, position: int, segment: Segment, source: int, target: int, dtype: DtypeCode, *, is_first: bool
     ) -> None:
         """Copy or add a segment's part of a gradient to its buffer, and sum the squares of what is there then."""
         item, block, edge = int(ITEM_BYTES[dtype]), NORM_BLOCK_NUMEL, self._edge.ctypes.data
         start, end, numel = segment.start, segment.start + segment.numel, self._parameters[position].numel
         blocks = int(self._blocks_at[position])
-        source = address + start * item
         # Whole blocks, between one that began in the segment before and one that ends in the next.
         first = min(end, -(-start // block) * block)
         last = max(first, end if end == numel else end // block * block)
         if is_first:
             for begin, stop in ((start, first), (last, end)):
-                ctypes.memmove(target + (begin - start) * item, address + begin * item, (stop - begin) * item)
+                at = (begin - start) * item
+                ctypes.memmove(target + at, source + at, (stop - begin) * item)
         else:
             self._kernel.add(np.array([(target, source, segment.numel)], np.uint64), dtype)
         if last > first:
-            inner, sums = target + (first - start) * item, blocks + BLOCK_BYTES * (first // block)
-            copy = (inner, dtype) if is_first else ()
-            read = address + first * item if is_first else inner
-            self._kernel.gradient_blocks(read, dtype, last - first, sums, *copy)
+            at, sums = (first - start) * item, blocks + BLOCK_BYTES * (first // block)
+            copy = (target + at, dtype) if is_first else ()
+            self._kernel.gradient_blocks((source if is_first else target) + at, dtype, last - first, sums, *copy)
         # What lies behind it in its block was put there before.
         if end > last:
             ctypes.memmove(edge, target + (last - start) * item, (end - last) * item)

@@ -49,6 +49,7 @@ from offload.session.setup import (
     first_budgets,
     gpu_staging_bytes,
     named_error,
+    on_cpu_alone,
     open_path,
     refuse_gpu,
     usable_bytes,
@@ -103,9 +104,9 @@ class SessionParts:
         self._make_gradients: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
             refuse_gpu(config)
-        elif config.gradient_memory is not None:
-            raise ConfigError("gradient_memory", config.gradient_memory, "leave it out: the weights are on a GPU")
         else:
+            if config.gradient_memory is not None:
+                self.config = config = on_cpu_alone(config)
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
             self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates, borrows=config.borrows)
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
@@ -127,7 +128,8 @@ class SessionParts:
         self._store = uuid.uuid4()
 
     def _make_path_gradients(self, *parts: Any) -> PathGradients:
-        return PathGradients(*parts, fill=self.fill_gradients, drop=self.drop_gradients)
+        calls = self.fill_gradients, self.drop_gradients
+        return PathGradients(*parts, lanes=self.lanes, fill=calls[0], drop=calls[1])
 
     # Putting them together
 

@@ -649,6 +649,7 @@ def tables(run: Run) -> None:
 
 
 BORROWING = {"gpu_memory": "borrow"}
+ON_PATHS = {"placement": "cpu", "keep_grads": False, "gradient_memory": 0, "host_memory": 0, "on_paths": True}
 PLAIN = {"gpu_memory": 0, "subgroup_numel": 2048, "staging_memory": "120KiB"}
 
 WORKLOADS = {
@@ -677,6 +678,8 @@ WORKLOADS = {
                 "on_paths": True,
             },
         ),
+        Workload("on-paths", plain, {**PLAIN, **ON_PATHS}),
+        Workload("on-paths-streams", streams, {**PLAIN, **ON_PATHS}),
         Workload("streams", streams, {**PLAIN, "placement": 0.5}),
         Workload("streams-departing", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
         Workload("held", plain, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),

@@ -10,9 +10,11 @@ from typing import Any
 import gradient_programs
 import pytest
 import torch
+from simulated import OnDevice
 
 import offload
 from offload import ConfigError, InfeasiblePlanError, OffloadConfig
+from offload.sim import SimulatedDevice
 
 WIDTH = 128
 
@@ -248,3 +250,34 @@ def test_torch_s_own_scaler_is_refused(tmp_path: Path):
         scaler.scale(layers(torch.ones(1, WIDTH).bfloat16()).float().sum()).backward()
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_weights_on_a_device(is_lazy: bool, dtype: torch.dtype, tmp_path: Path):
+    """Its gradients come to host memory first; new weights are pushed as ever."""
+    found = []
+    for memory in (None, 0):
+        device = SimulatedDevice(lazy=is_lazy, delay_s=0.0 if is_lazy else 2e-4)
+        layers = model().to(dtype)
+        settings = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 8192, "placement": "cpu"}
+        config = OffloadConfig(**settings, gpu_memory=0, gradient_memory=memory, keep_grads=False)
+        with OnDevice(layers.named_parameters(), lr=1e-2, device=device, offload=config) as optimizer:
+            for step in range(3):
+                for number in range(2):
+                    generator = torch.Generator().manual_seed(10 * step + number)
+                    layers(torch.randn(4, WIDTH, generator=generator).to(dtype)).float().square().mean().backward()
+                found.append(optimizer.clip_grad_norm_(0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.engine.finish(on_gpu=True)
+            found += weights(layers)
+            assert (optimizer.plan.plan.gradient_buffers > 0) == (memory == 0)
+    assert same(found[: len(found) // 2], found[len(found) // 2 :])
+
+
+def test_a_device_that_is_to_update_is_refused(tmp_path: Path):
+    for settings in ({"placement": "gpu"}, {"gpu_memory": "1GiB"}, {"gpu_memory": "borrow"}):
+        config = OffloadConfig(paths=[tmp_path], gradient_memory=0, **settings)
+        with pytest.raises(ConfigError, match="with gradient_memory gradients lie in host memory"):
+            OnDevice(model().parameters(), device=SimulatedDevice(), offload=config)
