@@ -765,6 +765,7 @@ BENCHMARKS = (
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
+    ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ()),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "1 h", ("capacity",)),
     ("`python bench/large.py`", "3 billion parameters on one machine: what was predicted, and what happened", "10 min", ("large",)),

@@ -631,6 +631,8 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
         `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
+        Where gradients leave for the paths, `predicted_gradients_s`: what writing those of one pass takes, beside
+        backward.
         Where the step is hidden in forward or backward, `forward_s` and `backward_s` of the last iterations,
         `waited_s` (what the caller has waited for the last step, in `step` and after it), `hidden_s` (seconds beyond
         those in which a lane worked for it), and `predicted_iteration_s`.
@@ -638,6 +640,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
+        if self.engine.plan.gradient_buffers:
+            predicted["predicted_gradients_s"] = prediction.gradients_s
         metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
         pace = self._overlap.pace
         if pace.typical_s is not None and self._is_hidden:

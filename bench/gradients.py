@@ -1,0 +1,119 @@
+"""What it costs that gradients leave for the disk: an iteration with none in memory beside one with all.
+
+Two models alike train in one process, with all state on a path, in turns: gradients of one stay in memory, those of
+the other leave as they arrive (`gradient_memory=0`). Norms are taken in every step. The bound of an iteration is of
+the same round: T_f + max(T_b, W / r) + max(U + C, (S + W) / r), from the seconds of forward, backward, the update U
+and the CPU C that I/O costs, with gradients in memory; W is what leaves in backward, and comes back in the step, S
+what is moved of state, and r the bytes a second that the path reaches in steps. Predicted is the plan's: backward, or
+the writing of gradients, and the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Target, arguments, environment, progress, report
+from overlap import NAMES, Training
+
+import offload
+from offload.cli.model import build_model, choose_shape
+from offload.units import format_seconds
+
+KINDS: dict[str, int | None] = {"memory": None, "paths": 0}
+
+
+class Leaving(Training):
+    """A model whose gradients stay within so many bytes of memory."""
+
+    def __init__(self, numel: int, folder: Path, form: str, longest: int, memory: int | None) -> None:
+        shape = choose_shape(numel)
+        self.model = build_model(shape, seq=longest, dtype=torch.bfloat16, device="cpu", seed=0)
+        folder.mkdir()
+        config = offload.OffloadConfig(host_memory=0, paths=[folder], state_format=form, gradient_memory=memory)
+        self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-4, offload=config)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def waited(self, tokens: int) -> dict[str, float]:
+        predicted = self.optimizer.metrics()
+        found = super().waited(tokens)
+        moves = (i for i in self._moves() if i.label.startswith("gradients of"))
+        found["gradient_bytes"] = float(sum(i.nbytes for i in moves))
+        found["predicted_step_s"] = predicted["predicted_step_s"]
+        found["predicted_gradients_s"] = predicted.get("predicted_gradients_s", 0.0)
+        return found
+
+
+def bound_s(memory: dict[str, float], paths: dict[str, float]) -> float:
+    """Return the least seconds of an iteration whose gradients leave."""
+    rate = memory["moved_bytes"] / memory["io_s"]
+    left_s = paths["gradient_bytes"] / 2 / rate
+    step_s = max(memory["update_s"] + memory["io_cpu_s"], memory["io_s"] + left_s)
+    return memory["forward_s"] + max(memory["backward_s"], left_s) + step_s
+
+
+def predicted_s(memory: dict[str, float], paths: dict[str, float]) -> float:
+    backward_s = max(memory["backward_s"], paths["predicted_gradients_s"])
+    return memory["forward_s"] + backward_s + paths["predicted_step_s"]
+
+
+def contest(trainings: dict[str, Leaving], tokens: int, rounds: int) -> dict[str, Any]:
+    """Return medians over rounds."""
+    for _ in range(3):  # rates, staging and the allocator settle
+        for training in trainings.values():
+            training.waited(tokens)
+    turns = [{name: training.waited(tokens) for name, training in trainings.items()} for _ in range(rounds)]
+    found: dict[str, Any] = {
+        name: {key: statistics.median(turn[name][key] for turn in turns) for key in turns[0][name]} for name in KINDS
+    }
+    pairs = [(turn["memory"], turn["paths"]) for turn in turns]
+    found["over_memory"] = statistics.median(paths["whole_s"] / memory["whole_s"] for memory, paths in pairs)
+    found["over_bound"] = statistics.median(paths["whole_s"] / bound_s(memory, paths) for memory, paths in pairs)
+    found["predicted"] = statistics.median(predicted_s(memory, paths) / paths["whole_s"] for memory, paths in pairs)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__, path=True)
+    parser.add_argument("--numel", type=int, default=60_000_000, help="parameters")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 1024])
+    parser.add_argument("--pairs", type=int, default=15)
+    args = parser.parse_args()
+    numel, pairs, tokens = (1_200_000, 2, [16]) if args.smoke else (args.numel, args.pairs, args.tokens)
+    described = environment(device="cpu")
+    results: dict[str, Any] = {}
+    digests: dict[str, set[str]] = {}
+    for form in ("exact", "compact8"):
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
+            trainings = {
+                name: Leaving(numel, Path(folder, name), form, max(tokens), memory) for name, memory in KINDS.items()
+            }
+            for number in tokens:
+                name = f"{form}, {number} tokens"
+                row = results[name] = contest(trainings, number, pairs)
+                parts = ", ".join(f"{part[:-2]} {format_seconds(row['paths'][part])}" for part in NAMES)
+                print(
+                    f"{name}: {parts}; {row['over_memory']:.3f} of an iteration with gradients in memory, "
+                    f"{row['over_bound']:.3f} of the bound, predicted {row['predicted']:.3f} of it"
+                )
+                progress(name)
+            digests[form] = {training.digest() for training in trainings.values()}
+            for training in trainings.values():
+                training.optimizer.close()
+    same = float(all(len(found) == 1 for found in digests.values()))
+    targets = [
+        Target.at_most(f"{name}: iteration over its bound", row["over_bound"], 1.1) for name, row in results.items()
+    ]
+    targets += [
+        Target.at_most(f"{name}: predicted iteration, off by", abs(row["predicted"] - 1), 0.1)
+        for name, row in results.items()
+    ]
+    targets.append(Target.at_least("weights with gradients in memory and on the path, bit for bit", same, 1.0))
+    report(args, described, results, ",".join(min(found) for found in digests.values()), targets)
+
+
+if __name__ == "__main__":
+    main()
