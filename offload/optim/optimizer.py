@@ -8,7 +8,6 @@ of gradients, `StateView` the state as users read and write it. None of them kno
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import weakref
@@ -28,6 +27,7 @@ from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
+from offload.optim.auto import AutoOverlap
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel, Overlap
@@ -36,16 +36,11 @@ from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
-from offload.predict import Explanation, Forecast, PlanReport, compare
+from offload.predict import Explanation, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.speculation import Foreseen
-
-log = logging.getLogger("offload")
-
-LEAST_GAIN = 0.02
-"""Share of an iteration that updates in backward have to save for "auto": predictions are not more exact."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
@@ -82,9 +77,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_reported = True  # the last step
         self._lock.wait_for_step = lambda: owner._finish()
-        self._forecast = Forecast()
+        self._auto = AutoOverlap(self._overlap.pace)
+        self._forecast = self._auto.forecast
         self._is_last_pass: Callable[[], bool] | None = None
-        self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self._preemption = Preemption()
         if holder.is_deferred:
@@ -136,26 +131,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
 
     def _choose_overlap(self) -> None:
-        """Switch updates during backward on or off by an iteration's predicted seconds; at steps 4, 8, 16, ..."""
-        self._steps_seen += 1  # the engine's own number would wait for the step
-        number, pace = self._steps_seen, self._overlap.pace.typical_s
-        if number < 4 or number.bit_count() > 1 or pace is None or not self._route.is_early:
+        """Have "auto" choose, where gradients come to host memory during backward; collective at a few steps."""
+        if not self._route.is_early:
             return
-        (forward_s, backward_s), follows = pace, bool(self._overlap.models)
-        plan, rates = self.engine.plan, self.engine.rates
-        if follows:
-            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
-        else:
-            waited_s = forward_s + backward_s + self._forecast.carried_on(plan, rates).step_s
-        hidden_s = self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
-        wins = hidden_s < (1 - LEAST_GAIN) * waited_s
-        if wins and not self.engine.speculates:
-            self._speculate()
-        elif not wins:
-            self.engine.speculate(None)
-        verb = "is" if self.engine.speculates else "is not"
-        text = 'overlap="auto": the step %s hidden in backward: an iteration takes %.3g s so, and else %.3g s'
-        log.info(text, verb, hidden_s, waited_s)
+        device, follows = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
+        self._auto.after_step(self.engine, self._speculate, self._weights.groups, device, follows)
 
     # Parameters
 

@@ -59,7 +59,7 @@ def choose_route(
         holder.close()
         raise ConfigError("overlap", holder.config.overlap, allowed)
     route = kind(holder, weights, scaling, overlap)
-    route.is_early = is_alone and kind is not StepRoute
+    route.is_early = come_early
     return route
 
 
@@ -92,7 +92,7 @@ class Route:
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
     is_early: bool = False
-    """Whether gradients come to host memory during backward, of one process."""
+    """Whether gradients that are final lie in host memory before the step begins."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder

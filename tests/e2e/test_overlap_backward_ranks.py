@@ -14,13 +14,14 @@ import torch.distributed as dist
 from mirror import same_bits
 from settling import settle
 from sharded import local, spawn
-from test_overlap_backward import LOOSE, TIGHT
+from test_overlap_backward import LOOSE, TIGHT, changes
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.errors import ConfigError
+from offload.predict import Forecast
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -265,6 +266,39 @@ def undisturbed(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("fsdp2", 1)])
 def test_all_is_confirmed_where_nothing_changes(tmp_path: Path, kind: str, ranks: int) -> None:
     spawn(ranks, tmp_path, undisturbed, kind)
+
+
+def chosen_by_the_first_rank(folder: Path, kind: str) -> None:
+    """Rank 0 finds that hiding the step wins, from step 8 to 15 that it does not; rank 1 always the contrary."""
+    found = []
+    for overlap in ("off", "auto"):
+        training = Ranks(folder / overlap, kind, overlap, "compact16", torch.bfloat16)
+        speculates = []
+        with training.optimizer as optimizer:
+            for step in range(1, 21):
+                wins = (8 <= step < 16) == (dist.get_rank() == 1)
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(Forecast, "with_backward_s", lambda *_, wins=wins: 0.0 if wins else 1e9)
+                    (clipped if step % 5 == 0 else plain)(training)
+                    training.settle()
+                    optimizer.step()
+                optimizer.zero_grad()
+                speculates.append(optimizer.engine.speculates)
+                training.counts["confirmed"] += optimizer.metrics().get("speculation/confirmed_bytes", 0)
+            found.append(training.everything())
+        if overlap == "auto":
+            assert changes(speculates) == [4, 8, 16]
+            assert training.counts["confirmed"] > 0
+        else:
+            assert not any(speculates)
+    for left, right in zip(*found, strict=True):
+        assert same_bits(left, right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("fsdp2", 1)])
+def test_auto_does_what_the_first_rank_predicts(tmp_path: Path, kind: str, ranks: int) -> None:
+    spawn(ranks, tmp_path, chosen_by_the_first_rank, kind)
 
 
 def refused(folder: Path) -> None:
