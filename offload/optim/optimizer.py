@@ -28,11 +28,12 @@ from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.auto import AutoOverlap
+from offload.optim.buckets import CommHook, attach
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel, Overlap
 from offload.optim.preemption import Preemption
-from offload.optim.routes import check_reduced, choose_route
+from offload.optim.routes import ReducedRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
@@ -432,6 +433,33 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
         self._scaling.forget()
         self._route.forget()
+
+    # During the backward pass
+
+    def overlap_backward(
+        self, model: torch.nn.Module, *, comm_hook: CommHook | None = None, state: object = None
+    ) -> None:
+        """Have updates during backward begin with the first bucket that DDP has reduced, and not when backward ends.
+
+        Where a step is hidden is said by `OffloadConfig(overlap=...)`; this is for DDP with `shard=True`. It
+        registers a communication hook, of which DDP has one: call it before the first backward pass. All bits are
+        those without.
+
+        Args:
+            model: The DistributedDataParallel.
+            comm_hook: A hook of yours, which reduces in the place of DDP; what it returns is the gradient.
+            state: What `comm_hook` is called with.
+
+        Raises:
+            ConfigError: `model` is no DistributedDataParallel, or has a hook already, or has none of this optimizer's
+                parameters; or gradients do not come to host memory reduced.
+        """
+        if set(self._parameters()).isdisjoint(model.parameters()):
+            raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
+        if self._weights.rows_over is None or not isinstance(self._route, ReducedRoute):
+            allowed = "leave it out: it is for DDP with shard=True on several ranks, and weights in host memory"
+            raise ConfigError("overlap_backward", "called", allowed)
+        self._route.hear(attach(model, comm_hook, state))
 
     # Into the next forward pass
 

@@ -18,6 +18,7 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
+from offload.optim.buckets import Buckets
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import world
@@ -247,7 +248,7 @@ class ReducedRoute(Route):
     """Reads gradients from host memory when the step begins: where ranks have reduced them, and in their dtype.
 
     The gradient of a shard is final when its hook runs: FSDP2 has reduced it. DDP writes reduced gradients to `.grad`
-    in a callback at the end of a backward pass.
+    in a callback at the end of a backward pass; before, they lie in its buckets, of which it tells those who ask.
     """
 
     widens = False
@@ -255,7 +256,14 @@ class ReducedRoute(Route):
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._pass = NO_PASS
-        self._pass_bounds: list[BoundParameter] = []
+        self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients have arrived in it, and are not final
+        self._buckets: list[Buckets] = []
+
+    def hear(self, buckets: Buckets) -> None:
+        """Take gradients from buckets of DDP, as soon as these have been reduced."""
+        route = weakref.ref(self)
+        buckets.is_heard = lambda: (found := route()) is not None and found._engine.speculates
+        self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not self._engine.speculates:
@@ -267,22 +275,38 @@ class ReducedRoute(Route):
         if number == NO_PASS:
             return
         if number != self._pass:
-            self._pass, self._pass_bounds = number, []
+            self._pass, self._pass_bounds = number, {}
             _when_backward_ends(self._queue_end_of_pass)
-        self._pass_bounds.append(bound)
+            for buckets in self._buckets:
+                buckets.forget()
+        self._pass_bounds[bound] = None
+        for buckets in self._buckets:
+            for parameter, reduced in buckets.take_reduced():
+                of_pass = self._bound.get(parameter)
+                # One that this rank did not use may be used by none, and have no gradient then.
+                if of_pass is not None and of_pass in self._pass_bounds:
+                    del self._pass_bounds[of_pass]
+                    self._mark_final(of_pass, reduced)
 
     def _queue_end_of_pass(self) -> None:
         _when_backward_ends(self._end_pass)  # behind DDP's callback, which was queued behind this one
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        bounds, self._pass_bounds = self._pass_bounds, []
+        bounds, self._pass_bounds = self._pass_bounds, {}
+        for buckets in self._buckets:
+            buckets.forget()
         for bound in bounds:
             self._mark_final(bound)
 
-    def _mark_final(self, bound: BoundParameter) -> None:
-        """Tell the engine that a gradient is final where it lies, unless the step will copy it."""
-        parameter, gradient = bound.parameter, bound.parameter.grad
+    def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
+        """Tell the engine that a gradient is final where it lies, unless the step will copy it.
+
+        Args:
+            bound: The parameter.
+            gradient: Its gradient; None for the one in `.grad`.
+        """
+        parameter, gradient = bound.parameter, bound.parameter.grad if gradient is None else gradient
         if self._engine.broken is not None or gradient is None or gradient.requires_grad:
             return
         if shards.placed_as(gradient, parameter):
