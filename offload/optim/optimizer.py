@@ -384,6 +384,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
         at_once, later = self._overlap.in_order(active)
         tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
+        exchanged = self._overlap.agree(at_once, later)
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
@@ -394,6 +395,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             tensors += self._overlap.hide(later)
             self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
         finally:
+            if exchanged:  # also where this rank's step did not begin: others have to know
+                self._overlap.exchange_behind(exchanged)
             if self.engine.is_pending:  # perhaps it was interrupted
                 del tensors
                 self._route.drop_departed()
@@ -478,6 +481,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) need `finish` first. A
         compiled module waits for all that is in it: give the one that `torch.compile` returned.
 
+        With `shard=True` a module waits for the rows of all ranks, which exchange them behind the step; all ranks
+        call this together.
+
         Args:
             model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after
                 modules were added to it.
@@ -487,7 +493,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             What ends it with `remove()`.
 
         Raises:
-            ConfigError: `model` is no module, is scripted, or has none of this optimizer's parameters.
+            ConfigError: `model` is no module, is scripted, is sharded, or has none of this optimizer's parameters.
             SessionBrokenError: The optimizer was closed.
         """
         with self._lock:

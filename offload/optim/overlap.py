@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
+from offload.optim.exchange import Exchange
 from offload.optim.holder import EngineHolder
 from offload.optim.pace import Pace
 from offload.optim.weights import BoundParameter, Weights
@@ -38,12 +39,14 @@ class Overlap:
         has_followed: Whether there has been one.
         pace: How long forward and backward take, and how long the caller waits.
         hidden_copies: Copies of weights that the step updates, of models that check their waits.
+        exchange: Has ranks exchange rows behind a step, if each updates some of every weight.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights) -> None:
         self.models: list[FollowedModel] = []
         self.has_followed = False
         self.pace = Pace()
+        self.exchange: Exchange | None = None
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
@@ -53,6 +56,8 @@ class Overlap:
     @property
     def is_pending(self) -> bool:
         """Whether there is a step that nobody has waited for to its end."""
+        if self.exchange is not None and self.exchange.is_under_way:
+            return True
         return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
     def follow(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
@@ -70,13 +75,17 @@ class Overlap:
             allowed = 'use "auto" or a size where steps go on in forward: what is borrowed goes back before that'
             raise ConfigError("gpu_memory", self._holder.config.gpu_memory, allowed)
         shard = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
-        if shard is not None or self._weights.rows_over is not None:
-            kind = "shard=True" if shard is None else type(shard).__name__
-            raise ConfigError(
-                "model", kind, "have whole weights on each rank: shards are gathered before a module's turn"
-            )
+        if shard is not None:
+            allowed = "have whole weights on each rank: shards are gathered before a module's turn"
+            raise ConfigError("model", type(shard).__name__, allowed)
+        rows_over = self._weights.rows_over
+        if rows_over is not None and rows_over.device_type != "cpu":
+            allowed = "leave it out on an accelerator: there ranks exchange their rows in step()"
+            raise ConfigError("model", "shard=True", allowed)
         self._holder.check_open()
         self.finish()
+        if rows_over is not None and self.exchange is None:
+            self.exchange = Exchange(rows_over)
         for other in [other for other in self.models if other.model is model]:
             other.remove()
         followed = FollowedModel(self, model, check)
@@ -98,6 +107,18 @@ class Overlap:
         if self.models:
             self.wait_for([bound])
 
+    def agree(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
+        """Return the weights whose rows ranks exchange behind the next step, in order; a collective if there are any.
+
+        `later` is brought into that order.
+        """
+        if self.exchange is None:
+            return []
+        order = self.exchange.agree(self._weights.shared, at_once, later)
+        places = {bound: place for place, bound in enumerate(order)}
+        later.sort(key=lambda bound: places.get(bound, -1))
+        return order
+
     def in_order(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
 
@@ -115,6 +136,11 @@ class Overlap:
 
     # Around a step
 
+    def exchange_behind(self, bounds: list[BoundParameter]) -> None:
+        """Have ranks exchange the rows of weights behind the step that has begun; see `agree`."""
+        if self.exchange is not None:
+            self.exchange.begin(self._holder.engine, bounds, self.hidden_copies)
+
     def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
 
@@ -124,7 +150,7 @@ class Overlap:
         if any(model.check for model in self.models):
             for bound in bounds:
                 self.hidden_copies[bound] = copy = bound.parameter.detach().clone()
-                self._holder.engine.bind_weight(bound.position, copy.data_ptr())
+                self._holder.engine.bind_weight(bound.position, shards.own(copy, bound.cut).data_ptr())
                 bound.parameter.data.fill_(float("nan"))
         return [*self.hidden_copies.values()]
 
@@ -136,6 +162,8 @@ class Overlap:
         try:
             with self.pace.timed_wait():
                 self._holder.engine_if_open.wait_for([bound.position for bound in bounds])
+                if self.exchange is not None:
+                    self.exchange.wait_for(bounds)
         except OffloadError:
             self._show([*self.hidden_copies])
             raise
@@ -147,6 +175,8 @@ class Overlap:
             if self.is_pending:
                 with self.pace.timed_wait(for_all=True):
                     self._holder.engine.finish()
+                    if self.exchange is not None:
+                        self.exchange.finish()
         finally:
             self._show([*self.hidden_copies])
 
@@ -158,7 +188,7 @@ class Overlap:
                 bound.parameter.data.copy_(copy)
                 self._holder.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
-                    self._holder.engine.bind_weight(bound.position, bound.parameter.data_ptr())
+                    self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
                 self.hidden_copies.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
@@ -168,6 +198,8 @@ class Overlap:
 
     def after_close(self) -> None:
         """Show all hidden weights, and raise an error that nobody was told of; the engine has been closed."""
+        if self.exchange is not None:
+            self.exchange.close()
         self._show([*self.hidden_copies], closed=True)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.finish()

@@ -206,7 +206,7 @@ class Weights:
         return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
     @property
-    def _shared(self) -> list[BoundParameter]:
+    def shared(self) -> list[BoundParameter]:
         """Weights of which each rank updates rows that others need."""
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
@@ -235,7 +235,7 @@ class Weights:
         Returns:
             Whether any rank's note is True; None without notes, and where nothing was exchanged.
         """
-        bounds = self._shared
+        bounds = self.shared
         if not bounds:
             return None
         self._holder.engine.finish(on_gpu=True)
