@@ -482,7 +482,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         compiled module waits for all that is in it: give the one that `torch.compile` returned.
 
         With `shard=True` a module waits for the rows of all ranks, which exchange them behind the step; all ranks
-        call this together.
+        call this together. With FSDP2 whoever gathers shards waits for them.
 
         Args:
             model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
 from offload.optim.exchange import Exchange
@@ -74,14 +75,15 @@ class Overlap:
         if self._holder.config.borrows:
             allowed = 'use "auto" or a size where steps go on in forward: what is borrowed goes back before that'
             raise ConfigError("gpu_memory", self._holder.config.gpu_memory, allowed)
-        shard = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
-        if shard is not None:
-            allowed = "have whole weights on each rank: shards are gathered before a module's turn"
-            raise ConfigError("model", type(shard).__name__, allowed)
+        gathered = {parameter for group in shards.unsharders(model) for parameter in shards.gathered_by(group)}
+        for parameter in model.parameters():
+            if ranks.is_flattened(parameter) or (shards.is_sharded(parameter) and parameter not in gathered):
+                allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
+                raise ConfigError("model", type(parameter).__name__, allowed)
         rows_over = self._weights.rows_over
-        if rows_over is not None and rows_over.device_type != "cpu":
-            allowed = "leave it out on an accelerator: there ranks exchange their rows in step()"
-            raise ConfigError("model", "shard=True", allowed)
+        if (rows_over is not None or gathered) and not isinstance(self._holder.device, NoDevice):
+            allowed = "leave it out for shards on an accelerator: ranks exchange them in step(), or FSDP2 on streams"
+            raise ConfigError("model", type(model).__name__, allowed)
         self._holder.check_open()
         self.finish()
         if rows_over is not None and self.exchange is None:
@@ -98,6 +100,10 @@ class Overlap:
         trains = torch.is_grad_enabled()
         for parameter in parameters:
             self._use_order[parameter] = trains or self._use_order.get(parameter, False)
+        self.wait_for_some(parameters)
+
+    def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for some weights, if there is a step that goes on."""
         if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
@@ -149,9 +155,11 @@ class Overlap:
         """
         if any(model.check for model in self.models):
             for bound in bounds:
-                self.hidden_copies[bound] = copy = bound.parameter.detach().clone()
-                self._holder.engine.bind_weight(bound.position, shards.own(copy, bound.cut).data_ptr())
-                bound.parameter.data.fill_(float("nan"))
+                weight = shards.local(bound.parameter)
+                self.hidden_copies[bound] = copy = weight.detach().clone()
+                own = copy if weight is not bound.parameter else shards.own(copy, bound.cut)
+                self._holder.engine.bind_weight(bound.position, own.data_ptr())
+                weight.data.fill_(float("nan"))
         return [*self.hidden_copies.values()]
 
     def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
@@ -185,7 +193,7 @@ class Overlap:
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
             if copy is not None:
-                bound.parameter.data.copy_(copy)
+                shards.local(bound.parameter).data.copy_(copy)
                 self._holder.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
                     self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
@@ -252,6 +260,7 @@ class FollowedModel:
         for module in self._parameters_of:
             hook = _Hook(self, module, FollowedModel.before_forward, module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._handles += [_Unshard(self, group) for group in shards.unsharders(model)]
         untyped: Any
         for untyped in model.modules():
             hook = _Hook(self, untyped, FollowedModel.finish)
@@ -302,6 +311,11 @@ class FollowedModel:
         if (overlap := self._overlap()) is not None:
             overlap.note_use(needs)
 
+    def before_unshard(self, parameters: list[torch.Tensor], in_backward: bool) -> None:
+        """Wait for the shards that FSDP2 is about to gather."""
+        if (overlap := self._overlap()) is not None:
+            overlap.wait_for_some(parameters) if in_backward else overlap.note_use(parameters)
+
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield the parameters of a module, and of modules below it that have never been called themselves."""
         yield from self._parameters_of[module]
@@ -344,6 +358,39 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
+
+
+class _Unshard:
+    """Has one of `shards.unsharders` wait for its shards, whoever has it gather: modules, prefetches, users.
+
+    Args:
+        followed: The model.
+        group: FSDP2's; this stands in for its method `unshard` until `remove`.
+    """
+
+    def __init__(self, followed: FollowedModel, group: Any) -> None:
+        self._followed = weakref.ref(followed)
+        self._group = group
+        self._is_first = "unshard" not in vars(group)  # else something else stands in already
+        self._unshard = group.unshard
+        self._pid = os.getpid()
+        group.unshard = self
+
+    @_disable_dynamo
+    def __call__(self, async_op: bool = False) -> Any:
+        followed, group = self._followed(), self._group
+        if followed is not None and os.getpid() == self._pid and not group.is_unsharded:
+            followed.before_unshard(shards.gathered_by(group), group._training_state.name == "PRE_BACKWARD")
+        return self._unshard(async_op)
+
+    def remove(self) -> None:
+        """Give the group its method back, unless something else stands in for it by now; then this does nothing."""
+        self._followed = lambda: None  # type: ignore[assignment]
+        if vars(self._group).get("unshard") is self:
+            if self._is_first:
+                del self._group.unshard
+            else:
+                self._group.unshard = self._unshard
 
 
 class _Nothing:

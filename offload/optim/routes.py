@@ -7,6 +7,7 @@ at a time, and keep neither a route nor a parameter alive.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -187,14 +188,21 @@ class Route:
             gradient, bound.parameter.grad = bound.parameter.grad, None
             if gradient is not None:
                 # Not `untyped_storage`, whose Python object would be one more owner from then on.
-                storage = None if self._is_slot(gradient) else torch._C._storage_address(gradient)  # type: ignore[attr-defined]
+                own = shards.local(gradient)
+                storage = None if self._is_slot(own) else torch._C._storage_address(own)  # type: ignore[attr-defined]
                 gradients.append((bound, weakref.ref(gradient), storage))
+                del own
             del gradient
         self._tensors.clear()
+        owners = Counter(storage for _, _, storage in gradients if storage is not None)  # FSDP2 cuts one for a group
         return [
             bound
             for bound, gradient, storage in gradients
-            if not (bound.slot.is_free if storage is None else gradient() is None and _has_one_owner(storage))
+            if not (
+                bound.slot.is_free
+                if storage is None
+                else gradient() is None and _owners_of(storage) == owners[storage]
+            )
         ]
 
     def note_used(self, active: Iterable[BoundParameter]) -> None:
@@ -491,9 +499,9 @@ def _version(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else shards.version(gradient)
 
 
-def _has_one_owner(storage: int) -> bool:
-    """Return whether one tensor alone has a storage, given torch's address of it."""
-    return bool(torch._C._storage_Use_Count(storage) == 1)
+def _owners_of(storage: int) -> int:
+    """Return how many tensors have a storage, given torch's address of it."""
+    return int(torch._C._storage_Use_Count(storage))
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
