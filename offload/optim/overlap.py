@@ -40,6 +40,8 @@ class Overlap:
         has_followed: Whether there has been one.
         pace: How long forward and backward take, and how long the caller waits.
         hidden_copies: Copies of weights that the step updates, of models that check their waits.
+        has_ended: Whether somebody has waited for all of the last step; then only the stream of that caller has
+            waited for weights on an accelerator.
         exchange: Has ranks exchange rows behind a step, if each updates some of every weight.
     """
 
@@ -48,6 +50,7 @@ class Overlap:
         self.has_followed = False
         self.pace = Pace()
         self.exchange: Exchange | None = None
+        self.has_ended = False
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
@@ -81,9 +84,9 @@ class Overlap:
                 allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
                 raise ConfigError("model", type(parameter).__name__, allowed)
         rows_over = self._weights.rows_over
-        if (rows_over is not None or gathered) and not isinstance(self._holder.device, NoDevice):
-            allowed = "leave it out for shards on an accelerator: ranks exchange them in step(), or FSDP2 on streams"
-            raise ConfigError("model", type(model).__name__, allowed)
+        if rows_over is not None and not isinstance(self._holder.device, NoDevice):
+            allowed = "leave it out for weights on an accelerator: there ranks exchange their rows in step()"
+            raise ConfigError("model", "shard=True", allowed)
         self._holder.check_open()
         self.finish()
         if rows_over is not None and self.exchange is None:
@@ -153,6 +156,7 @@ class Overlap:
         Returns:
             The copies; `wait_for` and `finish` copy them back.
         """
+        self.has_ended = False
         if any(model.check for model in self.models):
             for bound in bounds:
                 weight = shards.local(bound.parameter)
@@ -181,6 +185,7 @@ class Overlap:
         """Wait until the last step is over, if it goes on after `step` has returned."""
         try:
             if self.is_pending:
+                self.has_ended = True
                 with self.pace.timed_wait(for_all=True):
                     self._holder.engine.finish()
                     if self.exchange is not None:
@@ -311,10 +316,22 @@ class FollowedModel:
         if (overlap := self._overlap()) is not None:
             overlap.note_use(needs)
 
-    def before_unshard(self, parameters: list[torch.Tensor], in_backward: bool) -> None:
-        """Wait for the shards that FSDP2 is about to gather."""
-        if (overlap := self._overlap()) is not None:
-            overlap.wait_for_some(parameters) if in_backward else overlap.note_use(parameters)
+    def before_unshard(self, group: Any, async_op: bool) -> None:
+        """Wait for the shards that FSDP2 is about to gather; on an accelerator the stream that copies them waits."""
+        overlap = self._overlap()
+        if overlap is None:
+            return
+        parameters = shards.gathered_by(group)
+        if group.device.type != "cpu":
+            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+            if overlap.has_ended:
+                stream.wait_stream(group.device_handle.current_stream())
+            with group.device_handle.stream(stream):
+                overlap.wait_for_some(parameters)
+        if group._training_state.name == "PRE_BACKWARD":
+            overlap.wait_for_some(parameters)
+        else:
+            overlap.note_use(parameters)
 
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield the parameters of a module, and of modules below it that have never been called themselves."""
@@ -380,7 +397,7 @@ class _Unshard:
     def __call__(self, async_op: bool = False) -> Any:
         followed, group = self._followed(), self._group
         if followed is not None and os.getpid() == self._pid and not group.is_unsharded:
-            followed.before_unshard(shards.gathered_by(group), group._training_state.name == "PRE_BACKWARD")
+            followed.before_unshard(group, async_op)
         return self._unshard(async_op)
 
     def remove(self) -> None:

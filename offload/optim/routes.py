@@ -48,13 +48,13 @@ def choose_route(
     if isinstance(holder.device, NoDevice):
         kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
     else:
-        kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, is_alone)
+        kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, arrive_reduced)
         # Until backward has shown what is free there.
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
     if holder.config.overlaps_backward and not come_early:
         allowed = (
-            'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
-            "of FSDP2 or of DDP with shard=True"
+            'use "off": gradients have to come to host memory, of one process or of FSDP2, or of DDP with '
+            "shard=True where weights are there, too"
         )
         if kind is StepRoute:
             allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
