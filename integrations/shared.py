@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import ConfigError, OffloadError
@@ -162,3 +163,17 @@ def release(optimizer: Any, folder: str) -> None:
     """Give back what a checkpoint that is deleted holds on the paths, if it holds anything there."""
     with contextlib.suppress(OffloadError):  # it is a copy, or has been released, or the session has ended
         optimizer.release_checkpoint(folder)
+
+
+def overlap_backward(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
+    """Have an optimizer of ours hear of buckets that DDP has reduced, if `overlap` may hide steps in backward.
+
+    Args:
+        optimizer: Ours; it is not given models that it refuses: without `shard`, or with a communication hook.
+        models: Modules as they are called; those that are not DDP's are left out.
+    """
+    may_hide = optimizer.config.overlaps_backward or optimizer.config.overlap == "auto"
+    for model in models if may_hide else ():
+        if isinstance(model, DistributedDataParallel):
+            with contextlib.suppress(ConfigError):
+                optimizer.overlap_backward(model)

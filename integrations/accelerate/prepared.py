@@ -15,6 +15,7 @@ from offload.integrations.shared import (
     POINTER,
     clipper,
     ours,
+    overlap_backward,
     overlap_forward,
     pointer,
     release,
@@ -91,6 +92,7 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         tell_last_pass(ours(optimizer), accelerator)
         if accelerator.state.dynamo_plugin.backend == "NO":  # else only the caller has what is called
             overlap_forward(ours(optimizer), accelerator._models)
+        overlap_backward(ours(optimizer), accelerator._models)
     return optimizer
 
 

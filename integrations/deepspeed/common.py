@@ -26,6 +26,7 @@ from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+from offload.optim.auto import AutoOverlap
 from offload.rules import GroupScalars
 
 log = logging.getLogger("offload")
@@ -103,6 +104,7 @@ class OffloadedOptimizer:
     ) -> None:
         self._offload_config = offload_config
         self._names = names
+        self._auto = AutoOverlap()
         super().__init__(*arguments, **keywords)
         if offload_config.overlaps_backward:
             self._speculate()
@@ -134,7 +136,19 @@ class OffloadedOptimizer:
     def step(self, *arguments: Any, **keywords: Any) -> Any:
         """Make a step as DeepSpeed does."""
         self._end_lending()
-        return super().step(*arguments, **keywords)  # type: ignore[misc]
+        began_s = self._auto.pace.begin_step()
+        found = super().step(*arguments, **keywords)  # type: ignore[misc]
+        self._auto.pace.end_call(began_s)
+        if self._offload_config.overlap == "auto" and self.is_early:
+            self._auto.after_step(
+                self.offload, self._speculate, [self.dp_process_group], torch.device("cpu"), follows=False
+            )
+        return found
+
+    @property
+    def is_early(self) -> bool:
+        """Whether gradients are reduced during backward, in host memory."""
+        return str(import_module("deepspeed.accelerator").get_accelerator().device_name()) == "cpu"
 
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
         """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""

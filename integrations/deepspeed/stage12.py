@@ -94,6 +94,11 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     # Gradients
 
+    @property
+    def is_early(self) -> bool:
+        """See `OffloadedOptimizer`: ZeRO-1 reduces when backward has ended, unless that overlaps."""
+        return super().is_early and bool(self.partition_gradients or self.overlap_comm)
+
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Whether reductions are added in fp32 to what the method below returns (DeepSpeed's since 0.19)."""
         asked = getattr(super(), "_use_compact_grad_partition_buffer", None)
@@ -122,6 +127,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         identity = self.get_param_id(param)
         boundary = self.is_gradient_accumulation_boundary
         final = bool(boundary() if callable(boundary) else boundary)
+        self._auto.pace.arrived()
         flat, source, _, numel = self.grad_position[identity]
         if not self._use_compact_grad_partition_buffer(flat):
             gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)

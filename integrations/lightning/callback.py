@@ -10,7 +10,16 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
-from offload.integrations.shared import POINTER, logged, ours, overlap_forward, pointer, release, save
+from offload.integrations.shared import (
+    POINTER,
+    logged,
+    ours,
+    overlap_backward,
+    overlap_forward,
+    pointer,
+    release,
+    save,
+)
 
 try:
     Callback: Any = import_module("lightning.pytorch").Callback
@@ -62,6 +71,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
             raise ConfigError("optimizers", ", ".join(found) or "none", allowed)
         optimizer = ours(trainer.optimizers[0])
+        overlap_backward(optimizer, [trainer.strategy.model])
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
         is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
         if kinds.isdisjoint(AVERAGING) and not is_compiled:

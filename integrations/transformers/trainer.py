@@ -172,6 +172,7 @@ def _overlapping(trainer: Any) -> Any:
             ours = _ours(trainer)
             if ours is not None:
                 shared.overlap_forward(ours, [trainer.model_wrapped])  # as it is called: wrapped, compiled
+                shared.overlap_backward(ours, [trainer.model_wrapped])
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
             ours = _ours(trainer)

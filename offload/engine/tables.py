@@ -216,29 +216,38 @@ class Tables:
         )
 
     def agree(self, subgroup: int, expected: StepRows, begun: StepRows) -> bool:
-        """Return whether a step updates a subgroup as the expected one does, from the same places, bit for bit."""
+        """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.
+
+        Where they lie does not matter: DDP copies them from its buckets to where the step reads them.
+        """
         parameter = self._columns[subgroup][0]
-        read = parameter[begun.flags[parameter] != 0]  # no others' gradients, wherever they lie
+        read = parameter[begun.flags[parameter] != 0]  # no others' gradients
 
         def told(rows: StepRows) -> list[bytes]:
             of_all = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
-            of_read = rows.gradients, rows.gradient_dtypes
-            return [*(each[parameter].tobytes() for each in of_all), *(each[read].tobytes() for each in of_read)]
+            return [*(each[parameter].tobytes() for each in of_all), rows.gradient_dtypes[read].tobytes()]
 
         return not self.needs_reload(subgroup) and told(expected) == told(begun)
 
     def read_by(
-        self, subgroup: int, table: npt.NDArray[Any]
+        self, subgroup: int, table: npt.NDArray[Any], begun: StepRows
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Return addresses and sizes of gradients and fp32 weights that an update reads, and others may write to.
+        """Return addresses and sizes of gradients and fp32 weights that a step reads, and others may have written to.
+
+        Args:
+            subgroup: The subgroup.
+            table: Of its update, whose rows the step agrees with.
+            begun: The step.
 
         Returns:
             One row for each segment: its gradient, its fp32 weight; sizes are 0 if the update does not read them.
         """
+        parameter, start = self._columns[subgroup][:2]
         is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
         numel = np.where(active_rows(table), table["numel"], np.uint64(0))
         sizes = np.stack([numel * ITEM_BYTES[table["gradient_dtype"]], numel * np.uint64(4 * is_fp32)], axis=1)
-        return np.stack([table["gradient"], table["master"]], axis=1), sizes.astype(np.uint64)
+        gradients = begun.gradients[parameter] + start * ITEM_BYTES[begun.gradient_dtypes[parameter]]
+        return np.stack([gradients, table["master"]], axis=1), sizes.astype(np.uint64)
 
     def weight_copies(
         self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None

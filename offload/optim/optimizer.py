@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import weakref
@@ -29,25 +28,22 @@ from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
+from offload.optim.auto import AutoOverlap
+from offload.optim.buckets import CommHook, attach
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel, Overlap
 from offload.optim.preemption import Preemption
-from offload.optim.routes import check_reduced, choose_route
+from offload.optim.routes import ReducedRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
-from offload.predict import Explanation, Forecast, PlanReport, compare
+from offload.predict import Explanation, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.setup import kept_gradient_bytes
 from offload.session.speculation import Foreseen
-
-log = logging.getLogger("offload")
-
-LEAST_GAIN = 0.02
-"""Share of an iteration that updates in backward have to save for "auto": predictions are not more exact."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
@@ -90,9 +86,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_reported = True  # the last step
         self._lock.wait_for_step = lambda: owner._finish()
-        self._forecast = Forecast()
+        self._auto = AutoOverlap(self._overlap.pace)
+        self._forecast = self._auto.forecast
         self._is_last_pass: Callable[[], bool] | None = None
-        self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self._preemption = Preemption()
         if holder.is_deferred:
@@ -144,26 +140,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
 
     def _choose_overlap(self) -> None:
-        """Switch updates during backward on or off by an iteration's predicted seconds; at steps 4, 8, 16, ..."""
-        self._steps_seen += 1  # the engine's own number would wait for the step
-        number, pace = self._steps_seen, self._overlap.pace.typical_s
-        if number < 4 or number.bit_count() > 1 or pace is None or not self._route.is_early:
+        """Have "auto" choose, where gradients come to host memory during backward; collective at a few steps."""
+        if not self._route.is_early:
             return
-        (forward_s, backward_s), follows = pace, bool(self._overlap.models)
-        plan, rates = self.engine.plan, self.engine.rates
-        if follows:
-            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
-        else:
-            waited_s = forward_s + backward_s + self._forecast.carried_on(plan, rates).step_s
-        hidden_s = self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
-        wins = hidden_s < (1 - LEAST_GAIN) * waited_s
-        if wins and not self.engine.speculates:
-            self._speculate()
-        elif not wins:
-            self.engine.speculate(None)
-        verb = "is" if self.engine.speculates else "is not"
-        text = 'overlap="auto": the step %s hidden in backward: an iteration takes %.3g s so, and else %.3g s'
-        log.info(text, verb, hidden_s, waited_s)
+        device, follows = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
+        self._auto.after_step(self.engine, self._speculate, self._weights.groups, device, follows)
 
     # Parameters
 
@@ -411,6 +392,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Begin a step, and wait only for the parameters that no module of the next forward pass waits for."""
         at_once, later = self._overlap.in_order(active)
         tensors = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
+        exchanged = self._overlap.agree(at_once, later)
         positions = [bound.position for bound in (*at_once, *later)]
 
         def begun() -> None:
@@ -421,6 +403,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             tensors += self._overlap.hide(later)
             self.engine.step(groups, scale=scale, clip=clip, active=positions, pending=tensors, begun=begun)
         finally:
+            if exchanged:  # also where this rank's step did not begin: others have to know
+                self._overlap.exchange_behind(exchanged)
             if self.engine.is_pending:  # perhaps it was interrupted
                 del tensors
                 self._route.drop_departed()
@@ -461,6 +445,33 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling.forget()
         self._route.forget()
 
+    # During the backward pass
+
+    def overlap_backward(
+        self, model: torch.nn.Module, *, comm_hook: CommHook | None = None, state: object = None
+    ) -> None:
+        """Have updates during backward begin with the first bucket that DDP has reduced, and not when backward ends.
+
+        Where a step is hidden is said by `OffloadConfig(overlap=...)`; this is for DDP with `shard=True`. It
+        registers a communication hook, of which DDP has one: call it before the first backward pass. All bits are
+        those without.
+
+        Args:
+            model: The DistributedDataParallel.
+            comm_hook: A hook of yours, which reduces in the place of DDP; what it returns is the gradient.
+            state: What `comm_hook` is called with.
+
+        Raises:
+            ConfigError: `model` is no DistributedDataParallel, or has a hook already, or has none of this optimizer's
+                parameters; or gradients do not come to host memory reduced.
+        """
+        if set(self._parameters()).isdisjoint(model.parameters()):
+            raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
+        if self._weights.rows_over is None or not isinstance(self._route, ReducedRoute):
+            allowed = "leave it out: it is for DDP with shard=True on several ranks, and weights in host memory"
+            raise ConfigError("overlap_backward", "called", allowed)
+        self._route.hear(attach(model, comm_hook, state))
+
     # Into the next forward pass
 
     def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> FollowedModel:
@@ -478,6 +489,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) need `finish` first. A
         compiled module waits for all that is in it: give the one that `torch.compile` returned.
 
+        With `shard=True` a module waits for the rows of all ranks, which exchange them behind the step; all ranks
+        call this together. With FSDP2 whoever gathers shards waits for them.
+
         Args:
             model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after
                 modules were added to it.
@@ -487,7 +501,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             What ends it with `remove()`.
 
         Raises:
-            ConfigError: `model` is no module, is scripted, or has none of this optimizer's parameters.
+            ConfigError: `model` is no module, is scripted, is sharded, or has none of this optimizer's parameters.
             SessionBrokenError: The optimizer was closed.
         """
         with self._lock:

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
+from offload.optim.exchange import Exchange
 from offload.optim.holder import EngineHolder
 from offload.optim.pace import Pace
 from offload.optim.weights import BoundParameter, Weights
@@ -38,12 +40,17 @@ class Overlap:
         has_followed: Whether there has been one.
         pace: How long forward and backward take, and how long the caller waits.
         hidden_copies: Copies of weights that the step updates, of models that check their waits.
+        has_ended: Whether somebody has waited for all of the last step; then only the stream of that caller has
+            waited for weights on an accelerator.
+        exchange: Has ranks exchange rows behind a step, if each updates some of every weight.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights) -> None:
         self.models: list[FollowedModel] = []
         self.has_followed = False
         self.pace = Pace()
+        self.exchange: Exchange | None = None
+        self.has_ended = False
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
@@ -53,6 +60,8 @@ class Overlap:
     @property
     def is_pending(self) -> bool:
         """Whether there is a step that nobody has waited for to its end."""
+        if self.exchange is not None and self.exchange.is_under_way:
+            return True
         return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
     def follow(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
@@ -69,14 +78,19 @@ class Overlap:
         if self._holder.config.borrows:
             allowed = 'use "auto" or a size where steps go on in forward: what is borrowed goes back before that'
             raise ConfigError("gpu_memory", self._holder.config.gpu_memory, allowed)
-        shard = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
-        if shard is not None or self._weights.rows_over is not None:
-            kind = "shard=True" if shard is None else type(shard).__name__
-            raise ConfigError(
-                "model", kind, "have whole weights on each rank: shards are gathered before a module's turn"
-            )
+        gathered = {parameter for group in shards.unsharders(model) for parameter in shards.gathered_by(group)}
+        for parameter in model.parameters():
+            if ranks.is_flattened(parameter) or (shards.is_sharded(parameter) and parameter not in gathered):
+                allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
+                raise ConfigError("model", type(parameter).__name__, allowed)
+        rows_over = self._weights.rows_over
+        if rows_over is not None and not isinstance(self._holder.device, NoDevice):
+            allowed = "leave it out for weights on an accelerator: there ranks exchange their rows in step()"
+            raise ConfigError("model", "shard=True", allowed)
         self._holder.check_open()
         self.finish()
+        if rows_over is not None and self.exchange is None:
+            self.exchange = Exchange(rows_over)
         for other in [other for other in self.models if other.model is model]:
             other.remove()
         followed = FollowedModel(self, model, check)
@@ -89,6 +103,10 @@ class Overlap:
         trains = torch.is_grad_enabled()
         for parameter in parameters:
             self._use_order[parameter] = trains or self._use_order.get(parameter, False)
+        self.wait_for_some(parameters)
+
+    def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for some weights, if there is a step that goes on."""
         if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
@@ -97,6 +115,18 @@ class Overlap:
         self.pace.arrived()
         if self.models:
             self.wait_for([bound])
+
+    def agree(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
+        """Return the weights whose rows ranks exchange behind the next step, in order; a collective if there are any.
+
+        `later` is brought into that order.
+        """
+        if self.exchange is None:
+            return []
+        order = self.exchange.agree(self._weights.shared, at_once, later)
+        places = {bound: place for place, bound in enumerate(order)}
+        later.sort(key=lambda bound: places.get(bound, -1))
+        return order
 
     def in_order(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
         """Return the parameters to update: those that no hook waits for, and the others in order of their use.
@@ -115,17 +145,25 @@ class Overlap:
 
     # Around a step
 
+    def exchange_behind(self, bounds: list[BoundParameter]) -> None:
+        """Have ranks exchange the rows of weights behind the step that has begun; see `agree`."""
+        if self.exchange is not None:
+            self.exchange.begin(self._holder.engine, bounds, self.hidden_copies)
+
     def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
 
         Returns:
             The copies; `wait_for` and `finish` copy them back.
         """
+        self.has_ended = False
         if any(model.check for model in self.models):
             for bound in bounds:
-                self.hidden_copies[bound] = copy = bound.parameter.detach().clone()
-                self._holder.engine.bind_weight(bound.position, copy.data_ptr())
-                bound.parameter.data.fill_(float("nan"))
+                weight = shards.local(bound.parameter)
+                self.hidden_copies[bound] = copy = weight.detach().clone()
+                own = copy if weight is not bound.parameter else shards.own(copy, bound.cut)
+                self._holder.engine.bind_weight(bound.position, own.data_ptr())
+                weight.data.fill_(float("nan"))
         return [*self.hidden_copies.values()]
 
     def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
@@ -136,6 +174,8 @@ class Overlap:
         try:
             with self.pace.timed_wait():
                 self._holder.engine_if_open.wait_for([bound.position for bound in bounds])
+                if self.exchange is not None:
+                    self.exchange.wait_for(bounds)
         except OffloadError:
             self._show([*self.hidden_copies])
             raise
@@ -145,8 +185,11 @@ class Overlap:
         """Wait until the last step is over, if it goes on after `step` has returned."""
         try:
             if self.is_pending:
+                self.has_ended = True
                 with self.pace.timed_wait(for_all=True):
                     self._holder.engine.finish()
+                    if self.exchange is not None:
+                        self.exchange.finish()
         finally:
             self._show([*self.hidden_copies])
 
@@ -155,10 +198,10 @@ class Overlap:
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
             if copy is not None:
-                bound.parameter.data.copy_(copy)
+                shards.local(bound.parameter).data.copy_(copy)
                 self._holder.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
-                    self._holder.engine.bind_weight(bound.position, bound.parameter.data_ptr())
+                    self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
                 self.hidden_copies.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
@@ -168,6 +211,8 @@ class Overlap:
 
     def after_close(self) -> None:
         """Show all hidden weights, and raise an error that nobody was told of; the engine has been closed."""
+        if self.exchange is not None:
+            self.exchange.close()
         self._show([*self.hidden_copies], closed=True)
         if self._holder.engine_if_open is not None:
             self._holder.engine_if_open.finish()
@@ -220,6 +265,7 @@ class FollowedModel:
         for module in self._parameters_of:
             hook = _Hook(self, module, FollowedModel.before_forward, module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._handles += [_Unshard(self, group) for group in shards.unsharders(model)]
         untyped: Any
         for untyped in model.modules():
             hook = _Hook(self, untyped, FollowedModel.finish)
@@ -270,6 +316,23 @@ class FollowedModel:
         if (overlap := self._overlap()) is not None:
             overlap.note_use(needs)
 
+    def before_unshard(self, group: Any, async_op: bool) -> None:
+        """Wait for the shards that FSDP2 is about to gather; on an accelerator the stream that copies them waits."""
+        overlap = self._overlap()
+        if overlap is None:
+            return
+        parameters = shards.gathered_by(group)
+        if group.device.type != "cpu":
+            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+            if overlap.has_ended:
+                stream.wait_stream(group.device_handle.current_stream())
+            with group.device_handle.stream(stream):
+                overlap.wait_for_some(parameters)
+        if group._training_state.name == "PRE_BACKWARD":
+            overlap.wait_for_some(parameters)
+        else:
+            overlap.note_use(parameters)
+
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield the parameters of a module, and of modules below it that have never been called themselves."""
         yield from self._parameters_of[module]
@@ -312,6 +375,39 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
+
+
+class _Unshard:
+    """Has one of `shards.unsharders` wait for its shards, whoever has it gather: modules, prefetches, users.
+
+    Args:
+        followed: The model.
+        group: FSDP2's; this stands in for its method `unshard` until `remove`.
+    """
+
+    def __init__(self, followed: FollowedModel, group: Any) -> None:
+        self._followed = weakref.ref(followed)
+        self._group = group
+        self._is_first = "unshard" not in vars(group)  # else something else stands in already
+        self._unshard = group.unshard
+        self._pid = os.getpid()
+        group.unshard = self
+
+    @_disable_dynamo
+    def __call__(self, async_op: bool = False) -> Any:
+        followed, group = self._followed(), self._group
+        if followed is not None and os.getpid() == self._pid and not group.is_unsharded:
+            followed.before_unshard(group, async_op)
+        return self._unshard(async_op)
+
+    def remove(self) -> None:
+        """Give the group its method back, unless something else stands in for it by now; then this does nothing."""
+        self._followed = lambda: None  # type: ignore[assignment]
+        if vars(self._group).get("unshard") is self:
+            if self._is_first:
+                del self._group.unshard
+            else:
+                self._group.unshard = self._unshard
 
 
 class _Nothing:

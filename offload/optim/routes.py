@@ -7,6 +7,7 @@ at a time, and keep neither a route nor a parameter alive.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
+from offload.optim.buckets import Buckets
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import world
@@ -49,20 +51,20 @@ def choose_route(
     elif isinstance(holder.device, NoDevice):
         kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
     else:
-        kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, is_alone)
+        kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, arrive_reduced)
         # Until backward has shown what is free there.
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
     if holder.config.overlaps_backward and not come_early:
         allowed = (
-            'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
-            "of FSDP2 or of DDP with shard=True"
+            'use "off": gradients have to come to host memory, of one process or of FSDP2, or of DDP with '
+            "shard=True where weights are there, too"
         )
         if kind is StepRoute:
             allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
         holder.close()
         raise ConfigError("overlap", holder.config.overlap, allowed)
     route = kind(holder, weights, scaling, overlap)
-    route.is_early = is_alone and kind is not StepRoute and not leaves
+    route.is_early = come_early
     return route
 
 
@@ -98,7 +100,7 @@ class Route:
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
     is_early: bool = False
-    """Whether gradients come to host memory during backward, of one process."""
+    """Whether gradients that are final lie in host memory before the step begins."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -192,14 +194,21 @@ class Route:
             gradient, bound.parameter.grad = bound.parameter.grad, None
             if gradient is not None:
                 # Not `untyped_storage`, whose Python object would be one more owner from then on.
-                storage = None if self._is_slot(gradient) else torch._C._storage_address(gradient)  # type: ignore[attr-defined]
+                own = shards.local(gradient)
+                storage = None if self._is_slot(own) else torch._C._storage_address(own)  # type: ignore[attr-defined]
                 gradients.append((bound, weakref.ref(gradient), storage))
+                del own
             del gradient
         self._tensors.clear()
+        owners = Counter(storage for _, _, storage in gradients if storage is not None)  # FSDP2 cuts one for a group
         return [
             bound
             for bound, gradient, storage in gradients
-            if not (bound.slot.is_free if storage is None else gradient() is None and _has_one_owner(storage))
+            if not (
+                bound.slot.is_free
+                if storage is None
+                else gradient() is None and _owners_of(storage) == owners[storage]
+            )
         ]
 
     def note_used(self, active: Iterable[BoundParameter]) -> None:
@@ -253,7 +262,7 @@ class ReducedRoute(Route):
     """Reads gradients from host memory when the step begins: where ranks have reduced them, and in their dtype.
 
     The gradient of a shard is final when its hook runs: FSDP2 has reduced it. DDP writes reduced gradients to `.grad`
-    in a callback at the end of a backward pass.
+    in a callback at the end of a backward pass; before, they lie in its buckets, of which it tells those who ask.
     """
 
     widens = False
@@ -261,7 +270,14 @@ class ReducedRoute(Route):
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._pass = NO_PASS
-        self._pass_bounds: list[BoundParameter] = []
+        self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients have arrived in it, and are not final
+        self._buckets: list[Buckets] = []
+
+    def hear(self, buckets: Buckets) -> None:
+        """Take gradients from buckets of DDP, as soon as these have been reduced."""
+        route = weakref.ref(self)
+        buckets.is_heard = lambda: (found := route()) is not None and found._engine.speculates
+        self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not self._engine.speculates:
@@ -273,22 +289,38 @@ class ReducedRoute(Route):
         if number == NO_PASS:
             return
         if number != self._pass:
-            self._pass, self._pass_bounds = number, []
+            self._pass, self._pass_bounds = number, {}
             _when_backward_ends(self._queue_end_of_pass)
-        self._pass_bounds.append(bound)
+            for buckets in self._buckets:
+                buckets.forget()
+        self._pass_bounds[bound] = None
+        for buckets in self._buckets:
+            for parameter, reduced in buckets.take_reduced():
+                of_pass = self._bound.get(parameter)
+                # One that this rank did not use may be used by none, and have no gradient then.
+                if of_pass is not None and of_pass in self._pass_bounds:
+                    del self._pass_bounds[of_pass]
+                    self._mark_final(of_pass, reduced)
 
     def _queue_end_of_pass(self) -> None:
         _when_backward_ends(self._end_pass)  # behind DDP's callback, which was queued behind this one
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        bounds, self._pass_bounds = self._pass_bounds, []
+        bounds, self._pass_bounds = self._pass_bounds, {}
+        for buckets in self._buckets:
+            buckets.forget()
         for bound in bounds:
             self._mark_final(bound)
 
-    def _mark_final(self, bound: BoundParameter) -> None:
-        """Tell the engine that a gradient is final where it lies, unless the step will copy it."""
-        parameter, gradient = bound.parameter, bound.parameter.grad
+    def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
+        """Tell the engine that a gradient is final where it lies, unless the step will copy it.
+
+        Args:
+            bound: The parameter.
+            gradient: Its gradient; None for the one in `.grad`.
+        """
+        parameter, gradient = bound.parameter, bound.parameter.grad if gradient is None else gradient
         if self._engine.broken is not None or gradient is None or gradient.requires_grad:
             return
         if shards.placed_as(gradient, parameter):
@@ -474,9 +506,9 @@ def _version(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else shards.version(gradient)
 
 
-def _has_one_owner(storage: int) -> bool:
-    """Return whether one tensor alone has a storage, given torch's address of it."""
-    return bool(torch._C._storage_Use_Count(storage) == 1)
+def _owners_of(storage: int) -> int:
+    """Return how many tensors have a storage, given torch's address of it."""
+    return int(torch._C._storage_Use_Count(storage))
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -56,6 +56,23 @@ def is_sharded(tensor: object) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def unsharders(model: torch.nn.Module) -> list[Any]:
+    """Return the groups in which FSDP2 gathers a model's parameters: torch's `FSDPParamGroup`s."""
+    module = sys.modules.get("torch.distributed.fsdp")  # as in `is_sharded`
+    kind = getattr(module, "FSDPModule", None)
+    states = [] if kind is None else [m._get_fsdp_state() for m in model.modules() if isinstance(m, kind)]
+    groups: list[Any] = []
+    for state in dict.fromkeys(states):  # one for all modules that are sharded together
+        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+        groups += [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
+def gathered_by(unsharder: Any) -> list[torch.Tensor]:
+    """Return the parameters that one of `unsharders` gathers."""
+    return [managed.sharded_param for managed in unsharder.fsdp_params]
+
+
 def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
     """Return how a parameter is cut; None if this rank has all of it.
 

@@ -199,7 +199,14 @@ class Weights:
             bound.expected_digest = None
 
     @property
-    def _shared(self) -> list[BoundParameter]:
+    def groups(self) -> list[Any]:
+        """The process groups of a mesh that weights are cut over; empty where this rank has all of each."""
+        meshes = (bound.cut.mesh for bound in self.bound.values() if bound.cut is not None)
+        mesh = next(meshes, None) if self.rows_over is None else self.rows_over
+        return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+
+    @property
+    def shared(self) -> list[BoundParameter]:
         """Weights of which each rank updates rows that others need."""
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
@@ -228,7 +235,7 @@ class Weights:
         Returns:
             Whether any rank's note is True; None without notes, and where nothing was exchanged.
         """
-        bounds = self._shared
+        bounds = self.shared
         if not bounds:
             return None
         self._holder.engine.finish(on_gpu=True)

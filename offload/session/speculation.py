@@ -381,7 +381,7 @@ class Speculation:
         alike = [number for number in subgroups if is_alike(number)]
         if not alike:
             return []
-        ranges = [tables.read_by(number, sources[number].table) for number in alike]
+        ranges = [tables.read_by(number, sources[number].table, tables.begun) for number in alike]
         addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
         sums = self._parts.kernel.fingerprints(addresses.reshape(-1), sizes.reshape(-1)).reshape(-1, SUMS)
         read = np.concatenate([sources[number].sums for number in alike])

@@ -400,14 +400,23 @@ def test_a_backward_pass_that_raises_leaves_nothing(device: torch.device, tmp_pa
         assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
 
 
-RANKS = [("fsdp2", True, 0.5), ("fsdp2", False, 0.0), ("fsdp2", False, 1.0), ("ddp", True, 0.5)]
+RANKS = [
+    ("fsdp2", True, 0.5, "off"),
+    ("fsdp2", False, 0.0, "off"),
+    ("fsdp2", False, 1.0, "off"),
+    ("ddp", True, 0.5, "off"),
+    ("fsdp2", True, 1.0, "forward"),
+    ("fsdp2", False, 0.3, "forward"),
+    ("fsdp2", False, 0.3, "backward"),
+    ("fsdp2", False, 0.3, "both"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "keeps", "placement"), RANKS)
-def test_two_ranks(tmp_path: Path, kind: str, keeps: bool, placement: float) -> None:
+@pytest.mark.parametrize(("kind", "keeps", "placement", "overlap"), RANKS)
+def test_two_ranks(tmp_path: Path, kind: str, keeps: bool, placement: float, overlap: str) -> None:
     program = [prepared.python(), *prepared.torchrun(2), str(Path(__file__).with_name("training_ranks.py"))]
-    program += [kind, str(tmp_path), json.dumps([keeps, placement])]
+    program += [kind, str(tmp_path), json.dumps([keeps, placement, overlap])]
     tests = Path(__file__).parents[1]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (tests, tests / "e2e")))

@@ -1,4 +1,7 @@
-"""Sharded trainings on the test accelerator: `training_ranks.py fsdp2|ddp FOLDER [KEEPS,PLACEMENT]`, by torchrun."""
+"""Sharded trainings on the test accelerator, by torchrun.
+
+training_ranks.py fsdp2|ddp FOLDER [KEEPS,PLACEMENT,OVERLAP]
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror
+from settling import settle
 from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +37,7 @@ def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
     return torch.equal(mine.view(torch.uint8), own(found, whole).to(mine.dtype).view(torch.uint8))
 
 
-def main(kind: str, folder: Path, keep_grads: bool, placement: float) -> None:
+def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
     late.load()
     backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
     dist.init_process_group("cpu:gloo,late:late")
@@ -59,19 +63,35 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float) -> None:
         keep_grads=keep_grads,
         placement=placement,
         shard=kind == "ddp",
+        overlap=overlap,
     )
+    confirmed_bytes = hidden = 0.0
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config) as optimizer:
-        for step in range(4):
+        if config.overlaps_forward:
+            optimizer.overlap_forward(model, check=keep_grads)  # late copies of weights, too
+        for step in range(4 if overlap == "off" else 12):
             gradients = [torch.zeros(()) for _ in mirror.weights[0]]
             for number in (step, step + 10) if kind == "fsdp2" else (step,):
                 trained(given(number)).backward()
                 both = zip(gradients, mean_gradients(number, dist.get_world_size()), strict=True)
                 gradients = [sum_ + more for sum_, more in both]
                 assert all((parameter.grad is None) is not keep_grads for parameter in model.parameters())
-            factor = clipped(optimizer, mirror, gradients) if step % 2 else 1.0
+                if config.overlaps_backward:
+                    settle(optimizer.engine)
+            factor = clipped(optimizer, mirror, gradients) if step % (2 if overlap == "off" else 4) == 1 else 1.0
             optimizer.step()
             optimizer.zero_grad()
             mirror.step([gradients], factor)
+            hidden += optimizer.engine.is_pending
+            if config.overlaps_backward:
+                if overlap == "both":
+                    optimizer.finish()
+                confirmed_bytes += optimizer.metrics()["speculation/confirmed_bytes"]
+        if config.overlaps_backward:
+            assert confirmed_bytes > 0
+        if config.overlaps_forward:
+            assert hidden > 0
+            optimizer.finish()
         for index, parameter in enumerate(model.parameters()):
             assert local(parameter).device.type == "late"
             assert same(parameter.detach(), mirror.weights[0][index]), index

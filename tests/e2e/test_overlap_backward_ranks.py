@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import same_bits
-from settling import settle
+from settling import LONG_S, settle
 from sharded import local, spawn
-from test_overlap_backward import LOOSE, TIGHT
+from test_overlap_backward import LOOSE, TIGHT, changes
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.errors import ConfigError
+from offload.integrations.shared import overlap_backward
+from offload.optim.buckets import attach
+from offload.predict import Forecast
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -42,13 +50,13 @@ def network(dtype: torch.dtype) -> torch.nn.Module:
 class Ranks:
     """What one rank trains: a model of which everything streams, and its optimizer."""
 
-    def __init__(self, folder: Path, kind: str, overlap: str, form: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, kind: str, overlap: str, form: str, dtype: torch.dtype, **more: Any) -> None:
         folder.mkdir(exist_ok=True)
         self.model = network(dtype)
         self.dtype = dtype
         self.counts: Counter[str] = Counter()
         self.seed = 0
-        options: dict[str, Any] = {"state_format": form, "subgroup_numel": 4096, "threads": 1}
+        options: dict[str, Any] = {"state_format": form, "subgroup_numel": 4096, "threads": 1, **more}
         if kind == "fsdp2":
             # It never has a gradient, and lies beside others that have.
             self.model[0].register_parameter("unused", torch.nn.Parameter(torch.ones(10, dtype=dtype)))
@@ -57,11 +65,13 @@ class Ranks:
             self.called: torch.nn.Module = fully_shard(self.model)
         else:
             self.called = DistributedDataParallel(
-                self.model, bucket_cap_mb=0.02, gradient_as_bucket_view=kind == "ddp views"
+                self.model, bucket_cap_mb=0.005, gradient_as_bucket_view="views" in kind
             )
             options["shard"] = True
         config = offload.OffloadConfig(host_memory=0, overlap=overlap, paths=[folder], **options)
         self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
+        if "buckets" in kind and overlap != "off":
+            self.optimizer.overlap_backward(self.called)
 
     def backward(self) -> None:
         self.seed += 1
@@ -221,13 +231,13 @@ def everywhere(number: float) -> float:
     return float(found)
 
 
-KINDS = ["fsdp2", "ddp", "ddp views"]
+KINDS = ["fsdp2", "ddp", "ddp views", "ddp buckets", "ddp buckets views"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_steps_without(tmp_path: Path, kind: str) -> None:
-    spawn(2, tmp_path, beside_off, kind)
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("ddp buckets views", 3)])
+def test_bits_are_those_of_steps_without(tmp_path: Path, kind: str, ranks: int) -> None:
+    spawn(ranks, tmp_path, beside_off, kind)
 
 
 def torch_clips(training: Ranks) -> None:
@@ -255,7 +265,7 @@ def undisturbed(folder: Path, kind: str) -> None:
             memory = [StorageWeakRef(gradient.untyped_storage()) for gradient in training.gradients()]
             for parameter in training.model.parameters():
                 parameter.grad = None
-            if kind != "ddp views":  # whose buckets stay
+            if kind in ("fsdp2", "ddp"):  # others have buckets, which stay
                 assert not any(each.expired() for each in memory)  # updates read it
                 optimizer.zero_grad()
                 assert all(each.expired() for each in memory)
@@ -267,13 +277,241 @@ def test_all_is_confirmed_where_nothing_changes(tmp_path: Path, kind: str, ranks
     spawn(ranks, tmp_path, undisturbed, kind)
 
 
+def chosen_by_the_first_rank(folder: Path, kind: str) -> None:
+    """Rank 0 finds that hiding the step wins, from step 8 to 15 that it does not; rank 1 always the contrary."""
+    found = []
+    for overlap in ("off", "auto"):
+        training = Ranks(folder / overlap, kind, overlap, "compact16", torch.bfloat16)
+        speculates = []
+        with training.optimizer as optimizer:
+            for step in range(1, 21):
+                wins = (8 <= step < 16) == (dist.get_rank() == 1)
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(Forecast, "with_backward_s", lambda *_, wins=wins: 0.0 if wins else 1e9)
+                    (clipped if step % 5 == 0 else plain)(training)
+                    training.settle()
+                    optimizer.step()
+                optimizer.zero_grad()
+                speculates.append(optimizer.engine.speculates)
+                training.counts["confirmed"] += optimizer.metrics().get("speculation/confirmed_bytes", 0)
+            found.append(training.everything())
+        if overlap == "auto":
+            assert changes(speculates) == [4, 8, 16]
+            assert training.counts["confirmed"] > 0
+        else:
+            assert not any(speculates)
+    for left, right in zip(*found, strict=True):
+        assert same_bits(left, right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in KINDS), ("fsdp2", 1)])
+def test_auto_does_what_the_first_rank_predicts(tmp_path: Path, kind: str, ranks: int) -> None:
+    spawn(ranks, tmp_path, chosen_by_the_first_rank, kind)
+
+
+def halved(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotations that are strings
+    """A user's communication hook."""
+    state.append(bucket.index())
+    reduced = dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0].mul_(0.5))
+
+
+def trained(
+    folder: Path,
+    hears: bool,
+    *,
+    own: bool = False,
+    joins: bool = False,
+    branches: bool = False,
+    keeps: bool = False,
+    **options: Any,
+) -> tuple[list[torch.Tensor], Ranks]:
+    """Train under DDP of some options, with its buckets heard or not."""
+    training = Ranks(folder / str(hears), "ddp", "backward" if hears else "off", "exact", torch.bfloat16)
+    if branches:  # of which ranks use others, and in some steps nobody uses any
+        training.model.branches = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3)).to(torch.bfloat16)
+        training.optimizer.add_param_group({"params": [*training.model.branches.named_parameters("branch")]})
+    layers, state = [*training.model.children()][:8], []
+    called = DistributedDataParallel(Branching(layers, training.model, branches), bucket_cap_mb=0.005, **options)
+    if hears:
+        training.optimizer.overlap_backward(called, comm_hook=halved if own else None, state=state)
+    elif own:
+        called.register_comm_hook(state, halved)
+    with training.optimizer as optimizer, Join([called], enable=joins):
+        for step in range(12):
+            for micro in range(1 + (step % 3 == 2)):
+                generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+                called(torch.randn(3, 64, generator=generator).bfloat16(), step).pow(2).mean().backward()
+                training.settle()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not keeps)
+            training.counts["confirmed"] += optimizer.metrics().get("speculation/confirmed_bytes", 0)
+        found = training.everything()
+    assert bool(state) == own
+    return found, training
+
+
+class Branching(torch.nn.Module):
+    """Layers one after the other, and before them a branch of a rank's own, if there are branches."""
+
+    def __init__(self, layers: list[torch.nn.Module], owner: torch.nn.Module, branches: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers)
+        self.branches = owner.branches if branches else None
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        if self.branches is not None and step % 4:
+            x = x + self.branches[(step + dist.get_rank()) % 2](x)
+        return self.layers(x)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradients are kept": {"keeps": True, "gradient_as_bucket_view": True},
+    "views of branches that are not always used": {
+        "branches": True,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "keeps": True,
+    },
+    "branches that are not always used": {"branches": True, "find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "a hook of the user's": {"own": True},
+    "a hook of the user's, and views": {"own": True, "gradient_as_bucket_view": True},
+    "in join": {"joins": True},
+}
+
+
+def like_ddp_alone(folder: Path) -> None:
+    for number, (name, how) in enumerate(WAYS.items()):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        (expected, _), (found, training) = (trained(place, hears, **how) for hears in (False, True))
+        for left, right in zip(expected, found, strict=True):
+            assert same_bits(left, right), name
+        assert training.counts["confirmed"] > 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_buckets_have_the_bits_of_ddp_alone(tmp_path: Path, ranks: int) -> None:
+    spawn(ranks, tmp_path, like_ddp_alone)
+
+
+class Barrier(torch.autograd.Function):
+    """The identity, whose backward calls something first."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.call()
+        return gradient, None
+
+
+def made_while_backward_goes_on(folder: Path) -> None:
+    training = Ranks(folder / "run", "ddp buckets", "backward", "exact", torch.bfloat16, subgroup_numel=1024)
+    made: list[int] = []
+    with training.optimizer as optimizer:
+        for _ in range(3):
+            plain(training)
+            training.settle()
+            optimizer.step()
+            optimizer.zero_grad()
+        machine, buckets = optimizer.engine._parts.machine, attach(training.called, None, None)
+
+        def wait(until: Callable[[], Any]) -> None:
+            until_s = time.monotonic() + LONG_S
+            while not until():
+                assert time.monotonic() < until_s
+                time.sleep(0.001)
+
+        def reduced() -> None:
+            wait(lambda: buckets.reductions and all(each.future.done() for each in buckets.reductions))
+
+        def updated() -> None:
+            wait(lambda: machine.speculative_versions)
+            made.append(len(machine.speculative_versions))
+
+        calls = {2: reduced, 0: updated}  # before the gradients of these layers are there
+
+        def pass_through(call: Callable[[], None], layer: torch.nn.Module, given: Any, output: torch.Tensor) -> Any:
+            return Barrier.apply(output, call)
+
+        handles = [training.model[n].register_forward_hook(partial(pass_through, call)) for n, call in calls.items()]
+        plain(training)
+        assert made[0] > 0
+        for handle in handles:
+            handle.remove()
+        training.settle()
+        optimizer.step()
+        found = optimizer.metrics()
+        assert found["speculation/confirmed_bytes"] == found["streamed_bytes"]
+
+
+@pytest.mark.slow
+def test_updates_begin_with_the_first_bucket(tmp_path: Path) -> None:
+    spawn(2, tmp_path, made_while_backward_goes_on)
+
+
+def buckets_refused(folder: Path) -> None:
+    first = Ranks(folder / "first", "ddp buckets", "backward", "exact", torch.bfloat16)
+    with first.optimizer as optimizer:
+        with pytest.raises(ConfigError, match="DistributedDataParallel that wraps"):
+            optimizer.overlap_backward(first.model)
+        with pytest.raises(ConfigError, match="parameters of"):
+            optimizer.overlap_backward(DistributedDataParallel(torch.nn.Linear(3, 3)))
+        overlap_backward(optimizer, [first.called])  # an integration gives it again
+        hooked = DistributedDataParallel(first.model)
+        hooked.register_comm_hook([], halved)
+        with pytest.raises(ConfigError, match="communication hook"):
+            optimizer.overlap_backward(hooked)
+        overlap_backward(optimizer, [hooked])  # an integration leaves it
+        builtin = DistributedDataParallel(first.model)
+        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        with pytest.raises(ConfigError, match="communication hook"):
+            optimizer.overlap_backward(builtin)
+    # Another optimizer of the same model hears what the first one heard, and the hook keeps none.
+    (folder / "second").mkdir(exist_ok=True)
+    config = offload.OffloadConfig(host_memory=0, overlap="backward", paths=[folder / "second"], shard=True)
+    second = offload.AdamW(first.model.named_parameters(), offload=config)
+    second.overlap_backward(first.called)
+    first.optimizer = second
+    with second:
+        for step in range(3):
+            plain(first)
+            first.settle()
+            second.step()
+            second.zero_grad()
+            found = second.metrics()
+            assert found["speculation/confirmed_bytes"] == (found["streamed_bytes"] if step else 0)
+    plain_config = offload.OffloadConfig(host_memory=0, paths=[folder])
+    whole = offload.AdamW(hooked.parameters(), offload=plain_config)
+    with whole, pytest.raises(ConfigError, match="shard=True"):
+        whole.overlap_backward(first.called)
+    kept = weakref.ref(second)
+    del first.optimizer, second
+    gc.collect()
+    assert kept() is None
+    first.backward()
+
+
+@pytest.mark.slow
+def test_models_without_buckets_for_us_are_refused(tmp_path: Path) -> None:
+    spawn(2, tmp_path, buckets_refused)
+
+
 def refused(folder: Path) -> None:
     config = offload.OffloadConfig(host_memory=0, paths=[folder], overlap="backward")
     model = network(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"overlap: 'backward' .* DDP with shard=True"):
+    with pytest.raises(ConfigError, match=r"overlap: .backward. .* DDP with shard=True"):
         offload.AdamW(DistributedDataParallel(model).parameters(), offload=config)
     fully_shard(model[0])
-    with pytest.raises(ConfigError, match=r"overlap: 'backward' .* DDP with shard=True"):
+    with pytest.raises(ConfigError, match=r"overlap: .backward. .* DDP with shard=True"):
         offload.AdamW(model.parameters(), offload=config)  # of which some are whole on every rank
 
 

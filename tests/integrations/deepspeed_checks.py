@@ -1569,6 +1569,46 @@ def updates_during_backward_change_nothing(folder: Path) -> None:
 
 
 @check
+def auto_does_what_the_first_rank_predicts(folder: Path) -> None:
+    """All bits are those of `overlap="off"`; after steps 4 to 7 updates are made during backward."""
+    import torch
+    from deepspeed_runs import Case, assert_same
+
+    from offload.predict import Forecast
+
+    if "PLACEMENT" in os.environ:
+        raise Skip("updates during backward are for weights and gradients in host memory")
+    is_first = torch.distributed.get_rank() == 0
+    foreseen_s: list[float] = []
+
+    def with_backward_s(*arguments: Any, **keywords: Any) -> float:
+        foreseen_s.append(0.0 if len(foreseen_s) % 2 == 0 else 1e9)
+        return foreseen_s[-1]
+
+    original = Forecast.with_backward_s
+    Forecast.with_backward_s = with_backward_s  # type: ignore[method-assign]
+    try:
+        for stage, more in ((3, {}), (2, {}), (1, {"overlap_comm": True}), (1, {})):
+            found = {}
+            for overlap in ("off", "auto"):
+                offload = {**paths(folder), "subgroup_numel": 4096, "overlap": overlap}
+                zero = {"sub_group_size": 20_000, "reduce_bucket_size": 10_000, **more}
+                foreseen_s.clear()
+                case = Case(stage, "bf16", 1, clip=1.0, zero=zero, offload=offload)
+                found[overlap] = train_as_ahead_says(case, skips_nan=True)
+                is_early = overlap == "auto" and (stage > 1 or bool(more))
+                assert foreseen_s[:2] == ([0.0, 1e9] if is_early and is_first else []), foreseen_s
+            seen, shares, state = found["auto"]
+            assert seen == found["off"][0], seen
+            assert_same(state, found["off"][2])
+            made = [number for number, share in enumerate(shares) if any(share)]
+            assert bool(made) == (stage > 1 or bool(more)), shares
+            assert all(4 < number < 8 or number >= 16 for number in made), shares
+    finally:
+        Forecast.with_backward_s = original  # type: ignore[method-assign]
+
+
+@check
 def alone_given_gradients(folder: Path) -> None:
     """Train a model whose gradients are given, ours or stock by GIVEN; leave weights and state beside the folder."""
     import torch

@@ -161,7 +161,9 @@ class Tables:
         tables = (table_of(self._plan, subgroup, rows).tobytes() for rows in (expected, begun))
         return next(tables) == next(tables)
 
-    def read_by(self, subgroup: int, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def read_by(
+        self, subgroup: int, table: npt.NDArray[Any], begun: Told
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         places = [(int(row["parameter"]), subgroup) for row in table]
         masters = subgroup in self._session.data.weights
         sizes = [(int(row["numel"]), int(row["numel"]) * masters) if row["flags"] else (0, 0) for row in table]

@@ -46,7 +46,7 @@ def changed(name: str, position: int, value: int) -> Callable[[Tables], None]:
     [
         (lambda tables: None, [True, True]),
         (changed("weights", 1, 1 << 30), [True, False]),
-        (changed("gradients", 1, 1 << 30), [True, False]),
+        (changed("gradients", 1, 1 << 30), [True, True]),  # what lies there is compared
         (changed("gradient_dtypes", 0, DtypeCode.FLOAT32), [False, True]),
         (changed("gradients", 2, 1 << 30), [True, True]),  # not read
         (changed("gradient_dtypes", 2, DtypeCode.FLOAT32), [True, True]),
@@ -63,6 +63,17 @@ def test_steps_agree_about_a_subgroup_unless_its_update_would_differ(
     change(tables)
     begun = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
     assert [tables.agree(subgroup, expected, begun) for subgroup in range(2)] == agreeing
+
+
+def test_gradients_are_compared_where_the_step_reads_them() -> None:
+    tables = make_tables()
+    expected = tables.rows(GROUPS, 2.0, 1.0, ACTIVE)
+    table = tables.fill(Run(0, 0, Visit(1), 0, fresh=False), 1 << 33, expected)
+    assert table["gradient"].tolist() == [6 << 20, 8 << 20]
+    tables.gradients[1] = 1 << 30
+    addresses, sizes = tables.read_by(1, table, tables.rows(GROUPS, 2.0, 1.0, ACTIVE))
+    assert addresses.tolist() == [[1 << 30, int(table["master"][0])], [8 << 20, int(table["master"][1])]]
+    assert sizes.tolist() == 2 * [[2 * 4096, 4 * 4096]]
 
 
 def test_steps_agree_about_what_they_are_told_alike() -> None:

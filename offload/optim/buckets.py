@@ -1,0 +1,162 @@
+"""Gradients as DDP reduces them, bucket by bucket: the communication hook that says which have been reduced.
+
+With a hook DDP leaves the mean to it. So that bits are those without, the hook does what DDP's reducer would
+(`mark_variable_ready_dense` in torch/csrc/distributed/c10d/reducer.cpp): it multiplies gradients by 1/world, but
+divides by the world those that lay in the bucket before, as with `gradient_as_bucket_view` where they accumulate.
+
+DDP keeps a hook for good. It keeps no optimizer, and goes on without one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from offload.errors import ConfigError
+
+CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+"""What `DistributedDataParallel.register_comm_hook` takes: a function of a state and a bucket."""
+
+
+class Reduction(NamedTuple):
+    """A bucket that is being reduced.
+
+    Attributes:
+        future: Of its values.
+        parameters: Whose gradients it has.
+        places: First element and shape of each.
+    """
+
+    future: torch.futures.Future[torch.Tensor]
+    parameters: list[torch.Tensor]
+    places: list[tuple[int, torch.Size]]
+
+
+class Buckets:
+    """The buckets of one DDP model: the state of its hook.
+
+    Args:
+        model: The model.
+        hook: The user's own hook, which reduces in the place of DDP; None for the mean.
+        state: That of the user's hook.
+
+    Attributes:
+        is_heard: Whether anybody asks for what has been reduced.
+        reductions: Those that nobody has asked for, in their order.
+    """
+
+    def __init__(self, model: DistributedDataParallel, hook: CommHook | None, state: object) -> None:
+        self.is_heard: Callable[[], bool] = lambda: False
+        self.hook, self.state = hook, state
+        self._model = weakref.ref(model)
+        self._group = model.process_group
+        self.reductions: deque[Reduction] = deque()
+        self._storages: dict[
+            int, int
+        ] = {}  # of gradients before DDP takes them, by id of the parameter, where it matters
+        if model.gradient_as_bucket_view and self._group.size() & (self._group.size() - 1):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    register(partial(_note_storage, self._storages))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a copy of the model has no hook
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Return whether these are the buckets of a model."""
+        return self._model() is model
+
+    def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a bucket, as the hook of DDP that this is."""
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        first = buffer.storage_offset()
+        places = [(gradient.storage_offset() - first, gradient.shape) for gradient in bucket.gradients()]
+        if self.hook is not None:
+            future = self.hook(self.state, bucket)
+        else:
+            self._average(buffer, parameters, bucket.gradients() if self._storages else [])
+            reduction = torch.distributed.all_reduce(buffer, group=self._group, async_op=True)
+            future = reduction.get_future().then(_first)
+        if self.is_heard():
+            self.reductions.append(Reduction(future, parameters, places))
+        return future
+
+    def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Multiply the gradients of this rank by its share of the mean."""
+        ranks, storage = self._group.size(), _storage(buffer)
+        accumulated = [self._storages.get(id(parameter)) == storage for parameter in parameters]
+        if not any(accumulated):
+            buffer.mul_(1 / ranks)
+        else:
+            for gradient, lay_here in zip(gradients, accumulated, strict=True):
+                gradient.div_(ranks) if lay_here else gradient.mul_(1 / ranks)
+        for parameter in parameters if self._storages else ():
+            self._storages[id(parameter)] = storage  # DDP has put it there
+
+    def take_reduced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parameters of buckets that have been reduced since the last call, each with its gradient."""
+        while self.reductions and self.reductions[0].future.done():
+            reduced = self.reductions.popleft()
+            flat = reduced.future.value().view(-1)
+            for parameter, (first, shape) in zip(reduced.parameters, reduced.places, strict=True):
+                yield parameter, flat[first : first + shape.numel()].view(shape)
+
+    def forget(self) -> None:
+        """Forget buckets that are being reduced: another backward pass begins, or this one has ended."""
+        self.reductions.clear()
+
+
+def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
+    """Register the hook with a DDP model, unless it has it already; return its buckets.
+
+    Raises:
+        ConfigError: It is no DDP model, or has another hook.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        allowed = "give the DistributedDataParallel that wraps the model"
+        raise ConfigError("model", type(model).__name__, allowed)
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError("model", "compiled with its reductions", 'leave optimize_ddp = "ddp_optimizer"')
+    for _, found in getattr(model, "_comm_hooks", ()):
+        if isinstance(found, Buckets) and found.is_of(model):
+            if hook is not None:
+                found.hook, found.state = hook, state
+            return found
+    buckets = Buckets(model, hook, state)
+    try:
+        if getattr(model, "_comm_hooks", ()):
+            raise RuntimeError("it has a hook")
+        model.register_comm_hook(buckets, _reduce)
+    except RuntimeError as error:
+        allowed = "give overlap_backward its communication hook, in the place of register_comm_hook: it has one"
+        raise ConfigError("model", "DistributedDataParallel", allowed) from error
+    return buckets
+
+
+def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, and finds strings
+    return state.reduce(bucket)
+
+
+def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return reduced.value()[0]
+
+
+def _note_storage(storages: dict[int, int], parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        storages[id(parameter)] = _storage(parameter.grad)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's memory from that of others, as long as it lives."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _nothing() -> None:
+    """Stand for `Buckets` in a copy of their model."""
