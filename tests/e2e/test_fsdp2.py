@@ -57,12 +57,12 @@ def assert_equals_whole(optimizer: offload.AdamW, model: torch.nn.Module, mirror
             assert same_bits(local(found), own(parameter, whole)), name
 
 
-def exact(folder: Path, dtype: torch.dtype, formats: str = "exact") -> None:
+def exact(folder: Path, dtype: torch.dtype, **settings: object) -> None:
     """Train with gradients of which every order of addition is exact, beside the whole model in memory."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mirror = Mirror([{"params": list(Model(dtype).parameters()), **SETTINGS}], decoupled=True)
     model = sharded_model(dtype)
-    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder, **settings))
     for step in range(5):
         if step == 3:  # two passes, reduced once
             model.set_requires_gradient_sync(False)
@@ -86,6 +86,15 @@ def exact(folder: Path, dtype: torch.dtype, formats: str = "exact") -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_have_the_bits_of_the_whole(tmp_path: Path, ranks: int) -> None:
     spawn(ranks, tmp_path, exact, torch.bfloat16)
+
+
+def leaving(folder: Path, overlap: str) -> None:
+    exact(folder, torch.bfloat16, gradient_memory=0, overlap=overlap)
+
+
+@pytest.mark.slow
+def test_gradients_that_leave_for_the_paths_change_nothing(tmp_path: Path) -> None:
+    spawn(2, tmp_path, leaving, "off")
 
 
 SAVED_RANKS = 4

@@ -137,6 +137,36 @@ def placements_agree(folder: Path) -> None:
 
 
 @check
+def gradients_on_paths_change_nothing(folder: Path) -> None:
+    """Gradients that leave host memory as they are reduced: the bits of those that stay, and of stock."""
+    import torch
+    from deepspeed_runs import Case, Deep, assert_equals_stock, assert_same, state_of, training
+
+    leaving = {**paths(folder), "gradient_memory": 0}
+    assert_equals_stock(Case(3, "bf16", 2, 0.3, steps=6, offload=leaving))
+    for stage, dtype, accumulation in ((3, "bf16", 2), (3, "fp32", 1), (2, "fp16", 2), (1, "bf16", 1)):
+        seen = []
+        for offload in (paths(folder), leaving):
+            case = Case(stage, dtype, accumulation, 0.3, offload=offload)
+            with training(case, ours=True, model=Deep()) as engine:
+                losses = []
+                for micro in range(4 * accumulation):
+                    generator = torch.Generator().manual_seed(10 * micro + engine.global_rank)
+                    x = torch.randn(2, Deep.WIDTH, generator=generator).to(
+                        engine.device, engine.module.layers[0].weight.dtype
+                    )
+                    loss = engine(x)
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(float(loss))
+                seen.append((losses, state_of(engine)))
+                plan = engine.optimizer.offload.plan
+                assert (0 < plan.gradient_buffers < len(plan.layout.subgroups)) == ("gradient_memory" in offload)
+        assert seen[0][0] == seen[1][0], (stage, dtype, accumulation)
+        assert_same(seen[0][1], seen[1][1])
+
+
+@check
 def phases_change_nothing(folder: Path) -> None:
     """`offload_states` and `reload_states` between steps, of all and of some kinds of state: the same bits."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
