@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from offload.cli import bench, export, gc, plan, probe, settings, trace, verify
+from offload.cli import bench, export, gc, machine, plan, probe, settings, trace, verify
 from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 _COMMANDS = {
     "train": settings,
     "probe": probe,
+    "machine": machine,
     "plan": plan,
     "verify": verify,
     "export": export,

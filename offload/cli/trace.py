@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: There is no such run, or a file cannot be written.
     """
-    from offload.cli.report import draw_lanes
+    from offload.pictures.draw import draw_lanes
 
     folder = Path(arguments.run)
     out = Path(arguments.out or parse_output("--out", str(folder / "trace.json")))

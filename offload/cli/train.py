@@ -28,8 +28,8 @@ from offload.backends import accelerator
 from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
-from offload.cli.record import OPTIMIZERS, Comparison, RunRecord, in_short
-from offload.cli.report import draw_lanes, draw_losses, table
+from offload.cli.record import LAST_STEPS, OPTIMIZERS, Comparison, RunRecord, in_short
+from offload.cli.report import table
 from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
 from offload.cli.trace import TIMELINE_NAME
 from offload.cli.values import to_json
@@ -37,6 +37,7 @@ from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT_ADAMW, FP32, STATE_FORMATS
 from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
 from offload.memory.arenas import available_bytes
+from offload.pictures.draw import draw_lanes, draw_losses
 from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")
@@ -285,7 +286,7 @@ class _Run:
             operations = {"step": step, "paths": paths, "operations": [interval[:5] for interval in timeline]}
             for name, content in (("summary.json", to_json(summary, indent=2)), (TIMELINE_NAME, to_json(operations))):
                 (self._folder / name).write_text(content + "\n", encoding="utf-8")
-            draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"])
+            draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"], LAST_STEPS)
             draw_lanes(self._folder / "lanes.png", timeline, paths, step=step)
         return summary
 

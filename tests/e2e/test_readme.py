@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+PLANNING = (ROOT / "docs" / "planning.md").read_text()
 PAGES = README + "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
 
 
@@ -37,16 +38,29 @@ def test_the_probe_runs_as_it_is_shown(tmp_path: Path) -> None:
     Path(file).unlink()
 
 
+PLANS = sorted(set(re.findall(r"^(?:\.venv/bin/)?offload ((?:plan|machine) .*)$", PAGES, re.MULTILINE)))
+
+
 @pytest.mark.slow
-def test_the_plan_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("line", PLANS)
+def test_plans_are_made_as_they_are_shown(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from offload import cli
 
-    (line,) = re.findall(r"^\.venv/bin/offload (plan .*)$", README, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line.split()) == 0
+    assert capsys.readouterr().out
+
+
+def test_what_a_plan_is_said_to_print_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    from offload import cli
+
+    (line,) = re.findall(r"^offload (plan --model llama-8b .*)$", PLANNING, re.MULTILINE)
     assert cli.main(line.split()) == 0
     printed = capsys.readouterr().out
-    shown = re.findall(r'\("(host budget [^"]*)"\)', README)
-    assert shown
-    assert all(words in printed for words in shown)
+    (shown,) = re.findall(r'\("(a second path[^"]*)"\)', PLANNING)
+    assert shown in printed
 
 
 def test_scripts_and_files_that_it_names_are_there() -> None:
