@@ -313,7 +313,8 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
         ]
 
     return {
-        "plan": plan, "machine": machine, "train": train, "probe": probe, "verify": verify, "gc": gc, "export": export, "trace": trace,
+        "plan": plan, "machine": machine,
+        "train": train, "probe": probe, "verify": verify, "gc": gc, "export": export, "trace": trace,
         "": nothing,
     }  # fmt: skip
 
