@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.node import GPU_SHARE, LEAST_GPU_BYTES, Use, reserved_bytes
-from offload.cli.plan import Answer, Question, ask, in_format, use
+from offload.cli.plan import Answer, Question, ask, in_format, parked, use
 from offload.cli.values import in_columns
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
 from offload.units import format_bytes, format_seconds
@@ -422,10 +422,13 @@ def as_dict(setting: Setting) -> dict[str, Any]:
     return {
         "config": setting.config,
         "recompute": answer.question.recompute,
+        "computes": answer.forward_s is not None,
         "iteration_s": setting.iteration_s,
         "step_s": answer.step_s,
         "host_memory_bytes": dict(answer.use.host),
         "gpu_memory_bytes": dict(answer.use.gpu),
+        "storage_bytes": answer.question.ranks * answer.plan.storage_bytes,
+        "parked": parked(answer),
         "bound_by": answer.estimate.bound_by,
     }
 

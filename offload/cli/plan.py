@@ -1036,6 +1036,7 @@ def _as_dict(
         else {},
         "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
         "config": config_of(answer.question),
+        "parked": parked(answer),
         "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
@@ -1098,28 +1099,29 @@ def _node_lines(answer: Answer) -> list[str]:
     if fewest is not None and fewest.host_bytes < use.host_bytes:
         most = max(fewest.host, key=lambda what: fewest.host[what])
         lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
-    if parked := _parked(answer):
-        lines.append(parked)
+    if given := parked(answer):
+        gpu = f" and {format_bytes(given['gpu_bytes'])} of its GPU's" if given["gpu_bytes"] else ""
+        lines.append(
+            f"between phases, park() gives back up to {format_bytes(given['host_bytes'])} of a rank's host memory"
+            f"{gpu}, in about {format_seconds(given['seconds'])}"
+        )
     return lines
 
 
-def _parked(answer: Answer) -> str:
-    """Return what `park` gives back between phases, where there are paths with room for it; else ""."""
+def parked(answer: Answer) -> dict[str, float]:
+    """Return what `park` gives back between phases of a rank's memory, and its seconds; empty without room."""
     from offload.plan import Home
 
-    plan, rates = answer.plan, answer.rates
+    plan, rates, host = answer.plan, answer.rates, answer.use.host
     moved_bytes = plan.home_bytes[Home.HOST] + plan.home_bytes[Home.GPU] + plan.staging_bytes
     room = sum(path.available_bytes for path in plan.budgets.paths) - plan.storage_bytes
     if not rates.paths or room < moved_bytes:
-        return ""
-    seconds = moved_bytes / sum(path.write.alone for path in rates.paths)
-    gpu_bytes = answer.use.gpu.get("state", 0) + answer.use.gpu.get("staging", 0)
-    gpu = f" and {format_bytes(gpu_bytes)} of its GPU's" if gpu_bytes else ""
-    given = answer.use.host_bytes - answer.use.host.get("weights", 0) - answer.use.host.get("activations", 0)
-    return (
-        f"between phases, park() gives back up to {format_bytes(given)} of a rank's host memory{gpu}, in about "
-        f"{format_seconds(seconds)}"
-    )
+        return {}
+    return {
+        "host_bytes": host["state"] + host["gradients"] + host["buffers and tables"],
+        "gpu_bytes": answer.use.gpu.get("state", 0) + answer.use.gpu.get("staging", 0),
+        "seconds": moved_bytes / sum(path.write.alone for path in rates.paths),
+    }
 
 
 def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:
