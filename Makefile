@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
 # A minute of training with state on a disk, the same in memory, compared bit for bit; without DeepSpeed.
 try: $(VENV)/.core
-	$(BIN)/offload train --params 2M --steps 30 --compare-in-memory $(ARGS)
+	$(BIN)/offload train --params 4M --steps 40 --compare-in-memory $(ARGS)
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)

@@ -133,7 +133,7 @@ def fitting(page: Path) -> str:
         lines.append(f"| {' | '.join((machine.title, 'yes', sizes, *times, *beside))} |")
     lines += [
         "",
-        "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (but torch's and DeepSpeed's).",
+        "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's).",
         f"Between turns of the last row `park()` gives back {given[0]} GiB of host memory and {given[1]} of each",
         f"GPU's in {given[2]} s. [The commands](docs/planning.md#the-table-of-the-readme).",
     ]

@@ -100,7 +100,16 @@ JSON = {
     "times": b'{"step": 1, "paths": [], "operations": [["cpu", "", -1e308, 1e308, 0], ["x", "", NaN, Infinity, 0]]}',
     "backwards": b'{"step": 1e400, "paths": [7], "operations": [["cpu", "a", 3, 1, -5]]}',
 }
-NAMES = ("config.json", "timeline.json", "COMMIT", "RELEASED", "manifest-0.json", "pins.json", "store.json")
+NAMES = (
+    "config.json",
+    "timeline.json",
+    "report.json",
+    "COMMIT",
+    "RELEASED",
+    "manifest-0.json",
+    "pins.json",
+    "store.json",
+)
 MACHINES = ("h100-node-nvme-pfs", "h100-node", "a100-node")
 
 
@@ -306,6 +315,9 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
     def trace() -> list[str]:
         return [place(), *some(("--out",), place), *flags("--json", "--quiet")]
 
+    def report() -> list[str]:
+        return [place(), *some(("--out",), place), *flags("--json", "--quiet")]
+
     def nothing() -> list[str]:
         return [
             random_.choice((number(), place(), "--version", "-h", "--", "plan --help"))
@@ -315,6 +327,7 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
     return {
         "plan": plan, "machine": machine,
         "train": train, "probe": probe, "verify": verify, "gc": gc, "export": export, "trace": trace,
+        "report": report,
         "": nothing,
     }  # fmt: skip
 

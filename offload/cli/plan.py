@@ -646,9 +646,8 @@ def _tiers(answer: Answer) -> list[Tier]:
     host = {name: ranks * nbytes for name, nbytes in answer.use.host.items()}
     found = [Tier("host memory", host, question.node_memory)]
     if answer.use.gpu:
-        found.insert(
-            0, Tier("each GPU" if ranks > 1 else "GPU", answer.use.gpu, question.rates.gpu.memory_bytes or None)
-        )
+        name, size = "each GPU" if ranks > 1 else "GPU", question.rates.gpu.memory_bytes or None
+        found.insert(0, Tier(name, dict(answer.use.gpu), size))
     for number, share in enumerate(plan.shares(answer.rates) if plan.storage_bytes else ()):
         size = question.path_sizes[number] if number < len(question.path_sizes) else None
         stored = {"state": int(ranks * share * plan.storage_bytes)}

@@ -1,14 +1,67 @@
-"""The table at the end of a run."""
+"""The table at the end of a run, and `offload report`: a page of what it did."""
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from offload.cli.values import in_columns
+import msgspec
+
+from offload.cli.values import add_output, add_value, in_columns, parse_output, parse_path, read_values, tell
+from offload.errors import ConfigError
 from offload.pictures.draw import lane_title
 from offload.schedule.timeline import lane_order
 from offload.units import format_apart, format_bytes, format_seconds
+
+REPORT_NAME, PAGE_NAME = "report.json", "report.html"
+"""What `offload train` leaves in a run's folder: what a page shows, and the page."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `report` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "report",
+        help="write a page of what a run did: plan, lanes, steps and their predictions, memory",
+        description="Write a page of HTML, which needs no other file, of what an `offload train` run did: the plan, "
+        "what each lane did in the last step, steps beside their predictions, memory beside the plan, checkpoints, "
+        "and what would help.",
+    )
+    add_value(parser, "RUN", parse_path, f"the run's folder, which holds {REPORT_NAME}")
+    add_value(parser, "--out", parse_output, f"the page (default: RUN/{PAGE_NAME})")
+    add_output(parser, "print what was written as JSON", "print nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read what a run left, and write its page.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ConfigError: There is no such run, or the page cannot be written.
+    """
+    from offload.cli.trace import read_timeline
+    from offload.pictures.report import Report, page
+
+    folder = Path(arguments.run)
+    file = folder / REPORT_NAME
+    if not os.path.lexists(file):
+        raise ConfigError("RUN", str(folder), f"name the folder of an `offload train` run, with a {REPORT_NAME}")
+    try:
+        report = msgspec.convert(read_values("RUN", str(file)), Report)
+    except (ValueError, msgspec.ValidationError) as cause:
+        raise ConfigError("RUN", str(folder), f"its {REPORT_NAME} is damaged: {cause}") from cause
+    step, paths, timeline = read_timeline(folder)
+    out = Path(arguments.out or parse_output("--out", str(folder / PAGE_NAME)))
+    try:
+        out.write_text(page(report, timeline, paths, step=step), encoding="utf-8")
+    except OSError as cause:
+        raise ConfigError("--out", str(out), f"it cannot be written: {cause.strerror}") from cause
+    tell(arguments, {"page": str(out)}, f"{out}: open it in a browser")
+    return 0
 
 
 def table(summary: Mapping[str, Any]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
 
 from offload.schedule.timeline import Interval, covered_s, lane_order, tracks
 from offload.units import format_bytes
@@ -25,6 +27,8 @@ _LANE_COLOURS = {
 }
 LANE_TITLES = {"cpu": "CPU update", "gpu": "GPU update", "h2d": "host to GPU", "d2h": "GPU to host"}
 _PART_COLOURS = ("#4c78a8", "#e4853a", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#bab0ac")
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+
 MOST_SHAPES = 300
 """Bars of a lane that are shapes in a picture of vectors; of more, each a fraction of a pixel, the lane is pixels."""
 
@@ -154,8 +158,8 @@ class Tier:
     """
 
     name: str
-    parts: Mapping[str, int]
-    nbytes: int | None
+    parts: Annotated[dict[str, Bytes], Meta(max_length=100)]
+    nbytes: Bytes | None
 
 
 def tiers_figure(tiers: Sequence[Tier], *, title: str) -> Figure:
@@ -200,6 +204,27 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
         axes.legend(
             frameon=False, fontsize=8, ncols=min(5, len(labelled)), loc="upper left", bbox_to_anchor=(0, -0.12)
         )
+
+
+def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
+    """Return a picture of what each step took, and was predicted to take: number, seconds, seconds or None."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(10.0, 3.2)
+    numbers = [number for number, _, _ in steps]
+    marks: dict[str, Any] = {"marker": "."} if len(steps) < 100 else {}
+    axes.plot(
+        numbers, [measured_s for _, measured_s, _ in steps], color=_LANE_COLOURS["cpu"], label="measured", **marks
+    )
+    predicted = [(number, predicted_s) for number, _, predicted_s in steps if predicted_s is not None]
+    if predicted:
+        axes.plot(*zip(*predicted, strict=True), color=_LANE_COLOURS["write"], linestyle="--", label="predicted")
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    return figure
 
 
 def draw_plan(

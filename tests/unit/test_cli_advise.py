@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import html.parser
 import json
 import re
 from pathlib import Path
 
 import pytest
+from pages import Reader
 
 from offload import cli
 from offload.cli.node import reserved_bytes
@@ -230,35 +230,6 @@ def test_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None
 
 
 # Pictures
-
-
-class Reader(html.parser.HTMLParser):
-    """Collects the tags and the text of a page, and whether all that was begun has ended."""
-
-    VOID = ("meta", "image", "path", "use", "rect", "br", "hr", "img", "link")
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.said: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.said.append(data)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "html"])
