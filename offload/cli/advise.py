@@ -216,6 +216,8 @@ class Setting:
         memory, question = answer.question.node_memory, answer.question
         image_bytes = question.ranks * (answer.use.host_bytes + answer.plan.speculative_memory_bytes)
         no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, question.ranks)
+        if question.all_ranks > 1:  # weights are gathered before a module's turn: none waits for its own
+            hidden = {where: seconds for where, seconds in hidden.items() if where == "backward"}
         # Where little is streamed, both together are predicted to hide what waits for the norm.
         if no_room or hidden.get("backward", math.inf) > (1 - WORTH) * answer.iteration_s:
             hidden = {where: seconds for where, seconds in hidden.items() if where == "forward"}
@@ -390,7 +392,7 @@ def table(settings: list[Setting]) -> str:
 
 
 def to_paste(setting: Setting) -> str:
-    """Return a setting as one would write it: in Python, in JSON, and for the Trainer."""
+    """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
     config, recompute = setting.config, setting.answer.question.recompute
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     trainer = 'optim="offload_adamw"' + ", gradient_checkpointing=True" * recompute
@@ -402,14 +404,22 @@ def to_paste(setting: Setting) -> str:
     if setting.overlap in ("forward", "both"):
         lines.append("    optimizer.overlap_forward(model)")
     lines += [
-        'JSON (of a file, or as "multi_tier_offload" in a DeepSpeed config):',
+        "JSON:",
         f"    {json.dumps(config)}",
+        "DeepSpeed, in its config:",
+        f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
         "Trainer:",
         "    import offload.integrations.transformers as offload_transformers",
         f"    offload_transformers.enable({_python(config)})",
         f"    TrainingArguments({trainer}, ...)",
     ]
     return "\n".join(lines)
+
+
+def _in_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what DeepSpeed's object takes of a config: gradients leave there anyway, no step goes on in forward."""
+    left_out = {"keep_grads"} | ({"overlap"} if config.get("overlap") != "backward" else set())
+    return {name: value for name, value in config.items() if name not in left_out}
 
 
 def _python(config: Mapping[str, Any]) -> str:

@@ -519,10 +519,11 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
         if saved_s > 0.01 * now_s:
             found.append((what, saved_s))
     if answer.overlapped_s:
-        where = min(answer.overlapped_s, key=lambda name: answer.overlapped_s[name])
-        saved_s = answer.iteration_s - answer.overlapped_s[where]
-        if saved_s > 0.01 * now_s:
-            found.append((f'overlap="{where}"', saved_s))
+        from offload.cli.advise import Setting
+
+        setting = Setting.of(answer)
+        if setting.overlap != "off":
+            found.append((f'overlap="{setting.overlap}"', answer.iteration_s - setting.iteration_s))
     return sorted(found, key=lambda item: -item[1])
 
 

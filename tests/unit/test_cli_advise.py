@@ -149,6 +149,15 @@ def test_as_many_ranks_as_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 # Searches
 
 
+def test_sharded_weights_wait_for_no_module(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that goes on in forward is refused where weights are gathered before a module's turn."""
+    words = ["--model", "llama-1b", "--gpu", "2x24GiB", "--host", "64GiB", "--drive", "3GB/s:1TB", "--tokens", "2048"]
+    words += ["--flops", "60e12", "--host-memory", "2GiB"]
+    for setting in asked(capsys, *words, "--advise")["settings"]:
+        assert setting["config"].get("overlap", "off") in ("off", "backward")
+    assert not any("forward" in each["change"] for each in asked(capsys, *words)["advice"])
+
+
 def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-8b", *DESKTOP, "--tokens", "2048", "--advise")["settings"]
     assert len(found) == 3
@@ -197,6 +206,11 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     assert {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords} == config
     (trainer, *_) = re.findall(r"transformers.enable\((.*)\)$", printed, re.MULTILINE)
     assert ast.literal_eval(trainer) == config
+    (deepspeed, *_) = re.findall(r'^    ("multi_tier_offload": .*)$', printed, re.MULTILINE)
+    inside = json.loads(f"{{{deepspeed}}}")["multi_tier_offload"]
+    assert not {"keep_grads"} & set(inside)  # which DeepSpeed's backend refuses, as it does this
+    assert inside.get("overlap", "off") in ("off", "backward")
+    assert {name: config[name] for name in inside} == inside
     assert "setting" in printed.splitlines()[0]
     for setting in (OffloadConfig.from_dict(config), OffloadConfig(**config)):
         assert setting.path_configs[0].path == "/mnt/drive0"
