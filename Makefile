@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 .PHONY: try train check test test-full sanitize wheels docs bench lint clean
 
 # A minute of training with state on a disk, the same in memory, compared bit for bit; without DeepSpeed.
-try: $(VENV)/.core
+try: $(if $(wildcard $(VENV)/.core),$(VENV)/.core,$(VENV)/.try)
 	$(BIN)/offload train --params 4M --steps 40 --compare-in-memory $(ARGS)
 
 train: $(VENV)/.ready
@@ -82,6 +82,12 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f)
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	@touch $@
+
+# What a training needs, without the tools of tests.
+$(VENV)/.try: $(VENV)/bin/python pyproject.toml $(NATIVE)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[train]'
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.core
