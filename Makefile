@@ -1,4 +1,4 @@
-# `make train` and `make test` both work on a machine with Python >= 3.11, a C++
+# `make try`, `make train` and `make test` work on a machine with Python >= 3.11, a C++
 # compiler and a package index; everything else goes into .venv.
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +18,11 @@ OLDEST_TRITON := triton==3.6.0
 WORKERS := $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: train check test test-full sanitize wheels docs bench lint clean
+.PHONY: try train check test test-full sanitize wheels docs bench lint clean
+
+# A minute of training with state on a disk, the same in memory, compared bit for bit; without DeepSpeed.
+try: $(if $(wildcard $(VENV)/.core),$(VENV)/.core,$(VENV)/.try)
+	$(BIN)/offload train --params 4M --steps 40 --compare-in-memory $(ARGS)
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
@@ -78,6 +82,12 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f)
 $(VENV)/.core: $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	@touch $@
+
+# What a training needs, without the tools of tests.
+$(VENV)/.try: $(VENV)/bin/python pyproject.toml $(NATIVE)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[train]'
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.core

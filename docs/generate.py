@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import figures
+import machines
 import reference
 
 from offload.config import OffloadConfig, PathConfig
@@ -116,16 +117,18 @@ def versions(page: Path) -> str:
 
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
 PARTS = {
-    ROOT / "README.md": {"formats": figures.formats, "trainings": figures.trainings},
+    ROOT / "README.md": {"machines": machines.fitting, "cost": figures.cost},
     DOCS / "step.md": {"hidden": figures.hidden},
     DOCS / "benchmarks.md": {
+        "formats": figures.formats,
+        "trainings": figures.trainings,
         "benchmarks": figures.benchmarks,
         "measured": figures.measured,
         "capacity": figures.capacity,
         "large": figures.large,
         "targets": figures.targets,
     },
-    DOCS / "planning.md": {"nodes": figures.nodes},
+    DOCS / "planning.md": {"commands": machines.commands, "nodes": figures.nodes},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "formats.md": {"quality": figures.quality},

@@ -18,22 +18,34 @@ Written by `python docs/generate.py` from docstrings; change those. All settings
 [configuration.md](configuration.md), the DeepSpeed object is in [deepspeed.md](deepspeed.md).
 """
 
-SECTIONS = {
-    "Optimizers": ("AdamW", "Adam", "Lion", "Adagrad", "SGD"),
-    "Loss scaling": ("GradScaler",),
-    "Settings": ("OffloadConfig",),
-    "What a step did": ("predict.explain", "predict.Explanation"),
-    "The engine without an optimizer": (
-        "Engine",
-        "session.gradients.Gradients",
-        "session.state.State",
-        "session.checkpoints.Checkpoints",
-        "Parameter",
-        "rules.GroupScalars",
-        "DtypeCode",
+OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
+
+TASKS: dict[str, tuple[str, ...]] = {
+    "Train": (
+        *("step", "zero_grad", "clip_grad_norm_", "last_micro_step", "skip_step", "add_param_group", "unscale"),
+        "GradScaler",
     ),
+    "Hide a step": ("overlap_forward", "finish"),
+    "See what happens": (
+        *("plan", "explain", "metrics", "report", "log_to", "timeline", "write_trace"),
+        *("predict.explain", "predict.Explanation"),
+    ),
+    "Save and resume": (
+        *("save_checkpoint", "wait_checkpoint", "load_checkpoint", "release_checkpoint", "import_state"),
+        *("commit_on_sigterm", "wait_mirror"),
+    ),
+    "Read and change state": (
+        *("state", "state_for", "state_dict", "load_state_dict", "reset_state", "refresh_masters"),
+    ),
+    "Give memory back": ("park", "unpark"),
+    "End, and look inside": ("close", "config", "engine"),
 }
-"""Names by section; errors follow from their tree."""
+"""What one wants to do, and with which members of an optimizer or other public names."""
+
+ENGINE = (
+    *("Engine", "session.gradients.Gradients", "session.state.State", "session.checkpoints.Checkpoints"),
+    *("Parameter", "rules.GroupScalars", "DtypeCode"),
+)
 
 
 def markdown(doc: str) -> str:
@@ -185,23 +197,46 @@ def integrations() -> list[str]:
     return lines
 
 
+def task(names: tuple[str, ...], shared: dict[str, Any]) -> list[str]:
+    """Return the entries of a task: members of every optimizer, and public names with their own members."""
+    lines: list[str] = []
+    for name in names:
+        lines += [entry(name, shared[name], "###")] if name in shared else classes((name,))
+    return lines
+
+
+def anchor(heading: str) -> str:
+    """Return what a heading is linked to by."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def page() -> str:
     """Return the whole page."""
-    optimizers = SECTIONS["Optimizers"]
-    shared = members(getattr(offload, optimizers[0]))
-    parts = [HEAD.rstrip()]
-    for section, names in SECTIONS.items():
-        parts.append(f"## {section}")
-        if names is optimizers:
-            parts += classes(names, set(shared))
-            parts.append("### What every optimizer has")
-            parts.append("They are `torch.optim.Optimizer`s; this is what they have besides, or do differently.")
-            parts += [entry(name, member, "####") for name, member in shared.items()]
-        else:
-            parts += classes(names)
-    parts += ["## Errors", *errors(), "## Integrations", *integrations()]
-    named = {name for names in SECTIONS.values() for name in names}
+    shared = members(getattr(offload, OPTIMIZERS[0]))
+    tasked = [name for names in TASKS.values() for name in names]
+    sections = {
+        "Make an optimizer": [*classes(OPTIMIZERS, set(shared)), *classes(("OffloadConfig",))],
+        **{title: task(names, shared) for title, names in TASKS.items()},
+        "The engine without an optimizer": classes(ENGINE),
+        "Errors": errors(),
+        "Integrations": integrations(),
+    }
+    rows = [
+        f"| [{title}](#{anchor(title)}) | {', '.join(f'`{n}`' for n in names)} |" for title, names in TASKS.items()
+    ]
+    made = ", ".join(f"`{name}`" for name in (*OPTIMIZERS, "OffloadConfig"))
+    index = [f"| [Make an optimizer](#make-an-optimizer) | {made} |", *rows]
+    rest = [f"| [{title}](#{anchor(title)}) | |" for title in [*sections][-3:]]
+    parts = [
+        HEAD.rstrip(),
+        "\n".join(["| to | |", "|---|---|", *index, *rest]),
+        "An optimizer is a `torch.optim.Optimizer`; what is listed is what it has besides, or does differently.",
+    ]
+    for title, entries in sections.items():
+        parts += [f"## {title}", *entries]
+    named = {*OPTIMIZERS, "OffloadConfig", *tasked, *ENGINE}
     missing = [n for n in offload.__all__ if n not in named and not n.endswith("Error")]
+    missing += [n for n in shared if n not in named]
     if missing:
-        raise LookupError(f"names without a section in docs/reference.py: {missing}")
+        raise LookupError(f"names without a task in docs/reference.py: {missing}")
     return "\n\n".join(parts) + "\n"

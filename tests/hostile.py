@@ -32,6 +32,7 @@ WORDS = """
 0 1 7 -0 -0.0 -1 +1 0.5 1e3 1e-300 1e300 1e999 1e-999 1e99999999999 nan -nan inf -inf infinity 1_000 1__0 0x10 1e e5
 . 1. .5 1..5 1,5 4GiB 7k 7K 1KiB 9PiB -4GiB 1e30GiB 1e15 1e13 1e18 1e30 None true [] {} $(id) %s%n % {0} auto
 stride:0 gpu cpu 0=1GB 1= = 0=0 0=1e300GB
+24GiB 25GB/s 0GB/s /s : 3GB/s:2TB 1B/s:1B 8EB/s:8EB 3GB/s,1B/s:2TB 64xh100 9x 8x24GiB 10s 1e-6s
 """
 NUMBERS = [
     *WORDS.split(),
@@ -99,7 +100,16 @@ JSON = {
     "times": b'{"step": 1, "paths": [], "operations": [["cpu", "", -1e308, 1e308, 0], ["x", "", NaN, Infinity, 0]]}',
     "backwards": b'{"step": 1e400, "paths": [7], "operations": [["cpu", "a", 3, 1, -5]]}',
 }
-NAMES = ("config.json", "timeline.json", "COMMIT", "RELEASED", "manifest-0.json", "pins.json", "store.json")
+NAMES = (
+    "config.json",
+    "timeline.json",
+    "report.json",
+    "COMMIT",
+    "RELEASED",
+    "manifest-0.json",
+    "pins.json",
+    "store.json",
+)
 MACHINES = ("h100-node-nvme-pfs", "h100-node", "a100-node")
 
 
@@ -223,7 +233,7 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
             "--staging-memory",
         ),
         *("--path-count", "--path-bytes", "--subgroup-numel", "--placement", "--node-memory", "--gpus", "--tokens"),
-        *("--flops", "--endurance", "--steps-per-day"),
+        *("--flops", "--endurance", "--steps-per-day", "--accumulate"),
     )
     train_numbers = (
         *(
@@ -250,10 +260,21 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
         *("--state-format", "--overlap"),
     )
 
+    def described() -> list[str]:
+        host = [] if random_.random() < 0.1 else ["--host", random_.choice(("64GiB", number()))]
+        return [*host, *some(("--gpu", "--link", "--drive", "--cores"), number)]
+
+    def machine() -> list[str]:
+        return [*described(), *some(("--out",), place), *flags("--json", "--quiet")]
+
     def plan() -> list[str]:
         rates = random_.choice(MACHINES) if random_.random() < 0.7 else place()
         model = ["--config", place()] if random_.random() < 0.25 else ["--params", random_.choice(("1e6", number()))]
-        words = [*model, "--rates", rates, *some(plan_numbers, number)]
+        if random_.random() < 0.2:
+            model = ["--model", random_.choice(("qwen-0.5b", "llama-405b", number()))]
+        machine = ["--rates", rates] if random_.random() < 0.7 else described()
+        words = [*model, *machine, *some(plan_numbers, number)]
+        words += flags("--advise") + (["--target", number()] if random_.random() < 0.1 else [])
         if random_.random() < 0.2:
             name = random_.choice(
                 ("host_memory", "gpu_memory", "path_count", "subgroup_numel", "gpu_share", "ranks", "x")
@@ -294,6 +315,9 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
     def trace() -> list[str]:
         return [place(), *some(("--out",), place), *flags("--json", "--quiet")]
 
+    def report() -> list[str]:
+        return [place(), *some(("--out",), place), *flags("--json", "--quiet")]
+
     def nothing() -> list[str]:
         return [
             random_.choice((number(), place(), "--version", "-h", "--", "plan --help"))
@@ -301,7 +325,9 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
         ]
 
     return {
-        "plan": plan, "train": train, "probe": probe, "verify": verify, "gc": gc, "export": export, "trace": trace,
+        "plan": plan, "machine": machine,
+        "train": train, "probe": probe, "verify": verify, "gc": gc, "export": export, "trace": trace,
+        "report": report,
         "": nothing,
     }  # fmt: skip
 

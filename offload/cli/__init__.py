@@ -11,18 +11,20 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from offload.cli import bench, export, gc, plan, probe, settings, trace, verify
+from offload.cli import bench, export, gc, machine, plan, probe, report, settings, trace, verify
 from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 _COMMANDS = {
     "train": settings,
     "probe": probe,
+    "machine": machine,
     "plan": plan,
     "verify": verify,
     "export": export,
     "gc": gc,
     "trace": trace,
+    "report": report,
     "bench": bench,
 }
 """The module of each: `add_parser` declares its options, `run` runs it and returns the exit status."""

@@ -21,6 +21,15 @@ WEIGHT_BYTES = GRADIENT_BYTES = 2
 GPU = "the GPU"
 """How an error names what is short."""
 
+SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
+"""Of host memory, left to the system and its page cache."""
+PROCESS_BYTES = 3 << 29
+"""Of host memory, for what a rank takes beside a plan: Python, torch, the host's side of a GPU's driver."""
+GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
+"""Of a GPU's memory, left free where state comes home there, as `gpu_memory="auto"` leaves it."""
+DRIVER_BYTES = 1 << 29
+"""Of GPU memory: a context and its kernels."""
+
 _COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)
 
 
@@ -33,7 +42,7 @@ def node_of(file: RatesFile) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What each rank of a plan takes, by what for; activations and the rest of the process come on top.
+    """What each rank of a plan takes, by what for; the rest of the process comes on top.
 
     Attributes:
         host: Bytes of host memory.
@@ -54,8 +63,18 @@ class Use:
         return sum(self.gpu.values())
 
 
-def use_of(plan: Plan) -> Use:
-    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3."""
+def reserved_bytes(node_memory: int, ranks: int) -> int:
+    """Return the host memory that a plan should leave to the system and to the rest of all ranks."""
+    return max(LEAST_SYSTEM_BYTES, int(SYSTEM_SHARE * node_memory)) + ranks * PROCESS_BYTES
+
+
+def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
+    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3.
+
+    Args:
+        plan: Its plan.
+        beside: Bytes that forward and backward take where the weights lie, by what for, as far as they are known.
+    """
     from offload.plan import Home
     from offload.plan.budget import PIECE_BUFFERS
 
@@ -64,7 +83,7 @@ def use_of(plan: Plan) -> Use:
     state = plan.home_bytes[Home.HOST]
     host = {"state": state, "gradients": gradients, "buffers and tables": plan.host_bytes - state - gradients}
     if not plan.weights_on_gpu:
-        return Use({"weights": weights, **host}, {})
+        return Use({"weights": weights, **host, **beside}, {})
     left = 0 if plan.budgets.gradients_on_gpu else gradients  # during backward
     gpu = {
         "weights": weights,
@@ -74,7 +93,7 @@ def use_of(plan: Plan) -> Use:
     }
     if plan.piece_buffer_bytes:
         gpu["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
-    return Use(host, gpu)
+    return Use(host, {**gpu, **beside})
 
 
 def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates) -> None:
@@ -90,18 +109,19 @@ def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates) -> N
         InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
     """
     if node_memory is not None and ranks * use.host_bytes > node_memory:
+        less = "lower --host-memory, or " if use.host["state"] else ""
         raise InfeasiblePlanError(
             f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
             ranks * use.host_bytes,
             {"the node": node_memory},
-            "lower --host-memory, or give --node-memory for another node",
+            f"{less}give --node-memory for another node",
         )
     if 0 < rates.gpu.memory_bytes < use.gpu_bytes:
         raise InfeasiblePlanError(
             f"a rank's GPU memory ({shares(use.gpu)})",
             use.gpu_bytes,
             {GPU: rates.gpu.memory_bytes},
-            "lower --gpu-memory, use more ranks on more GPUs, or keep weights in host memory with --weights-on cpu",
+            "use more ranks on more GPUs, or keep weights in host memory with --weights-on cpu",
         )
 
 

@@ -1,4 +1,4 @@
-"""`offload plan`: predicts an iteration for a model, rates and budgets; says what bounds it and what would help."""
+"""`offload plan`: predicts an iteration for a model, a machine and budgets; what bounds it, and what would help."""
 
 from __future__ import annotations
 
@@ -12,10 +12,26 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.node import GPU, GRADIENT_BYTES, Use, check_fits, node_of, shares, use_of
+from offload.cli.machine import WORDS, add_words, described, is_described
+from offload.cli.node import (
+    DRIVER_BYTES,
+    GPU,
+    GPU_SHARE,
+    GRADIENT_BYTES,
+    LEAST_GPU_BYTES,
+    WEIGHT_BYTES,
+    Use,
+    check_fits,
+    node_of,
+    reserved_bytes,
+    shares,
+    use_of,
+)
 from offload.cli.progress import Progress
+from offload.cli.shapes import MODELS, Shape, parse_model
 from offload.cli.values import (
     MAX_RANKS,
     add_output,
@@ -25,6 +41,7 @@ from offload.cli.values import (
     parse_number,
     parse_output,
     parse_path,
+    parse_seconds,
     read_values,
     tell,
 )
@@ -35,7 +52,10 @@ from offload.rules import RULES
 from offload.units import DAY_S, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from offload.cli.advise import Choices
     from offload.layout import Layout
+    from offload.measure import RatesFile
+    from offload.pictures.draw import Tier
     from offload.plan import Budgets, Estimate, Plan, Rates
     from offload.predict import Prediction
 
@@ -54,17 +74,23 @@ MOST_SWEPT = 100
 MOST_LAYERS, MOST_MODULES = 1_000, 70_000
 """Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
 
+MOST_DRAWN = 50_000
+"""Operations of a step that is drawn."""
+
 HELP_HOST = 0.25
 """Part by which host memory is raised to see what that would bring."""
 
 _EPILOG = """\
 examples:
+  offload plan --model llama-8b --gpu rtx-4090 --host 64GiB --drive 7GB/s,5GB/s:2TB --cores 16 --tokens 2048
+  offload plan --model llama-8b --gpu 24GiB --link 25GB/s --host 64GiB --drive 3.5GB/s:2TB --tokens 2048 --advise
   offload plan --params 13e9 --ranks 4 --rates h100-node --host-memory 40GiB
   offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192 \\
       --flops 400e12
   offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
 
---rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package:
+A machine is described in words, or by --rates; without either it is this one, as `offload probe` measured it. --rates
+takes a file that `offload probe` or `offload machine` wrote, or the name of a machine that ships with the package:
   a100-node            4 x A100 40GB, 476.8 GiB of memory, no paths
   h100-node            4 x H100 80GB, 465.7 GiB of memory, no paths
   h100-node-nvme-pfs   4 x H100 80GB, 465.7 GiB of memory, NVMe of the node and network file system
@@ -85,11 +111,13 @@ def add_parser(commands: Any) -> None:
     model = parser.add_mutually_exclusive_group()
     add_value(model, "--params", parse_count, "parameters of the model: 70e9, 70B")
     add_value(model, "--config", parse_path, "a Hugging Face config.json, or the directory it lies in")
+    add_value(model, "--model", parse_model, f"a well-known model: {', '.join(MODELS)}", metavar="NAME")
     parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
     form = "how state is stored (default: exact)"
-    parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), default="exact", help=form)
+    parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), help=form)
+    add_words(parser.add_argument_group("the machine, in words"))
     add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine")
-    add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1)", default=1)
+    add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1; one for each of --gpu)")
     add_value(parser, "--nodes", _parse_ranks, "such nodes, which share the model (default: 1)", default=1)
     parser.add_argument(
         "--shared-path",
@@ -115,19 +143,24 @@ def add_parser(commands: Any) -> None:
     reads = partial(parse_number, least=1, most=1e24, what="operations a second")
     add_value(work, "--flops", reads, "FLOP/s they reach (default: that of the rates)", metavar="F")
     work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
+    add_value(work, "--accumulate", parse_count, "micro-steps that the tokens come in (default: 1)", default=1)
+    search = parser.add_argument_group("search, of what is not given")
+    add_value(search, "--target", parse_seconds, "find the cheapest setting whose iteration takes no longer: 10s")
+    search.add_argument("--advise", action="store_true", help="show the three best settings, and their config")
     wear = parser.add_argument_group("wear of the drives")
     add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet")
     reads = partial(parse_number, least=1e-3, most=1e9)
     add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
     parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
     add_value(parser, "--out", parse_output, "where the sweep's picture goes (default: no picture)")
+    add_value(parser, "--picture", parse_output, "where the plan's picture goes: tiers and lanes, as .png or .html")
     add_output(parser, "print everything as JSON on stdout, and nothing else there")
 
 
 def _add_budgets(sizes: Any) -> None:
     add = partial(add_value, sizes)
-    add("--host-memory", parse_bytes, "for state at home there (default: 0)", default=0)
-    add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: 0)", default=0)
+    add("--host-memory", parse_bytes, "for state at home there (default: what the node can spare, if that is known)")
+    add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: what activations leave, if known)")
     add("--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)")
     add("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
     sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
@@ -177,6 +210,10 @@ class Question:
         node_memory: Host memory of the node; None if that is not known.
         gpus: Its GPUs; None likewise.
         places: Directories of the first paths, or what else the rates call them; other paths have only a number.
+        path_sizes: Bytes of each path, which all ranks of a node share; empty where unknown.
+        shape: The model's; None where only its size is known. Activations are counted if it and `tokens` are.
+        accumulate: Micro-steps that the tokens come in.
+        guessed: What is known of no rate of the format, a sentence that is among the warnings.
         warnings: What the reader should know of the rates.
     """
 
@@ -201,12 +238,42 @@ class Question:
     node_memory: int | None = None
     gpus: int | None = None
     places: tuple[str, ...] = ()
+    path_sizes: tuple[int | None, ...] = ()
+    shape: Shape | None = None
+    accumulate: int = 1
+    guessed: str = ""
     warnings: tuple[str, ...] = ()
 
     @property
     def all_ranks(self) -> int:
         """Ranks of all nodes: each has its part of the model's state."""
         return self.nodes * self.ranks
+
+    @property
+    def beside(self) -> dict[str, int]:
+        """Bytes that forward and backward take where the weights lie, by what for; empty where that is not known."""
+        if self.shape is None or self.tokens is None:
+            return {}
+        tokens = math.ceil(self.tokens / self.accumulate)
+        found = {"activations": self.shape.activation_bytes(tokens, recompute=self.recompute)}
+        if self.all_ranks > 1:
+            found["gathered weights"] = self.shape.gathered_bytes
+        if self.weights_on_gpu:
+            found["driver"] = DRIVER_BYTES
+            if not self.keep_grads:  # the largest gradient leaves when all of it is there
+                found["gradients on their way"] = GRADIENT_BYTES * self.shape.largest_params
+        return found
+
+    @property
+    def least_gpu_bytes(self) -> int:
+        """Bytes of GPU memory that a rank takes whose weights lie there, wherever its state does."""
+        numel = math.ceil(self.params / self.all_ranks)
+        return (WEIGHT_BYTES + self.keep_grads * GRADIENT_BYTES) * numel + sum(self.beside.values())
+
+    def path_room(self, number: int) -> int:
+        """Return the bytes that a rank may use of a path."""
+        size = self.path_sizes[number] if number < len(self.path_sizes) else None
+        return self.path_bytes if size is None else min(self.path_bytes, size // self.ranks)
 
     def path_name(self, number: int) -> str:
         """Return what a path is called, by its number, as in the names of lanes, and where it is."""
@@ -260,6 +327,14 @@ class Answer:
                 f"planned with subgroups of {most:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
                 "session chooses smaller ones, with smaller buffers"
             )
+        memory_bytes, ranks = self.question.node_memory, self.question.ranks
+        if memory_bytes is not None:
+            left, reserved = memory_bytes - ranks * self.use.host_bytes, reserved_bytes(memory_bytes, ranks)
+            if left < reserved:
+                found.append(
+                    f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
+                    f"{format_bytes(reserved)} are advisable: lower --host-memory"
+                )
         if self.prediction is None:
             found.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
         return found
@@ -305,7 +380,7 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     return layout, Budgets(
         host_bytes=question.host_memory,
         staging_bytes=question.staging_memory,
-        paths=tuple(PathBudget(question.path_name(n), question.path_bytes) for n in range(len(rates.paths))),
+        paths=tuple(PathBudget(question.path_name(n), question.path_room(n)) for n in range(len(rates.paths))),
         gradient_bytes=GRADIENT_BYTES * numel,
         follow_rates=True,
         gpu_bytes=question.gpu_memory,
@@ -345,10 +420,16 @@ def _plan(question: Question, rates: Rates) -> Plan:
     return plan
 
 
+def use(question: Question) -> Use:
+    """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
+    return use_of(_plan(question, _rates(question)), question.beside)
+
+
 def ask(
     question: Question,
     *,
     simulate: bool = True,
+    timeline: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answer:
     """Plan and predict.
@@ -356,6 +437,7 @@ def ask(
     Args:
         question: What is to be predicted.
         simulate: Whether to run the simulator, or be content with the closed form.
+        timeline: Whether the simulated step has a timeline, also where nothing is known of forward and backward.
         report: Told how far the simulator is.
 
     Raises:
@@ -368,13 +450,13 @@ def ask(
 
     rates = _rates(question)
     plan = _plan(question, rates)
-    use = use_of(plan)
-    check_fits(question.node_memory, question.ranks, use, rates)
+    taken = use_of(plan, question.beside)
+    check_fits(question.node_memory, question.ranks, taken, rates)
     cost = estimate(plan, rates)
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     follows = forward_s is not None
     simulate = simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES
-    prediction = predict(plan, rates, steps=2, timeline=follows, report=report) if simulate else None
+    prediction = predict(plan, rates, steps=2, timeline=timeline or follows, report=report) if simulate else None
     step_s = prediction.step_s if prediction else cost.step_s
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
@@ -383,7 +465,7 @@ def ask(
         if on_cpu or (question.all_ranks == 1 and not question.keep_grads):
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(prediction, plan, forward_s, backward_s, follows=follows)
-    return Answer(question, rates, plan, use, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
+    return Answer(question, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
 
 
 def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
@@ -421,8 +503,8 @@ def least(question: Question) -> Use | None:
     if few == len(ends):
         return None
     if not question.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(make_plan(layout, replace(budgets, host_bytes=ends[few])))
-    return use_of(_plan(replace(question, host_memory=ends[few]), _rates(question)))
+        return use_of(make_plan(layout, replace(budgets, host_bytes=ends[few])), question.beside)
+    return use(replace(question, host_memory=ends[few]))
 
 
 def advice(answer: Answer) -> list[tuple[str, float]]:
@@ -436,6 +518,12 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
             continue
         if saved_s > 0.01 * now_s:
             found.append((what, saved_s))
+    if answer.overlapped_s:
+        from offload.cli.advise import Setting
+
+        setting = Setting.of(answer)
+        if setting.overlap != "off":
+            found.append((f'overlap="{setting.overlap}"', answer.iteration_s - setting.iteration_s))
     return sorted(found, key=lambda item: -item[1])
 
 
@@ -443,18 +531,24 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     from offload.plan import Home
 
     question, rates, use = answer.question, answer.question.rates, answer.use
-    host_room = (question.node_memory or 1 << 60) // question.ranks - use.host_bytes
+    memory, ranks = question.node_memory or 1 << 60, question.ranks
+    host_room = (memory - reserved_bytes(memory, ranks)) // ranks - use.host_bytes
     if rates.paths:
         best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
         yield what, replace(question, rates=replace(rates, paths=(*rates.paths, best)))
-    if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
-        more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
+    streamed_bytes = answer.plan.home_bytes[Home.STREAMED]
+    more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
+    if more > 0:
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
     gpu = rates.gpu
     if answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
-        more = min(answer.plan.state_bytes, 10 << 30, (gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
-        yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
+        size = gpu.memory_bytes or 1 << 60
+        more = min(
+            answer.plan.state_bytes, 10 << 30, size - max(LEAST_GPU_BYTES, int(GPU_SHARE * size)) - use.gpu_bytes
+        )
+        if more > 0:
+            yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
         faster = replace(gpu, h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s, d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s)
         yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
@@ -495,7 +589,7 @@ def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: str) -> None:
-    from offload.cli.report import new_figure
+    from offload.pictures.draw import new_figure
 
     try:
         figure, axes = new_figure(7.0, 4.0)
@@ -518,11 +612,55 @@ def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: str) -> None:
         raise ConfigError("--out", file, f"the picture cannot be written there: {cause}") from cause
 
 
+def _picture(answer: Answer, text: str, file: str) -> None:
+    from offload.pictures.draw import LANES_TITLE, draw_plan, lanes_figure, svg, tiers_figure
+    from offload.pictures.page import Page
+
+    question = answer.question
+    tiers = _tiers(answer)
+    timeline = answer.prediction.timeline if answer.prediction else ()
+    if len(timeline) > MOST_DRAWN:
+        timeline = ()
+    names = [place or "unknown" for place in question.places[: len(answer.rates.paths)]]
+    title = f"{question.params:,} parameters, predicted"
+    try:
+        if not file.lower().endswith(".html"):
+            draw_plan(file, title, tiers, timeline, names)
+            return
+        page = Page(title)
+        page.picture(svg(tiers_figure(tiers, title="What lies where")), "what lies where")
+        if timeline:
+            page.picture(svg(lanes_figure(timeline, names, title=LANES_TITLE)), "what each lane does during a step")
+        page.lines(text)
+        Path(file).write_text(str(page), encoding="utf-8")
+    except ImportError as cause:
+        raise OffloadError("the picture needs matplotlib: pip install matplotlib") from cause
+    except OSError as cause:
+        raise ConfigError("--picture", file, f"the picture cannot be written there: {cause}") from cause
+
+
+def _tiers(answer: Answer) -> list[Tier]:
+    """Return what lies in each tier: on one GPU, in host memory of all ranks of a node, on each path."""
+    from offload.pictures.draw import Tier
+
+    question, plan, ranks = answer.question, answer.plan, answer.question.ranks
+    host = {name: ranks * nbytes for name, nbytes in answer.use.host.items()}
+    found = [Tier("host memory", host, question.node_memory)]
+    if answer.use.gpu:
+        name, size = "each GPU" if ranks > 1 else "GPU", question.rates.gpu.memory_bytes or None
+        found.insert(0, Tier(name, dict(answer.use.gpu), size))
+    for number, share in enumerate(plan.shares(answer.rates) if plan.storage_bytes else ()):
+        size = question.path_sizes[number] if number < len(question.path_sizes) else None
+        stored = {"state": int(ranks * share * plan.storage_bytes)}
+        found.append(Tier(question.path_name(number), stored, size))
+    return found
+
+
 # The command
 
 _AS_GIVEN = (
-    *("nodes", "ranks", "host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes", "subgroup_numel"),
-    *("placement", "tokens", "recompute", "rule", "state_format"),
+    *("nodes", "gpu_staging", "staging_memory", "path_bytes", "subgroup_numel"),
+    *("placement", "tokens", "accumulate", "recompute", "rule"),
 )
 """Fields of a `Question` that are options."""
 
@@ -536,53 +674,107 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OffloadError: A value cannot be used, or the state does not fit.
     """
-    if arguments.rates is None or (arguments.params is None and arguments.config is None):
-        arguments.refuse("give a model, by --params N or --config FILE, and --rates FILE")
+    if arguments.params is None and arguments.config is None and arguments.model is None:
+        arguments.refuse("give a model, by --model NAME, --params N or --config FILE")
+    options = {"--target": arguments.target, "--advise": arguments.advise, "--sweep": arguments.sweep}
+    searches = [name for name, value in options.items() if value not in (None, False)]
+    if len(searches) > 1:
+        arguments.refuse(f"give {searches[0]} or {searches[1]}, not both")
     if arguments.out is not None and arguments.sweep is None:
-        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
-    question = _question(arguments)
-    if arguments.sweep is not None:
-        name, values = _parse_sweep(arguments.sweep)
-        rows = sweep(question, name, values)
-        tell(arguments, {"sweep": name, "rows": rows}, _sweep_table(rows, name))
-        if arguments.out is not None:
-            _draw(rows, name, arguments.out)
-        return 0
-    progress = Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)
+        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep; --picture FILE draws the plan")
+    if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
+        raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
+    if arguments.picture is not None and searches:
+        raise ConfigError("--picture", arguments.picture, f"a picture is drawn of one plan: leave {searches[0]} out")
+    question, choices = _question(arguments)
     collects = gc.isenabled()
     gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
     try:
-        answer = ask(question, report=lambda done, total: progress.show(done, total, "simulated"))
-    except InfeasiblePlanError as error:
-        if GPU in error.available_bytes:
-            raise
-        raise PlanError(f"{error}; {_say_least(question)}") from error
-    else:
-        wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
-        found = advice(answer)
-        tell(arguments, _as_dict(answer, wear, found), "" if arguments.json else _describe(answer, wear, found))
-        return 0
+        if arguments.sweep is not None:
+            name, values = _parse_sweep(arguments.sweep)
+            rows = sweep(choices.settle(question), name, values)
+            tell(arguments, {"sweep": name, "rows": rows}, _sweep_table(rows, name))
+            if arguments.out is not None:
+                _draw(rows, name, arguments.out)
+        elif searches:
+            _search(arguments, question, choices)
+        else:
+            _predict(arguments, question, choices)
     finally:
-        progress.close()
         if collects:
             gc.enable()
+    return 0
+
+
+def _search(arguments: argparse.Namespace, question: Question, choices: Choices) -> None:
+    from offload.cli import advise
+
+    if arguments.advise:
+        found = advise.best(question, choices)
+    else:
+        found = [advise.cheapest(question, choices, arguments.target)]
+    outcome = {"params": question.params, "settings": [advise.as_dict(setting) for setting in found]}
+    notes = "".join(f"\n{warning}" for warning in question.warnings)
+    tell(arguments, outcome, f"{advise.describe(found)}{notes}")
+
+
+def _predict(arguments: argparse.Namespace, question: Question, choices: Choices) -> None:
+    from offload.cli import advise
+
+    settled = choices.settle(question)
+    draws = arguments.picture is not None
+    with contextlib.closing(Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)) as progress:
+        try:
+            answer = ask(settled, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
+        except InfeasiblePlanError as error:
+            least_text = "" if GPU in error.available_bytes else f"; {_say_least(settled)}"
+            switches = advise.what_fits(settled, choices)
+            fits = f"; it fits with {switches}" if switches else ""
+            raise PlanError(f"{error}{least_text}{fits}") from error
+        wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
+        found = advice(answer)
+    text = "" if arguments.json and not draws else _describe(answer, wear, found)
+    tell(arguments, _as_dict(answer, wear, found), text)
+    if draws:
+        _picture(answer, text, arguments.picture)
 
 
 def _say_least(question: Question) -> str:
-    use, memory_bytes = least(question), question.node_memory
-    if use is None:
+    fewest, memory_bytes = least(question), question.node_memory
+    if fewest is None:
         return "no host_memory would be enough"
-    why = "" if question.rates.paths else "these rates have no paths (--rates), so "
-    words = f"{why}at the least a rank takes {format_bytes(use.host_bytes)} of host memory ({shares(use.host)})"
-    if memory_bytes is not None and question.ranks * use.host_bytes > memory_bytes:
+    why = "" if question.rates.paths else "these rates have no paths (--rates, --drive), so "
+    words = f"{why}at the least a rank takes {format_bytes(fewest.host_bytes)} of host memory ({shares(fewest.host)})"
+    if memory_bytes is not None and question.ranks * fewest.host_bytes > memory_bytes:
         words += f", more than the {format_bytes(memory_bytes / question.ranks)} that this node has for each"
     return words
 
 
-def _question(arguments: argparse.Namespace) -> Question:
-    from offload.measure import find_rates
+def _machine(arguments: argparse.Namespace) -> RatesFile:
+    """Return the rates of the machine that is asked about: described, named, or this one."""
+    from offload.measure import default_rates_file, find_rates, load_rates
 
-    file = find_rates(arguments.rates)
+    if is_described(arguments):
+        if arguments.rates is not None:
+            words = ", ".join(f"--{word}" for word in WORDS)
+            raise ConfigError("--rates", arguments.rates, f"describe the machine in words ({words}) or give a file")
+        return described(arguments)
+    if arguments.rates is not None:
+        return find_rates(arguments.rates)
+    file = default_rates_file()
+    if not file.exists():
+        arguments.refuse(
+            "give the machine: in words (--host 64GiB --gpu 24GiB --drive 3.5GB/s:2TB --cores 16), by --rates FILE, "
+            "or measure this one with `offload probe`"
+        )
+    return load_rates(file)
+
+
+def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
+    """Return what is asked, and what is left open."""
+    from offload.cli.advise import Choices
+
+    file = _machine(arguments)
     rates, (node_memory, gpus) = file.rates, node_of(file)
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
@@ -593,27 +785,71 @@ def _question(arguments: argparse.Namespace) -> Question:
         rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, "--path-count", arguments.path_count)
+    shape: Shape | None = None
     if arguments.params is not None:
         params, exact_params = arguments.params, 0
+    elif arguments.model is not None:
+        shape = MODELS[arguments.model]
+        params, exact_params = shape.params, shape.exact_params
     else:
-        params, exact_params = _params_of(arguments.config)
-    state_format = STATE_FORMATS[arguments.state_format]
-    if not state_format.shares_scales:
-        exact_params = 0
-    numels = {state_format: params - exact_params} | ({EXACT: exact_params} if exact_params else {})
-    rates = replace(rates, cpu_bytes_per_s=file.cpu_rate(numels))
-    weights_on = arguments.weights_on or rates.gpu.weights_on
-    return Question(
+        params, exact_params, shape = _params_of(arguments.config)
+    ranks = arguments.ranks or (gpus if gpus and is_described(arguments) else 1)
+    on_gpu = (arguments.weights_on or rates.gpu.weights_on) == "gpu"
+    alone = arguments.nodes * ranks == 1
+    keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
+    sizes = [facts.get("bytes") for facts in file.paths]
+    question = Question(
         params=params,
         rates=rates,
-        weights_on_gpu=weights_on == "gpu",
-        keep_grads=arguments.nodes * arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
-        exact_params=exact_params,
+        ranks=ranks,
+        weights_on_gpu=on_gpu,
+        keep_grads=keep_grads,
+        shape=shape,
         node_memory=node_memory if arguments.node_memory is None else arguments.node_memory,
         gpus=gpus if arguments.gpus is None else arguments.gpus,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
-        warnings=tuple(filter(None, [file.guesses(numels)])),
+        path_sizes=tuple(None if size is None else parse_bytes("paths.bytes", size) for size in sizes),
+        warnings=file.warnings if file.source else (),
+        host_memory=arguments.host_memory or 0,
+        gpu_memory=arguments.gpu_memory or 0,
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
+    )
+    form = arguments.state_format
+    choices = Choices(
+        file,
+        exact_params,
+        placement=arguments.placement == "auto",
+        host_memory=arguments.host_memory is None,
+        gpu_memory=arguments.gpu_memory is None,
+        state_formats=tuple(STATE_FORMATS) if form is None else (form,),
+        keep_grads=(True, False) if on_gpu and alone and arguments.keep_grads is None else (keep_grads,),
+        recompute=(False, True) if question.beside and not question.recompute else (question.recompute,),
+    )
+    return in_format(question, form or "exact", file, exact_params), choices
+
+
+def in_format(question: Question, name: str, file: RatesFile, exact_params: int) -> Question:
+    """Return a question about state in another format, at its rates.
+
+    Args:
+        question: About the same model.
+        name: The format.
+        file: The machine's rates.
+        exact_params: Parameters that are kept exact where others are stored in blocks.
+    """
+    state_format = STATE_FORMATS[name]
+    if not state_format.shares_scales:
+        exact_params = 0
+    numels = {state_format: question.params - exact_params} | ({EXACT: exact_params} if exact_params else {})
+    guesses = file.guesses(numels)
+    others = tuple(text for text in question.warnings if text != question.guessed)
+    return replace(
+        question,
+        rates=replace(question.rates, cpu_bytes_per_s=file.cpu_rate(numels)),
+        state_format=name,
+        exact_params=exact_params,
+        guessed=guesses,
+        warnings=(*others, *filter(None, [guesses])),
     )
 
 
@@ -655,11 +891,12 @@ def _parse_sweep(text: str) -> tuple[str, list[str]]:
     return name, found
 
 
-def _params_of(file: str) -> tuple[int, int]:
+def _params_of(file: str) -> tuple[int, int, Shape | None]:
     """Return the parameters of the model that a Hugging Face configuration describes, without making it.
 
     Returns:
-        How many, and how many of them are kept exact where others are stored in blocks.
+        How many, how many of them are kept exact where others are stored in blocks, and the model's shape if it is of
+        the Llama family.
     """
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, keep_exact
@@ -690,7 +927,20 @@ def _params_of(file: str) -> tuple[int, int]:
         ],
         EXACT_NAMES,
     )
-    return sum(p.numel for p in parameters), sum(p.numel for p in parameters if p.exact)
+    params = sum(p.numel for p in parameters)
+    return params, sum(p.numel for p in parameters if p.exact), _shape_of(config, params)
+
+
+def _shape_of(config: Any, params: int) -> Shape | None:
+    """Return the shape of a model that has as many parameters as its configuration's shape has; else None."""
+    try:
+        heads = config.num_attention_heads
+        width = (getattr(config, "head_dim", None) or config.hidden_size // heads) * config.num_key_value_heads
+        known = (config.hidden_size, config.num_hidden_layers, config.intermediate_size, width, config.vocab_size)
+    except (AttributeError, TypeError, ZeroDivisionError):
+        return None
+    shapes = [Shape(*known, tied=bool(config.tie_word_embeddings), biased=biased) for biased in (False, True)]
+    return next((shape for shape in shapes if shape.params == params), None)
 
 
 @contextlib.contextmanager
@@ -738,6 +988,7 @@ def _share_on_gpu(plan: Plan) -> float:
 def _as_dict(
     answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]
 ) -> dict[str, Any]:
+    from offload.cli.advise import config_of
     from offload.plan import Home
 
     plan, cost, prediction = answer.plan, answer.estimate, answer.prediction
@@ -784,6 +1035,8 @@ def _as_dict(
         if prediction
         else {},
         "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
+        "config": config_of(answer.question),
+        "parked": parked(answer),
         "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
@@ -840,12 +1093,35 @@ def _node_lines(answer: Answer) -> list[str]:
     if use.gpu_bytes:
         size = question.rates.gpu.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""
-        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}; activations come on top")
+        on_top = "" if question.beside else "; activations come on top (known with --model and --tokens)"
+        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}{on_top}")
     fewest = least(question)
     if fewest is not None and fewest.host_bytes < use.host_bytes:
         most = max(fewest.host, key=lambda what: fewest.host[what])
         lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
+    if given := parked(answer):
+        gpu = f" and {format_bytes(given['gpu_bytes'])} of its GPU's" if given["gpu_bytes"] else ""
+        lines.append(
+            f"between phases, park() gives back up to {format_bytes(given['host_bytes'])} of a rank's host memory"
+            f"{gpu}, in about {format_seconds(given['seconds'])}"
+        )
     return lines
+
+
+def parked(answer: Answer) -> dict[str, float]:
+    """Return what `park` gives back between phases of a rank's memory, and its seconds; empty without room."""
+    from offload.plan import Home
+
+    plan, rates, host = answer.plan, answer.rates, answer.use.host
+    moved_bytes = plan.home_bytes[Home.HOST] + plan.home_bytes[Home.GPU] + plan.staging_bytes
+    room = sum(path.available_bytes for path in plan.budgets.paths) - plan.storage_bytes
+    if not rates.paths or room < moved_bytes:
+        return {}
+    return {
+        "host_bytes": host["state"] + host["gradients"] + host["buffers and tables"],
+        "gpu_bytes": answer.use.gpu.get("state", 0) + answer.use.gpu.get("staging", 0),
+        "seconds": moved_bytes / sum(path.write.alone for path in rates.paths),
+    }
 
 
 def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:

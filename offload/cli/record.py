@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from offload.schedule.timeline import Interval
@@ -13,6 +13,8 @@ from offload.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
+
+    from offload.pictures.report import Report
 
 LAST_STEPS = 20
 """Steps over which the final loss is averaged: a single batch is too noisy to compare runs by."""
@@ -39,17 +41,36 @@ class RunRecord:
             optimizer's step and `zero_grad`, as the training loop sees them; `iteration_s` and `tokens_per_s`: of
             all; and, behind `OPTIMIZERS`, what `optimizer.metrics()` says after the step.
         timeline: Of the last step.
+        report: What the optimizer told of itself when all steps had been taken; None if it did not come to that.
         seconds: From building the model to closing the optimizer.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[Interval] = field(default_factory=list)
+    report: Report | None = None
     seconds: float = 0.0
 
     @property
     def losses(self) -> list[float]:
         """The loss of each step."""
         return [row["loss"] for row in self.rows]
+
+    def shown(self, notes: Sequence[str]) -> Report | None:
+        """Return what a page shows of the run, with all its steps; None if it has no report.
+
+        Args:
+            notes: What is to be said beside it.
+        """
+        from offload.pictures.report import MOST_STEPS, Step
+
+        if self.report is None:
+            return None
+        steps = []
+        for row in self.rows[-MOST_STEPS:]:
+            measured_s, predicted_s = (row.get(f"{OPTIMIZERS}{name}") for name in ("step_s", "predicted_step_s"))
+            if measured_s is not None:
+                steps.append(Step(row["step"], measured_s, predicted_s))
+        return replace(self.report, steps=steps, notes=[*notes])
 
     def summary(self) -> dict[str, Any]:
         """Return medians and totals; the first step is left out of the medians where there are others."""

@@ -23,8 +23,8 @@ examples:
 Where the processor is slow at 16-bit matrix products, they are computed in fp32 from 16-bit weights;
 OFFLOAD_COMPUTE=bf16 or =fp32 in the environment decides otherwise.
 
-The run's folder holds metrics.jsonl (a line a step), summary.json, timeline.json (of the last step; see `offload
-trace`), loss.png and lanes.png.
+The run's folder holds report.html (what happened, for a browser), metrics.jsonl (a line a step), summary.json,
+timeline.json (of the last step; see `offload trace`), report.json (see `offload report`), loss.png and lanes.png.
 """
 
 

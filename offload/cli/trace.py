@@ -58,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: There is no such run, or a file cannot be written.
     """
-    from offload.cli.report import draw_lanes
+    from offload.pictures.draw import draw_lanes
 
     folder = Path(arguments.run)
     out = Path(arguments.out or parse_output("--out", str(folder / "trace.json")))
-    step, paths, timeline = _read(folder)
+    step, paths, timeline = read_timeline(folder)
     picture = Path(parse_output("--out", str(out.with_suffix(".png"))))
     if picture == out:
         raise ConfigError(
@@ -79,7 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(folder: Path) -> tuple[int, list[str], list[Interval]]:
+def read_timeline(folder: Path) -> tuple[int, list[str], list[Interval]]:
+    """Return a run's last step: its number, what paths stand for, its operations.
+
+    Raises:
+        ConfigError: There is no such run, or its file is damaged.
+    """
     file = folder / TIMELINE_NAME
     if not os.path.lexists(file):
         raise ConfigError("RUN", str(folder), f"name the folder of an `offload train` run, with a {TIMELINE_NAME}")

@@ -15,11 +15,12 @@ import platform
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -28,8 +29,8 @@ from offload.backends import accelerator
 from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
-from offload.cli.record import OPTIMIZERS, Comparison, RunRecord, in_short
-from offload.cli.report import draw_lanes, draw_losses, table
+from offload.cli.record import LAST_STEPS, OPTIMIZERS, Comparison, RunRecord, in_short
+from offload.cli.report import PAGE_NAME, REPORT_NAME, table
 from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
 from offload.cli.trace import TIMELINE_NAME
 from offload.cli.values import to_json
@@ -37,6 +38,10 @@ from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT_ADAMW, FP32, STATE_FORMATS
 from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
 from offload.memory.arenas import available_bytes
+from offload.optim.reporting import report_of
+from offload.pictures.draw import draw_lanes, draw_losses
+from offload.pictures.report import page
+from offload.schedule.timeline import Interval
 from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")
@@ -166,6 +171,8 @@ class _Run:
                     raise
                 if record is self.main and settings.save is not None:
                     optimizer.wait_checkpoint()
+                if record.rows:
+                    record.report = report_of(optimizer)
         finally:
             progress.close()
             record.seconds = time.perf_counter() - started_s
@@ -285,9 +292,19 @@ class _Run:
             operations = {"step": step, "paths": paths, "operations": [interval[:5] for interval in timeline]}
             for name, content in (("summary.json", to_json(summary, indent=2)), (TIMELINE_NAME, to_json(operations))):
                 (self._folder / name).write_text(content + "\n", encoding="utf-8")
-            draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"])
+            self._write_report(summary, timeline, paths, step)
+            draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"], LAST_STEPS)
             draw_lanes(self._folder / "lanes.png", timeline, paths, step=step)
         return summary
+
+    def _write_report(
+        self, summary: Mapping[str, Any], timeline: Sequence[Interval], paths: Sequence[str], step: int
+    ) -> None:
+        notes = filter(None, [f"{summary['steps']} steps in {self._folder}", summary["verdict"], summary["error"]])
+        shown = self.main.shown([*notes])
+        if shown is not None:
+            (self._folder / REPORT_NAME).write_bytes(msgspec.json.encode(shown))
+            (self._folder / PAGE_NAME).write_text(page(shown, timeline, paths, step=step), encoding="utf-8")
 
 
 def _learning_rate(settings: Namespace, step: int) -> float:

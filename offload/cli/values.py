@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from offload.config import check_text, parse_bytes
 from offload.errors import ConfigError
-from offload.units import read_number
+from offload.units import DAY_S, format_seconds, read_number
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
@@ -21,6 +21,8 @@ MAX_COUNT = 10**15
 MAX_RANKS = 10**6
 MAX_FILE_BYTES = 16 << 20
 """Of files that are JSON; a hundred times what any has. Parsed, they take twenty times as much."""
+
+MOST_S = 100 * DAY_S
 
 MAX_SHOWN = 2000
 """Most characters of an error's line."""
@@ -163,6 +165,22 @@ def parse_number(field: str, value: str, *, least: float, most: float, what: str
     if found is None or found[1] or not Decimal(least) <= found[0] <= Decimal(most):
         raise ConfigError(field, value, f"give {what} from {least:g} to {most:g}")
     return float(found[0])
+
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(field: str, value: str) -> float:
+    """Return a duration such as 10s, 500ms or 2min.
+
+    Raises:
+        ConfigError: It is none, or out of range.
+    """
+    found = read_number(value)
+    seconds = float(found[0]) * _SECONDS[found[1]] if found is not None and found[1] in _SECONDS else 0.0
+    if not 1e-6 <= seconds <= MOST_S:
+        raise ConfigError(field, value, f"give a duration up to {format_seconds(MOST_S)}, such as 10s, 500ms or 2min")
+    return seconds
 
 
 def parse_path(field: str, value: str) -> str:

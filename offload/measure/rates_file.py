@@ -12,8 +12,9 @@ JSON, one object:
      "warnings": [...]}
 
 Only "format" and "rates" are needed to predict with; to be used by a session, a file has to say what machine,
-versions and paths it is about, and to fit. Other entries (such as "source") are for people. Format 1 had rates of the
-update of exact state alone.
+versions and paths it is about, and to fit. "source" says where figures are from, by their names in "rates"; it and
+other entries are for people. A path of a described machine has "bytes", its size. Format 1 had rates of the update of
+exact state alone.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class RatesFile:
         measurements: Everything that was measured, by name.
         warnings: What the reader should know.
         created: When, in UTC.
+        source: Where figures are from, by name, if they were not measured.
         file: Where it was read from, for messages.
     """
 
@@ -100,6 +102,7 @@ class RatesFile:
     measurements: Mapping[str, Measurement] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     created: str = ""
+    source: Mapping[str, str] = field(default_factory=dict)
     file: str = ""
 
     def cpu_rate(self, numels: Mapping[StateFormat, int], threads: int | None = None) -> float:
@@ -179,6 +182,7 @@ class RatesFile:
             "paths": [dict(facts) for facts in self.paths],
             "measurements": {name: dataclasses.asdict(each) for name, each in self.measurements.items()},
             "warnings": list(self.warnings),
+            **({"source": dict(self.source)} if self.source else {}),
         }
 
     @classmethod
@@ -215,6 +219,7 @@ class RatesFile:
                 measurements=_measurements(_object(values, "measurements")),
                 warnings=tuple(_listed(values, "warnings", str)),
                 created=str(values.get("created", "")),
+                source=_source(values.get("source")),
                 file=file,
             )
         except ConfigError as error:
@@ -274,6 +279,11 @@ def _listed(values: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
     if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
         raise ConfigError(name, found, "give a list of strings" if kind is str else "give a list of objects")
     return found
+
+
+def _source(found: object) -> Mapping[str, str]:
+    """Return where figures are from; what is no object is for people alone."""
+    return {str(name): str(text) for name, text in found.items()} if isinstance(found, Mapping) else {}
 
 
 def _measurements(values: Mapping[str, Any]) -> dict[str, Measurement]:

@@ -687,6 +687,24 @@ class OffloadedOptimizer(StatefulOptimizer):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a page of HTML that needs no other file.
+
+        It shows the plan, what each lane did in the last step, that step beside its prediction, memory beside the
+        plan, checkpoints, and what would make a step shorter. Pictures need matplotlib; without it there are tables
+        alone.
+
+        Args:
+            path: The file; one that is there is replaced.
+        """
+        from offload.optim.reporting import report_of
+        from offload.pictures.report import page
+
+        paths = [place.path for place in self.engine.config.path_configs]
+        text = page(report_of(self), self.timeline(), paths, step=self.engine.step_number)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
     def log_to(self, writer: Any, *, every: int = 1, prefix: str = "offload/") -> None:
         """Log `metrics` after each step from now on; a writer that raises ends the step, which has been taken then.
 

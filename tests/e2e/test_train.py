@@ -80,7 +80,9 @@ def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "path 1" in done.stdout
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert files == ["lanes.png", "loss.png", "metrics.jsonl", "summary.json", "timeline.json"]
+    reports = ["report.html", "report.json"]
+    assert files == ["lanes.png", "loss.png", "metrics.jsonl", *reports, "summary.json", "timeline.json"]
+    assert "one more path like the fastest" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(lines[-1][f"optimizer/path/{index}/read_bytes"] > 0 for index in range(2))

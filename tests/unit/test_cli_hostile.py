@@ -128,8 +128,16 @@ def test_devices_and_pipes_are_not_written_to(places: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", "--rates", "h100-node"], "offload plan: give a model, by --params N or --config FILE"),
-        (["plan"], "offload plan: give a model, by --params N or --config FILE, and --rates FILE (see `offload plan"),
+        (
+            ["plan", "--rates", "h100-node"],
+            "offload plan: give a model, by --model NAME, --params N or --config FILE",
+        ),
+        (["plan"], "--model NAME, --params N or --config FILE (see `offload plan --help`)"),
+        (
+            ["plan", "--params", "1e9"],
+            "--drive 3.5GB/s:2TB --cores 16), by --rates FILE, or measure this",
+        ),
+        (["machine"], "offload machine: describe a machine: --host 64GiB"),
         (["plan", "--params", "1e9", "--rates", "h100-node", "--what"], "(see `offload plan --help`)"),
         (["train", "--what", "a\nb\nc\nd"], "(see `offload train --help`)"),
         (["gc"], "(see `offload gc --help`)"),
@@ -137,7 +145,10 @@ def test_devices_and_pipes_are_not_written_to(places: list[str]) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_errors_name_the_help_of_the_command(arguments: list[str], says: str) -> None:
+def test_errors_name_the_help_of_the_command(
+    places: list[str], arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)  # no rates of this machine
     outcome = hostile.run(arguments, {})
     assert outcome.status == 2
     assert says in outcome.errors

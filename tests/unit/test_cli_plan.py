@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload import cli
+from offload.cli.node import reserved_bytes
 from offload.cli.plan import Question, advice, ask, least
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
@@ -372,7 +373,7 @@ def node(tmp_path: Path) -> str:
                 "more than the 64.0 GiB",
             ],
         ),
-        ("--params 1e9 --path-bytes 1GB", ["path 0", "the least a rank takes", "GiB state"]),
+        ("--params 1e9 --path-bytes 1GB --host-memory 0", ["path 0", "the least a rank takes", "GiB state"]),
         ("--params 1e9 --gpus 0", ["--gpus"]),
         ("--params 1e9 --node-memory much", ["--node-memory"]),
     ],
@@ -441,14 +442,19 @@ def test_the_least_budget_is_the_least_that_works(node):
 
 
 def test_advice_gives_no_more_than_the_node_has():
+    """Nor what the system, and the process beside its plan, should have."""
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9, memory_bytes=4 * GIB), 300e9)
-    question = Question(params=GB, rates=rates, weights_on_gpu=True, node_memory=4 * GIB, gpus=1)
-    found = dict(advice(ask(question, simulate=False)))
+    question = Question(params=GB, rates=rates, weights_on_gpu=True, node_memory=8 * GIB, gpus=1)
+    answer = ask(question, simulate=False)
+    found = dict(advice(answer))
     room = [line for line in found if line.startswith("host budget")]
     assert len(room) == 1
-    assert parse_bytes("room", room[0].split("+")[1].removesuffix(" a rank")) < 2 * GIB
+    more = parse_bytes("room", room[0].split("+")[1].removesuffix(" a rank"))
+    left = 8 * GIB - answer.use.host_bytes - more
+    assert left == pytest.approx(reserved_bytes(8 * GIB, 1), rel=0.02)
+    assert not any("GPU budget" in what for what in found)  # 2 of 4 GiB are weights, and 2 are left free
     tight = advice(ask(replace(question, node_memory=int(3.3 * GIB)), simulate=False))
-    assert all("host budget" not in what or "MiB" in what for what, _ in tight)
+    assert all("host budget" not in what for what, _ in tight)
 
 
 def test_machines_are_named_in_the_help(capsys):

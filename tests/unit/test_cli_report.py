@@ -9,6 +9,7 @@ import torch
 from offload.cli import report
 from offload.cli.record import OPTIMIZERS, Comparison, RunRecord
 from offload.cli.values import in_columns, to_json
+from offload.pictures import draw
 from offload.schedule.timeline import Interval, lane_order, tracks
 
 PNG = b"\x89PNG"
@@ -146,7 +147,7 @@ def test_busy_time_counts_overlaps_once(tmp_path: Path, monkeypatch: pytest.Monk
     drawn: list[str] = []
     plain = Axes.text
     monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **how: (drawn.append(s), plain(self, x, y, s, **how))[1])
-    report.draw_lanes(tmp_path / "lanes.png", intervals, [], step=1)
+    draw.draw_lanes(tmp_path / "lanes.png", intervals, [], step=1)
     assert "3.0 MiB at 384.0 KiB/s\nbusy 80%" in drawn
 
 
@@ -161,8 +162,8 @@ def test_lanes_are_drawn_in_the_order_of_the_data_and_by_number() -> None:
     ids=["empty", "instant", "overlapping"],
 )
 def test_pictures_are_drawn_of_anything(tmp_path: Path, timeline: list[Interval]) -> None:
-    report.draw_lanes(tmp_path / "lanes.png", timeline, ["/a", "/b" * 200], step=1)
-    report.draw_losses(tmp_path / "loss.png", [3.0, math.nan, 2.0], 3.2)
+    draw.draw_lanes(tmp_path / "lanes.png", timeline, ["/a", "/b" * 200], step=1)
+    draw.draw_losses(tmp_path / "loss.png", [3.0, math.nan, 2.0], 3.2, 20)
     assert (tmp_path / "lanes.png").read_bytes().startswith(PNG)
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
 

@@ -14,6 +14,7 @@ import torch
 import offload
 from offload import cli
 from offload.errors import ConfigError, InternalError, TierFullError
+from offload.pictures.report import Report
 from offload.schedule.timeline import Interval
 
 
@@ -68,6 +69,11 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> type[_AdamW]:
     from offload.config import OffloadConfig
 
     monkeypatch.setattr(offload, "OffloadConfig", OffloadConfig, raising=False)
+
+    def report_of(optimizer: _AdamW) -> Report:
+        return Report("run", optimizer.plan, [], [], [], 0, 0, [], [], [])
+
+    monkeypatch.setattr("offload.cli.train.report_of", report_of)
     return _AdamW
 
 
@@ -102,7 +108,12 @@ def test_a_run_leaves_its_files_and_prints_plan_and_table(
         "loss.png",
         "lanes.png",
         "timeline.json",
+        "report.json",
+        "report.html",
     }
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "3 steps in" in page
+    assert "<td>3</td><td>100 ms</td><td>200 ms</td><td>2 times as long</td>" in page
     lines = _lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in lines] == [line["optimizer/step"] for line in lines] == [1, 2, 3]
     assert [line["norm"] for line in lines] == [1.5] * 3

@@ -17,7 +17,7 @@ ROWS: list[tuple[str, ...]] = [
     ("optim",),
     ("session",),
     ("sim",),
-    ("predict", "checkpoint", "measure"),
+    ("predict", "checkpoint", "measure", "pictures"),
     ("gradients", "config"),
     ("engine",),
     ("device",),

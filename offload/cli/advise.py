@@ -1,0 +1,451 @@
+"""What of a plan is left open: idle memory, the switch that makes a model fit, and the settings that pay."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.node import GPU_SHARE, LEAST_GPU_BYTES, Use, reserved_bytes
+from offload.cli.plan import Answer, Question, ask, in_format, parked, use
+from offload.cli.values import in_columns
+from offload.errors import ConfigError, InfeasiblePlanError, PlanError
+from offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from offload.measure import RatesFile
+
+PLENTY_BYTES = 1 << 60
+"""Host memory as if there were any amount of it."""
+
+ROUNDS = 7
+"""Of fitting a budget: all the room, that without what is too much, then halves of what is between. What does not lie
+in the budget changes with it: buffers, and gradients of what is updated elsewhere."""
+
+HALVINGS = 7
+"""Of the host memory with which a target is met: to within 1% of the most."""
+
+GRAINS = (1 << 30, 1 << 27, 1 << 20)
+"""Sizes that are chosen are multiples of the largest that is an eighth of them or less."""
+
+SHARES = (0.5, 0.25, 0.125)
+"""Of updates on the GPU: tried in turn where there is no room for the gradients of as many as are best."""
+
+BEST = 3
+SIMULATED = 8
+"""Of the settings that the closed form finds best."""
+
+WORTH = 0.02
+"""Part of an iteration that a step has to be hidden for to be worth the setting."""
+
+MEMORY_WORTH = 0.01
+"""Part of an iteration below which the setting that takes less memory is the better one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What nobody has decided.
+
+    Attributes:
+        file: The machine's rates, from which other formats of the state have theirs.
+        exact_params: Parameters that are kept exact where others are stored in blocks.
+        placement: Whether it is to be chosen what the GPU updates.
+        host_memory: Whether host memory for state is to be chosen.
+        gpu_memory: Whether GPU memory for state is.
+        state_formats: Formats of the state that may be taken, the least that changes numbers first.
+        keep_grads: Whether gradients may stay on the GPU, and whether they may leave, as they are to be tried.
+        recompute: Likewise whether activations are recomputed.
+    """
+
+    file: RatesFile
+    exact_params: int
+    placement: bool
+    host_memory: bool
+    gpu_memory: bool
+    state_formats: tuple[str, ...]
+    keep_grads: tuple[bool, ...]
+    recompute: tuple[bool, ...]
+
+    def candidates(self, question: Question) -> Iterator[Question]:
+        """Yield all settings, those first that ask least of the user: exact state, then the fewest switches."""
+        for name in self.state_formats:
+            combinations = itertools.product(self.keep_grads, self.recompute)
+            for keep_grads, recompute in sorted(combinations, key=lambda both: (not both[0]) + both[1]):
+                changed = replace(question, keep_grads=keep_grads, recompute=recompute)
+                yield self.settle(in_format(changed, name, self.file, self.exact_params))
+
+    def settle(self, question: Question) -> Question:
+        """Return a question in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
+
+        Gradients of what the GPU updates stay there until the step.
+        """
+        size = question.rates.gpu.memory_bytes
+        if question.weights_on_gpu and 0 < size < question.least_gpu_bytes:
+            least = 0 if question.rates.paths else self._host_room(question)
+            return replace(question, host_memory=least) if self.host_memory else question
+        settled = [self._with_budgets(question)]
+        if self.placement and size and question.weights_on_gpu:
+            for share in (*SHARES, "cpu"):
+                try:
+                    if use(settled[-1]).gpu_bytes <= size:
+                        return settled[-1]
+                except (ConfigError, InfeasiblePlanError):
+                    break
+                settled.append(self._with_budgets(replace(question, placement=share)))
+            with contextlib.suppress(ConfigError, InfeasiblePlanError):
+                if use(settled[-1]).gpu_bytes <= size:
+                    return settled[-1]
+        return settled[0]
+
+    def _with_budgets(self, question: Question) -> Question:
+        """Return a question with the most memory for state that leaves the system's part, on the GPU and the host."""
+        gpu, host_room = question.rates.gpu.memory_bytes, self._host_room(question)
+        if self.gpu_memory:
+            question = replace(question, gpu_memory=0)
+        if self.host_memory:
+            question = replace(question, host_memory=_fitted(question, "host_memory", host_room, _host_bytes))
+        # Of activations nothing is known without tokens.
+        if self.gpu_memory and gpu and question.weights_on_gpu and question.beside:
+            room = gpu - max(LEAST_GPU_BYTES, int(GPU_SHARE * gpu))
+            question = replace(question, gpu_memory=_fitted(question, "gpu_memory", room, _gpu_bytes))
+            if self.host_memory and question.gpu_memory:
+                question = replace(question, host_memory=_fitted(question, "host_memory", host_room, _host_bytes))
+        return question
+
+    def _host_room(self, question: Question) -> int:
+        """Return the host memory that a rank may take: none where the node's is unknown."""
+        memory, ranks = question.node_memory, question.ranks
+        return 0 if memory is None else max(0, memory - reserved_bytes(memory, ranks)) // ranks
+
+
+def _host_bytes(taken: Use) -> int:
+    return taken.host_bytes
+
+
+def _gpu_bytes(taken: Use) -> int:
+    return taken.gpu_bytes
+
+
+def _fitted(question: Question, field: str, room: int, taken: Callable[[Use], int]) -> int:
+    """Return the largest budget with which no more is taken than there is room for; 0 if none fits.
+
+    Args:
+        question: Whose budget it is.
+        field: The budget.
+        room: Bytes that a rank may take.
+        taken: What it takes of the room.
+    """
+    low, high, excess = 0, room, 0
+    for number in range(ROUNDS):
+        budget = (high, max(1, high - excess))[number] if number < 2 else (low + high) // 2
+        if not low < budget <= high:
+            break
+        changed: dict[str, Any] = {field: budget}
+        try:
+            excess = taken(use(replace(question, **changed))) - room
+        except InfeasiblePlanError:
+            if number == 0:
+                break
+            excess = -1  # more has to lie there
+        if excess > 0:
+            high = budget
+        else:
+            low = budget
+    return _rounded(low)
+
+
+def _rounded(budget: int) -> int:
+    grain = next((grain for grain in GRAINS if budget >= 8 * grain), 1)
+    return budget // grain * grain
+
+
+def what_fits(question: Question, choices: Choices) -> str:
+    """Return the fewest switches with which a model fits that does not, in words; "" if none help."""
+    for opened in (choices, replace(choices, placement=True, host_memory=True, gpu_memory=True)):
+        for other in opened.candidates(question):
+            try:
+                ask(other, simulate=False)
+            except (ConfigError, InfeasiblePlanError):
+                continue
+            return " and ".join(_switches(question, other, choices))
+    return ""
+
+
+def _switches(before: Question, after: Question, choices: Choices) -> list[str]:
+    """Return how to come from one question to another, each switch by its setting and its option."""
+    found = []
+    if after.keep_grads != before.keep_grads:
+        found.append("keep_grads=False (--no-keep-grads): gradients leave the GPU during backward")
+    if after.recompute != before.recompute:
+        found.append("recomputation of activations (--recompute, gradient checkpointing)")
+    if after.state_format != before.state_format:
+        found.append(f'state_format="{after.state_format}" (--state-format), which rounds state')
+    for field in ("placement", "host_memory", "gpu_memory"):
+        value = getattr(after, field)
+        if value != getattr(before, field) and not getattr(choices, field):
+            words = value if field == "placement" else budget_text(value)
+            found.append(f"{field}={words} (--{field.replace('_', '-')})")
+    return found
+
+
+# Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting and what it comes to.
+
+    Attributes:
+        answer: Its plan and prediction.
+        overlap: Where the step is hidden, if that pays.
+        iteration_s: Seconds of an iteration with it.
+    """
+
+    answer: Answer
+    overlap: str
+    iteration_s: float
+
+    @classmethod
+    def of(cls, answer: Answer) -> Setting:
+        """Return an answer with the step hidden where that is shortest."""
+        hidden = dict(answer.overlapped_s)
+        memory, question = answer.question.node_memory, answer.question
+        image_bytes = question.ranks * (answer.use.host_bytes + answer.plan.speculative_memory_bytes)
+        no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, question.ranks)
+        if question.all_ranks > 1:  # weights are gathered before a module's turn: none waits for its own
+            hidden = {where: seconds for where, seconds in hidden.items() if where == "backward"}
+        # Where little is streamed, both together are predicted to hide what waits for the norm.
+        if no_room or hidden.get("backward", math.inf) > (1 - WORTH) * answer.iteration_s:
+            hidden = {where: seconds for where, seconds in hidden.items() if where == "forward"}
+        name = min(hidden, key=lambda where: hidden[where], default="off")
+        hidden_s = hidden.get(name, math.inf)
+        if hidden_s < (1 - WORTH) * answer.iteration_s:
+            return cls(answer, name, hidden_s)
+        return cls(answer, "off", answer.iteration_s)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Fields of an `OffloadConfig`, as JSON has them; what is the default is left out."""
+        return config_of(self.answer.question, self.overlap)
+
+    def __str__(self) -> str:
+        question = self.answer.question
+        words = [f"state {question.state_format}"]
+        if question.weights_on_gpu:
+            words.append("keep_grads" if question.keep_grads else "keep_grads=False")
+        if question.placement != "auto":
+            words.append(f"placement {question.placement}")
+        if question.recompute:
+            words.append("recomputation")
+        if self.overlap != "off":
+            words.append(f"overlap {self.overlap}")
+        return ", ".join(words)
+
+
+def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
+    """Return the fields of an `OffloadConfig` that a question is about; what is the default is left out."""
+    found: dict[str, Any] = {"host_memory": budget_text(question.host_memory)}
+    if question.weights_on_gpu:
+        found["gpu_memory"] = budget_text(question.gpu_memory)
+    if question.rates.paths:
+        found["paths"] = [_place(question, number) for number in range(len(question.rates.paths))]
+    if question.weights_on_gpu and not question.keep_grads and question.all_ranks == 1:
+        found["keep_grads"] = False
+    if question.placement != "auto":
+        found["placement"] = question.placement
+    if question.state_format != "exact":
+        found["state_format"] = question.state_format
+    if overlap != "off":
+        found["overlap"] = overlap
+    return found
+
+
+def _place(question: Question, number: int) -> str:
+    """Return where a path is; the rates of a known machine say in words what it is."""
+    place = question.places[number] if number < len(question.places) else ""
+    return place if place.startswith(("/", "s3://")) else f"/mnt/drive{number}"
+
+
+def budget_text(nbytes: int) -> str | int:
+    """Return a budget as one would write it."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return nbytes
+
+
+def best(question: Question, choices: Choices) -> list[Setting]:
+    """Return the settings with the shortest iterations, the best first; none of them is beaten in time and memory.
+
+    Raises:
+        PlanError: None fits.
+    """
+    rough: list[Answer] = []
+    why: Exception | None = None
+    for other in choices.candidates(question):
+        try:
+            rough.append(ask(other, simulate=False))
+        except (ConfigError, InfeasiblePlanError) as error:
+            why = why or error
+    if not rough:
+        raise PlanError(f"no setting fits; with the first one, {why}") from why
+    rough.sort(key=lambda answer: answer.iteration_s)
+    found = [Setting.of(ask(answer.question)) for answer in rough[:SIMULATED]]
+    found.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
+    kept: list[Setting] = []
+    for setting in found:
+        if not any(_beats(other, setting) for other in found if other is not setting) or not kept:
+            kept.append(setting)
+    kept += [setting for setting in found if setting not in kept]
+    return kept[:BEST]
+
+
+def _beats(one: Setting, other: Setting) -> bool:
+    """Whether a setting is about as fast as another, takes no more memory, and rounds state no more."""
+    order = ("exact", "compact16", "compact8")
+    mine, theirs = one.answer, other.answer
+    as_good = (
+        one.iteration_s <= (1 + MEMORY_WORTH) * other.iteration_s
+        and mine.use.host_bytes <= theirs.use.host_bytes
+        and order.index(mine.question.state_format) <= order.index(theirs.question.state_format)
+    )
+    return as_good and (one.iteration_s, mine.use.host_bytes) < (other.iteration_s, theirs.use.host_bytes)
+
+
+def cheapest(question: Question, choices: Choices, target_s: float) -> Setting:
+    """Return the setting that asks least of the user and of memory with which an iteration takes no longer.
+
+    Raises:
+        PlanError: None is so fast, or none fits.
+    """
+    fastest: Setting | None = None
+    why: Exception | None = None
+    for other in choices.candidates(question):
+        try:
+            if ask(other, simulate=False).iteration_s > 4 * target_s:  # hiding it does not make it a quarter
+                setting = Setting.of(ask(other, simulate=False))
+            else:
+                setting = Setting.of(ask(other))
+        except (ConfigError, InfeasiblePlanError) as error:
+            why = why or error
+            continue
+        if fastest is None or setting.iteration_s < fastest.iteration_s:
+            fastest = setting
+        if setting.iteration_s <= target_s:
+            return _with_least_memory(setting, target_s) if choices.host_memory else setting
+    if fastest is None:
+        raise PlanError(f"no setting fits; with the first one, {why}") from why
+    cost = fastest.answer.estimate
+    raise PlanError(
+        f"no setting takes {format_seconds(target_s)} or less: the shortest iteration is "
+        f"{format_seconds(fastest.iteration_s)} ({fastest}), of which the step is "
+        f"{format_seconds(fastest.answer.step_s)}, bound by {cost.bound_by}"
+    )
+
+
+def _with_least_memory(setting: Setting, target_s: float) -> Setting:
+    """Return a setting with the least host memory with which it still meets a target.
+
+    It is looked for by the closed form, carried on from what was simulated, and simulated where it was found.
+    """
+    question = setting.answer.question
+    factor = setting.iteration_s / ask(question, simulate=False).iteration_s
+    low, high = 0, question.host_memory
+    for _ in range(HALVINGS):
+        middle = _rounded((low + high) // 2)
+        if not low < middle < high:
+            break
+        try:
+            meets = factor * ask(replace(question, host_memory=middle), simulate=False).iteration_s <= target_s
+        except InfeasiblePlanError:
+            meets = False
+        low, high = (low, middle) if meets else (middle, high)
+    while high < question.host_memory:
+        with contextlib.suppress(InfeasiblePlanError):
+            found = Setting.of(ask(replace(question, host_memory=high)))
+            if found.iteration_s <= target_s:
+                return found
+        high += (question.host_memory - high + 1) // 2
+        if question.host_memory - high < GRAINS[-1]:
+            break
+    return setting
+
+
+# In words
+
+
+def table(settings: list[Setting]) -> str:
+    """Return settings as aligned lines, the best first."""
+    cells = [("", "setting", "iteration", "step", "host memory", "GPU memory", "bound by")]
+    for number, setting in enumerate(settings, start=1):
+        answer = setting.answer
+        ranks = answer.question.ranks
+        gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu else "-"
+        seconds = format_seconds(setting.iteration_s), format_seconds(answer.step_s)
+        host = format_bytes(ranks * answer.use.host_bytes)
+        cells.append((f"{number}", str(setting), *seconds, host, gpu, answer.estimate.bound_by))
+    return in_columns(cells, right=(2, 3, 4, 5))
+
+
+def to_paste(setting: Setting) -> str:
+    """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
+    config, recompute = setting.config, setting.answer.question.recompute
+    python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
+    trainer = 'optim="offload_adamw"' + ", gradient_checkpointing=True" * recompute
+    lines = [
+        "Python:",
+        *(["    model.gradient_checkpointing_enable()"] if recompute else []),
+        f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({python}))",
+    ]
+    if setting.overlap in ("forward", "both"):
+        lines.append("    optimizer.overlap_forward(model)")
+    lines += [
+        "JSON:",
+        f"    {json.dumps(config)}",
+        "DeepSpeed, in its config:",
+        f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
+        "Trainer:",
+        "    import offload.integrations.transformers as offload_transformers",
+        f"    offload_transformers.enable({_python(config)})",
+        f"    TrainingArguments({trainer}, ...)",
+    ]
+    return "\n".join(lines)
+
+
+def _in_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what DeepSpeed's object takes of a config: gradients leave there anyway, no step goes on in forward."""
+    left_out = {"keep_grads"} | ({"overlap"} if config.get("overlap") != "backward" else set())
+    return {name: value for name, value in config.items() if name not in left_out}
+
+
+def _python(config: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f'"{name}": {value!r}' for name, value in config.items()).replace("'", '"') + "}"
+
+
+def as_dict(setting: Setting) -> dict[str, Any]:
+    """Return a setting for `--json`."""
+    answer = setting.answer
+    return {
+        "config": setting.config,
+        "recompute": answer.question.recompute,
+        "computes": answer.forward_s is not None,
+        "iteration_s": setting.iteration_s,
+        "step_s": answer.step_s,
+        "host_memory_bytes": dict(answer.use.host),
+        "gpu_memory_bytes": dict(answer.use.gpu),
+        "storage_bytes": answer.question.ranks * answer.plan.storage_bytes,
+        "parked": parked(answer),
+        "bound_by": answer.estimate.bound_by,
+    }
+
+
+def describe(settings: list[Setting]) -> str:
+    """Return settings as a table, and each as the config to paste."""
+    lines = [table(settings)]
+    for number, setting in enumerate(settings, start=1):
+        lines += ["", f"{number}. {setting}", to_paste(setting)]
+    return "\n".join(lines)

@@ -1,0 +1,355 @@
+"""`offload machine`: a machine described in words, as rates and as a rates file; `offload plan` takes the same words.
+
+What the words leave open is assumed, and each assumption is told: a described machine has the rates that its data
+sheets promise, a measured one (`offload probe`) those that it keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.values import add_output, add_value, parse_count, parse_output, tell
+from offload.config import MAX_THREADS, parse_bytes
+from offload.errors import ConfigError
+from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.measure import RatesFile
+
+GB = 10**9
+WORDS = ("gpu", "link", "host", "drive", "cores")
+"""The options that describe a machine."""
+MOST_GPUS, MOST_DRIVES = 64, 64
+
+LINK_PART = 0.7
+REACHED_PART = 0.4
+CORE_BYTES_PER_S = 10.6e9
+USUAL_MEMORY_BYTES_PER_S = 51.2e9
+USUAL_GPU_BYTES_PER_S = 360e9
+USUAL_CORES = 8
+PCIE_BYTES_PER_S = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
+CALL_S, OPERATION_S = 10e-6, 100e-6
+
+_SOURCES = {
+    "link": "70% of what PCIe x16 moves each way: DeepSpeed's copies reach 70% on nodes with A100 and 67% with H100, "
+    "fitted by bench/published.py on Deep Optimizer States (Middleware '24, arXiv 2410.21316)",
+    "flops": "40% of the data sheet's dense 16-bit products with sums in fp32: Llama 3 405B reached 38% to 43% "
+    "(arXiv 2407.21783, table 4)",
+    "update": "memory bandwidth: an update of 12 bytes of state moves 28, so this is an upper bound",
+    "cores": "10.6e9 bytes of state a second and core (bench/reports, kernel: 2 server cores, bound by memory), and "
+    "no more than the host's memory moves",
+    "call": "about what is published of single calls: cudaMemcpyAsync 5 to 7 us (DualPath, arXiv 2602.21548, section "
+    "5.2), a launch of a compiled Triton kernel 9 us (GB200, vllm-project/vllm#34838)",
+    "operation": "CPU time of our engine's thread on a virtual server core: 0.08 to 0.2 ms for an operation",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the data sheet of a GPU says.
+
+    Attributes:
+        name: As its maker writes it.
+        memory_bytes: Size of its memory.
+        bytes_per_s: Bandwidth of that.
+        flops_per_s: Dense 16-bit products with sums in fp32.
+        pcie: Generation of its 16 PCIe lanes.
+        source: Where that stands.
+    """
+
+    name: str
+    memory_bytes: int
+    bytes_per_s: float
+    flops_per_s: float
+    pcie: int
+    source: str
+
+
+_GIB = 1 << 30
+CARDS = {
+    "rtx-3090": Card("RTX 3090", 24 * _GIB, 936e9, 71e12, 4, "NVIDIA Ampere GA102 white paper"),
+    "rtx-4090": Card("RTX 4090", 24 * _GIB, 1008e9, 165.2e12, 4, "NVIDIA Ada GPU architecture white paper"),
+    "rtx-5090": Card("RTX 5090", 32 * _GIB, 1792e9, 209.5e12, 5, "NVIDIA RTX Blackwell architecture white paper"),
+    "a40": Card("A40", 48 * _GIB, 696e9, 149.7e12, 4, "NVIDIA A40 data sheet"),
+    "l40s": Card("L40S", 48 * _GIB, 864e9, 362.05e12, 4, "NVIDIA L40S data sheet"),
+    "a100-40": Card("A100 40GB", 40 * GB, 1555e9, 312e12, 4, "NVIDIA A100 data sheet"),
+    "a100-80": Card("A100 80GB", 80 * GB, 2039e9, 312e12, 4, "NVIDIA A100 data sheet"),
+    "h100": Card("H100 SXM", 80 * GB, 3350e9, 989e12, 5, "NVIDIA H100 data sheet"),
+    "h200": Card("H200 SXM", 141 * GB, 4800e9, 989e12, 5, "NVIDIA H200 data sheet"),
+}
+"""GPUs that `--gpu` knows by name. Sizes are those that the driver offers at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of a host or a GPU, as words give it.
+
+    Attributes:
+        nbytes: Its size.
+        bytes_per_s: Its bandwidth; None where it was not given.
+    """
+
+    nbytes: int
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """GPUs of one kind: a known card, or memory alone."""
+
+    count: int
+    card: Card | None
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A drive: what it reads and writes a second while it does nothing else, and its size."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    nbytes: int
+
+
+def add_words(options: Any) -> None:
+    """Declare the options that describe a machine."""
+    cards = ", ".join(CARDS)
+    gpu = f'memory of its GPU, as "24GiB", "1TB/s:24GiB" with its bandwidth, or a card: {cards}; several as "8xh100"'
+    add_value(options, "--gpu", _parse_gpus, gpu, metavar="GPU")
+    add_value(options, "--link", parse_speed, "what the link to each GPU moves, each way: 25GB/s", metavar="SPEED")
+    host = 'host memory, as "64GiB", or "80GB/s:64GiB" with its bandwidth'
+    add_value(options, "--host", _parse_memory, host, metavar="[SPEED:]SIZE")
+    drive = "a drive, once for each: 3.5GB/s:2TB; 7GB/s,5GB/s:2TB where it reads and writes at other speeds"
+    add_value(options, "--drive", _parse_drive, drive, metavar="SPEED[,SPEED]:SIZE", nargs="+", default=[])
+    add_value(options, "--cores", _parse_cores, f"CPU cores (default: {USUAL_CORES})")
+
+
+def is_described(arguments: argparse.Namespace) -> bool:
+    """Return whether any word describes a machine."""
+    return any(getattr(arguments, word) not in (None, []) for word in WORDS)
+
+
+def parse_speed(field: str, value: str) -> float:
+    """Return the bytes a second of a speed such as "3.5GB/s".
+
+    Raises:
+        ConfigError: It is none.
+    """
+    allowed = 'give bytes a second, such as "3.5GB/s"'
+    size, slash, unit = value.strip().rpartition("/")
+    if not slash or unit.lower() != "s":
+        raise ConfigError(field, value, allowed)
+    try:
+        speed = parse_bytes(field, size)
+    except ConfigError as error:
+        raise ConfigError(field, value, allowed) from error
+    if not speed:
+        raise ConfigError(field, value, "give more than 0 bytes a second")
+    return float(speed)
+
+
+def _parse_size(field: str, value: str) -> int:
+    size = parse_bytes(field, value)
+    if not size:
+        raise ConfigError(field, value, "give more than 0 bytes")
+    return size
+
+
+def _parse_memory(field: str, value: str) -> Memory:
+    speed, colon, size = value.rpartition(":")
+    return Memory(_parse_size(field, size), parse_speed(field, speed) if colon else None)
+
+
+def _parse_gpus(field: str, value: str) -> Gpus:
+    counted = re.fullmatch(r"\s*(\d{1,9})\s*x\s*(.*)", value, re.ASCII | re.IGNORECASE)
+    count = parse_count(field, counted[1], most=MOST_GPUS) if counted else 1
+    name = (counted[2] if counted else value).strip()
+    card = CARDS.get(re.sub(r"[\s_]+", "-", name.lower()))
+    if card is not None:
+        return Gpus(count, card, Memory(card.memory_bytes, card.bytes_per_s))
+    if not re.match(r"[\d.]", name):
+        raise ConfigError(field, value, f'give its memory, such as "24GiB", or a card: {", ".join(CARDS)}')
+    return Gpus(count, None, _parse_memory(field, name))
+
+
+def _parse_drive(field: str, value: str) -> Drive:
+    speeds, colon, size = value.rpartition(":")
+    if not colon:
+        raise ConfigError(field, value, 'give its speed and size, such as "3.5GB/s:2TB"')
+    read, comma, write = speeds.partition(",")
+    read_bytes_per_s = parse_speed(field, read)
+    return Drive(read_bytes_per_s, parse_speed(field, write) if comma else read_bytes_per_s, _parse_size(field, size))
+
+
+def _parse_cores(field: str, value: str) -> int:
+    return parse_count(field, value, most=MAX_THREADS)
+
+
+def described(arguments: argparse.Namespace) -> RatesFile:
+    """Return what is known of a machine by the words of `add_words`.
+
+    Raises:
+        ConfigError: A word is missing that nothing stands in for.
+    """
+    from offload.formats import EXACT
+    from offload.measure import RatesFile
+    from offload.plan import NO_GPU, GpuRates, PathRates, Rates
+    from offload.plan.rates import UPDATE_MEMORY_COST
+
+    host, gpus, drives = arguments.host, arguments.gpu, arguments.drive
+    if host is None:
+        raise ConfigError("--host", None, 'say how much host memory there is, such as "64GiB"')
+    if arguments.link is not None and gpus is None:
+        raise ConfigError("--link", f"{format_bytes(arguments.link)}/s", "describe the GPU, too: --gpu 24GiB")
+    if len(drives) > MOST_DRIVES:
+        raise ConfigError("--drive", len(drives), f"give {MOST_DRIVES} at most")
+    source: dict[str, str] = {}
+    assumed: list[str] = []
+
+    def figure(name: str, given: float | None, usual: float, why: str, words: str = "") -> float:
+        """Note where a figure is from, and return it."""
+        if given is not None:
+            source[name] = f"given: {format_bytes(given)}/s"
+            return given
+        source[name] = why
+        assumed.append(words)
+        return usual
+
+    cores = USUAL_CORES if arguments.cores is None else arguments.cores
+    if arguments.cores is None:
+        assumed.append(f"{USUAL_CORES} cores (--cores)")
+    usual = f"{USUAL_MEMORY_BYTES_PER_S / GB:g} GB/s of host memory (--host 80GB/s:64GiB)"
+    why = "assumed: two channels of DDR4-3200"
+    memory_bytes_per_s = figure("memory_bytes_per_s", host.bytes_per_s, USUAL_MEMORY_BYTES_PER_S, why, usual)
+    source["cpu_bytes_per_s"] = _SOURCES["cores"]
+    source["operation_s"] = _SOURCES["operation"]
+    gpu, flops_per_s = NO_GPU, 0.0
+    if gpus is not None:
+        card, sheet = gpus.card, gpus.card.source if gpus.card else "given"
+        gpu_bytes_per_s = gpus.memory.bytes_per_s
+        if gpu_bytes_per_s is None:
+            gpu_bytes_per_s = USUAL_GPU_BYTES_PER_S
+            assumed.append(f"{USUAL_GPU_BYTES_PER_S / GB:g} GB/s of GPU memory (--gpu 1TB/s:24GiB)")
+            sheet = "assumed: RTX 3060 (NVIDIA Ampere GA102 white paper)"
+        usual_link = LINK_PART * PCIE_BYTES_PER_S[card.pcie if card else 4]
+        words = f"a link of {usual_link / GB:.3g} GB/s each way (--link)"
+        link = figure("gpu.h2d_bytes_per_s", arguments.link, usual_link, _SOURCES["link"], words)
+        source["gpu.d2h_bytes_per_s"] = source["gpu.h2d_bytes_per_s"]
+        source |= {"gpu.update_bytes_per_s": f"{sheet}; {_SOURCES['update']}", "gpu.call_s": _SOURCES["call"]}
+        source["gpu.memory_bytes"] = card.source if card else "given"
+        update_bytes_per_s = gpu_bytes_per_s / UPDATE_MEMORY_COST
+        gpu = GpuRates(update_bytes_per_s, link, link, memory_bytes=gpus.memory.nbytes, call_s=CALL_S)
+        if card is not None:
+            flops_per_s = REACHED_PART * card.flops_per_s
+            source["compute_flops_per_s"] = f"{card.source}; {_SOURCES['flops']}"
+            assumed.append(f"{flops_per_s / 1e12:.3g} TFLOP/s of each GPU in forward and backward (--flops)")
+    for number in range(len(drives)):
+        for way in ("read", "write"):
+            source[f"paths[{number}].{way}_bytes_per_s"] = "half of what it does alone: one bandwidth for both ways"
+            source[f"paths[{number}].{way}_alone_bytes_per_s"] = "given"
+    rates = Rates(
+        cpu_bytes_per_s=min(cores * CORE_BYTES_PER_S, memory_bytes_per_s / UPDATE_MEMORY_COST),
+        paths=tuple(
+            PathRates(
+                d.read_bytes_per_s / 2,
+                d.write_bytes_per_s / 2,
+                read_alone_bytes_per_s=d.read_bytes_per_s,
+                write_alone_bytes_per_s=d.write_bytes_per_s,
+            )
+            for d in drives
+        ),
+        gpu=gpu,
+        memory_bytes_per_s=memory_bytes_per_s,
+        compute_flops_per_s=flops_per_s,
+        operation_s=OPERATION_S,
+    )
+    return RatesFile(
+        rates=rates,
+        cpu_bytes_per_s={EXACT: {0: rates.cpu_bytes_per_s}},
+        machine={
+            "cpu": f"{cores} cores",
+            "cores": cores,
+            "memory_bytes": host.nbytes,
+            "gpu": f"{gpus.count} x {gpus.card.name if gpus.card else format_bytes(gpus.memory.nbytes)}"
+            if gpus
+            else None,
+        },
+        paths=tuple({"path": f"/mnt/drive{n}", "bytes": d.nbytes} for n, d in enumerate(drives)),
+        warnings=(f"a machine in words; assumed: {'; '.join(assumed)}",) if assumed else (),
+        source=source,
+    )
+
+
+_EPILOG = """\
+examples:
+  offload machine --gpu rtx-4090 --host 64GiB --drive 7GB/s,5GB/s:2TB --cores 16 --out desktop.json
+  offload machine --gpu 24GiB --link 25GB/s --host 60GB/s:64GiB --cores 16
+  offload plan --model llama-8b --rates desktop.json
+
+`offload plan` takes the same words, without a file. The file's "source" says where each figure is from; figures may
+be changed there. `offload probe` measures the machine that it runs on.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `machine` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "machine",
+        help="write the rates file of a machine that is described in words",
+        description="Write the rates file of a machine that is described in words, for `offload plan --rates`.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_words(parser)
+    add_value(parser, "--out", parse_output, "rates file to write (default: none)")
+    add_output(parser, "print the file's content on stdout, and nothing else there", "print nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Describe the machine, and write its file if one is named.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        OffloadError: A word cannot be used, or the file cannot be written.
+    """
+    if not is_described(arguments):
+        arguments.refuse("describe a machine: --host 64GiB --gpu 24GiB --drive 3.5GB/s:2TB --cores 16")
+    found = described(arguments)
+    lines = [describe(found)]
+    if arguments.out is not None:
+        from offload.measure import save_rates
+
+        save_rates(arguments.out, found)
+        lines.append(f"written to {arguments.out}")
+    tell(arguments, found.to_dict(), "\n".join(lines))
+    return 0
+
+
+def describe(found: RatesFile) -> str:
+    """Return what is known of a described machine as lines of text."""
+    rates, machine = found.rates, found.machine
+    lines = [f"{machine['cpu']}, {format_bytes(machine['memory_bytes'])} of memory, {machine['gpu'] or 'no GPU'}"]
+    lines += [f"  {name}: {value:.3g}  ({found.source[name]})" for name, value in _figures(rates.to_dict()).items()]
+    return "\n".join([*lines, *found.warnings])
+
+
+def _figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return every number by its name, as in `source`; zeros, which say nothing, are left out."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if name == "memory_cost":  # of plain DMA, whatever the machine
+            continue
+        if isinstance(value, Mapping):
+            found |= _figures(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            for number, each in enumerate(value):
+                found |= _figures(each, f"{prefix}{name}[{number}].")
+        elif value and f"{prefix}{name}".rpartition(".")[2] != "at_once":
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,111 @@
+"""Shapes of well-known models: parameters, and what forward and backward keep on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.errors import ConfigError
+
+LOGIT_BYTES = 10
+"""Of each logit: in 16 bits, its fp32 copy, and that one's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of the Llama family, whose feed-forward layers are gated.
+
+    Attributes:
+        hidden: Width.
+        layers: How many.
+        inner: Width of the feed-forward layers.
+        shared: Width of keys, and of values.
+        vocabulary: Tokens.
+        tied: Whether the output layer is the embedding.
+        biased: Whether queries, keys and values have a bias.
+    """
+
+    hidden: int
+    layers: int
+    inner: int
+    shared: int
+    vocabulary: int
+    tied: bool = False
+    biased: bool = False
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a layer."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.shared
+        return attention + 3 * self.hidden * self.inner + self._small_params
+
+    @property
+    def _small_params(self) -> int:
+        return 2 * self.hidden + self.biased * (self.hidden + 2 * self.shared)
+
+    @property
+    def _embedding_params(self) -> int:
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        return self._embedding_params + self.layers * self.layer_params + self.hidden
+
+    @property
+    def exact_params(self) -> int:
+        """Parameters that "compact8" keeps exact: embeddings, the output layer, norms, biases."""
+        return self._embedding_params + self.layers * self._small_params + self.hidden
+
+    @property
+    def largest_params(self) -> int:
+        """Parameters of the largest tensor."""
+        return max(self.vocabulary * self.hidden, self.hidden * self.inner)
+
+    def activation_bytes(self, tokens: int, *, recompute: bool) -> int:
+        """Return about what is kept for backward, in 16 bits, where attention keeps no scores.
+
+        Of each token and layer: the input of each of two norms, its result, queries, attention's result (2 bytes each
+        for 6 widths), keys and values, and four tensors of the feed-forward layer. With recomputation a layer keeps
+        its input, and one layer at a time the rest. Logits come on top.
+
+        Args:
+            tokens: Of one rank, in a micro-step.
+            recompute: Whether activations are recomputed in backward (gradient checkpointing).
+        """
+        layer = 2 * (6 * self.hidden + 2 * self.shared + 4 * self.inner)
+        kept = 2 * self.hidden * self.layers + layer if recompute else layer * self.layers
+        return tokens * (kept + LOGIT_BYTES * self.vocabulary)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of 16-bit weights that a rank of a sharded model gathers: two layers, and the largest tensor."""
+        return 2 * (2 * self.layer_params + self.largest_params)
+
+
+MODELS = {
+    "llama-1b": Shape(2048, 16, 8192, 512, 128256, tied=True),
+    "llama-3b": Shape(3072, 28, 8192, 1024, 128256, tied=True),
+    "llama-8b": Shape(4096, 32, 14336, 1024, 128256),
+    "llama-70b": Shape(8192, 80, 28672, 1024, 128256),
+    "llama-405b": Shape(16384, 126, 53248, 1024, 128256),
+    "mistral-7b": Shape(4096, 32, 14336, 1024, 32000),
+    "qwen-0.5b": Shape(896, 24, 4864, 128, 151936, tied=True, biased=True),
+    "qwen-1.5b": Shape(1536, 28, 8960, 256, 151936, tied=True, biased=True),
+    "qwen-7b": Shape(3584, 28, 18944, 512, 152064, biased=True),
+    "qwen-14b": Shape(5120, 48, 13824, 1024, 152064, biased=True),
+    "qwen-32b": Shape(5120, 64, 27648, 1024, 152064, biased=True),
+    "qwen-72b": Shape(8192, 80, 29568, 1024, 152064, biased=True),
+}
+"""By the configurations that their makers publish: Llama 3.1 and 3.2, Mistral 7B v0.1, Qwen 2.5."""
+
+
+def parse_model(field: str, value: str) -> str:
+    """Return a model's name as `MODELS` has it.
+
+    Raises:
+        ConfigError: It is not known.
+    """
+    name = value.strip().lower()
+    if name not in MODELS:
+        raise ConfigError(field, value, f"name one of {', '.join(MODELS)}, or give --config FILE or --params N")
+    return name

@@ -1,0 +1,68 @@
+"""What an optimizer tells of itself for a page; `offload.pictures` draws it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import psutil
+
+from offload.pictures.draw import Tier
+from offload.pictures.report import Lane, Report, Step
+from offload.plan import Home, Plan
+from offload.predict.helps import what_helps
+
+if TYPE_CHECKING:
+    from offload.optim.optimizer import OffloadedOptimizer
+
+LEAST_SHARE = 0.05
+"""Of a tier, below which a bar of its size would show nothing."""
+LANE, BUSY = "lane/", "/busy_s"
+
+
+def report_of(optimizer: OffloadedOptimizer) -> Report:
+    """Return what a page shows of an optimizer, with its last step alone."""
+    engine, metrics = optimizer.engine, optimizer.metrics()
+    plan = engine.plan
+    steps = [Step(int(metrics["step"]), metrics["step_s"], metrics["predicted_step_s"])] if metrics["step"] else []
+    lanes = [
+        Lane(
+            name,
+            metrics.get(f"{LANE}{name}/predicted_s"),
+            metrics[f"{LANE}{name}{BUSY}"],
+            int(metrics[f"{LANE}{name}/bytes"]),
+        )
+        for name in dict.fromkeys(key.removeprefix(LANE).removesuffix(BUSY) for key in metrics if key.endswith(BUSY))
+    ]
+    return Report(
+        title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
+        plan=str(optimizer.plan),
+        tiers=_tiers(plan, metrics),
+        steps=steps,
+        lanes=lanes,
+        planned_bytes=plan.host_bytes,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of Linux, in KiB
+        checkpoints=[*engine.checkpoints.kept],
+        advice=what_helps(plan, engine.rates),
+        notes=[],
+    )
+
+
+def _tiers(plan: Plan, metrics: Mapping[str, float]) -> list[Tier]:
+    state, gradients, staging = plan.home_bytes[Home.HOST], plan.budgets.gradient_bytes, plan.staging_bytes
+    rest = plan.host_bytes - state - gradients - staging
+    host = {"state": state, "gradients": gradients, "staging": staging, "buffers and tables": rest}
+    found = [Tier("host memory", host, _whole(plan.host_bytes, psutil.virtual_memory().total))]
+    if plan.uses_gpu:
+        gpu = {"state": plan.home_bytes[Home.GPU], "staging": plan.gpu_slots * plan.gpu_slot_bytes}
+        found.insert(0, Tier("GPU memory", gpu, None))
+    for number, path in enumerate(plan.budgets.paths):
+        stored = int(metrics.get(f"path/{number}/live_bytes", 0))
+        found.append(Tier(f"path {number}", {"state": stored}, _whole(stored, path.available_bytes)))
+    return found
+
+
+def _whole(used_bytes: int, nbytes: int) -> int | None:
+    """Return a tier's size where a part of it can be seen beside that."""
+    return nbytes if used_bytes >= LEAST_SHARE * nbytes else None

@@ -1,0 +1,1 @@
+"""What is shown: pictures of plans and steps, and pages of HTML that hold them."""

@@ -1,0 +1,280 @@
+"""Pictures of plans and steps, and of losses, by matplotlib, which is loaded when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
+
+from offload.schedule.timeline import Interval, covered_s, lane_order, tracks
+from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+_LANE_COLOURS = {
+    "cpu": "#4c78a8",
+    "gpu": "#b279a2",
+    "read": "#54a24b",
+    "write": "#e4853a",
+    "h2d": "#72b7b2",
+    "d2h": "#9d755d",
+}
+LANE_TITLES = {"cpu": "CPU update", "gpu": "GPU update", "h2d": "host to GPU", "d2h": "GPU to host"}
+_PART_COLOURS = ("#4c78a8", "#e4853a", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#bab0ac")
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+MOST_SHAPES = 300
+"""Bars of a lane that are shapes in a picture of vectors; of more, each a fraction of a pixel, the lane is pixels."""
+
+LANES_TITLE = "Lanes during a step, predicted"
+_SHADES = (0.55, 0.95)
+_TEXT_COLOURS = ("black", "white")
+_LIGHT = "#bbbbbb"
+
+
+def draw_losses(path: Path, losses: Sequence[float], byte_entropy: float, mean_of: int) -> None:
+    """Draw the loss over the steps, raw and averaged over so many, beside what needs no context."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(8.0, 4.5)
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color=_LIGHT, linewidth=1, label="each step")
+    means = [sum(part) / len(part) for part in (losses[max(0, end - mean_of) : end] for end in steps)]
+    axes.plot(steps, means, color=_LANE_COLOURS["cpu"], linewidth=2, label=f"mean of the last {mean_of} steps")
+    axes.axhline(byte_entropy, color="#666666", linestyle=":", linewidth=1.2, label="entropy of single bytes")
+    axes.set_title("Training loss", loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy (nats a byte)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=140)
+
+
+def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *, step: int) -> None:
+    """Draw one step: a row a lane, a bar an operation, overlapping operations of a lane below each other.
+
+    Args:
+        path: The picture's file.
+        timeline: The step's operations, as `optimizer.timeline()` gives them.
+        paths: What the path numbers in the lanes' names stand for.
+        step: Number of the step, for the title.
+    """
+    lanes_figure(timeline, paths, title=f"Lanes during step {step}").savefig(path, dpi=140)
+
+
+def lanes_figure(timeline: Sequence[Interval], paths: Sequence[str], *, title: str) -> Figure:
+    """Return the picture of a step; see `draw_lanes`."""
+    figure, axes = new_figure(10.0, lanes_height(timeline, paths))
+    lanes_into(figure, axes, timeline, paths, title=title)
+    return figure
+
+
+def lanes_height(timeline: Sequence[Interval], paths: Sequence[str]) -> float:
+    """Return the inches that a step's lanes take."""
+    return 1.9 + 0.62 * max(1, len({interval.lane for interval in timeline})) + 0.2 * len(paths)
+
+
+def lanes_into(
+    figure: Figure | SubFigure, axes: Axes, timeline: Sequence[Interval], paths: Sequence[str], *, title: str
+) -> None:
+    """Draw a step into axes; what paths stand for is written below them."""
+    lanes = sorted({interval.lane for interval in timeline}, key=lane_order)
+    start_s = min((interval.started_s for interval in timeline), default=0.0)
+    span_s = max((interval.finished_s for interval in timeline), default=0.0) - start_s or 1e-6
+    unit, factor = ("s", 1.0) if span_s >= 10 else ("ms", 1e3) if span_s >= 10e-3 else ("µs", 1e6)
+    in_row = axes.get_yaxis_transform()  # x: a share of the width; y: a lane's row
+    for row, lane in enumerate(lanes):
+        intervals = sorted((interval for interval in timeline if interval.lane == lane), key=lambda item: item[2:4])
+        _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, factor=factor)
+        axes.text(1.01, row, _lane_figures(intervals, span_s), transform=in_row, va="center", fontsize=8)
+    axes.set_yticks(range(len(lanes)), [lane_title(lane) for lane in lanes], parse_math=False)
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.set_xlim(0, span_s * factor * 1.01)
+    axes.set_xlabel(f"time since the step's first operation ({unit})")
+    axes.set_title(title, loc="left", parse_math=False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if not timeline:
+        axes.text(0.5, 0.5, "no operations", transform=axes.transAxes, ha="center", va="center")
+    names = (f"path {index}: {name if len(name) <= 110 else '…' + name[-109:]}" for index, name in enumerate(paths))
+    figure.supxlabel("\n".join(names), fontsize=8, color="#555555", x=0.01, ha="left", parse_math=False)
+
+
+def _draw_lane(
+    axes: Axes, row: int, intervals: Sequence[Interval], *, start_s: float, span_s: float, factor: float
+) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
+
+    used = tracks(intervals)
+    depth = max(used, default=0) + 1
+    height = 0.76 / depth
+    colour = _LANE_COLOURS.get(intervals[0].lane.split(":")[0], "#888888")
+    bars = []
+    for number, ((_, label, began_s, ended_s, *_), track) in enumerate(zip(intervals, used, strict=True)):
+        left, right = (began_s - start_s) * factor, (ended_s - start_s) * factor
+        top = row - 0.38 + height * track
+        bars.append([(left, top), (right, top), (right, top + height), (left, top + height)])
+        # About 105 characters of this size fit across.
+        if depth == 1 and 0 < len(label) < 105 * (ended_s - began_s) / span_s:
+            style: Any = {"ha": "center", "va": "center", "fontsize": 7, "parse_math": False}
+            axes.text((left + right) / 2, top + height / 2, label, color=_TEXT_COLOURS[number % 2], **style)
+    # Two shades in turn, so that operations that follow each other without a gap can be told apart. All in one, as
+    # each bar of its own takes a millisecond.
+    shades = [to_rgba(colour, _SHADES[number % 2]) for number in range(min(2, len(bars)))]
+    drawn = PolyCollection(bars, facecolors=shades, linewidths=0)
+    drawn.set_rasterized(len(bars) > MOST_SHAPES)
+    axes.add_collection(drawn)
+
+
+def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
+    """Return a lane's bytes, its rate while busy, and the share of the step that it was busy for."""
+    busy_s, nbytes = covered_s(intervals), sum(interval.nbytes for interval in intervals)
+    moved = f"{format_bytes(nbytes)} at {format_bytes(nbytes / busy_s)}/s\n" if nbytes and busy_s else ""
+    return f"{moved}busy {busy_s / span_s:.0%}"
+
+
+def lane_title(lane: str) -> str:
+    """Return what a lane is called in pictures and tables."""
+    kind, _, index = lane.partition(":")
+    return f"{kind} path {index}" if index else LANE_TITLES.get(lane, lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What a tier holds.
+
+    Attributes:
+        name: What it is called.
+        parts: Bytes in it, by what for.
+        nbytes: Its size; None where that is unknown.
+    """
+
+    name: str
+    parts: Annotated[dict[str, Bytes], Meta(max_length=100)]
+    nbytes: Bytes | None
+
+
+def tiers_figure(tiers: Sequence[Tier], *, title: str) -> Figure:
+    """Return a picture of what lies in each tier."""
+    figure, axes = new_figure(10.0, tiers_height(tiers))
+    tiers_into(axes, tiers, title=title)
+    return figure
+
+
+def tiers_height(tiers: Sequence[Tier]) -> float:
+    """Return the inches that the bars of so many tiers take."""
+    return 1.6 + 0.7 * len(tiers)
+
+
+def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
+    """Draw a bar for each tier: what lies in it, and of known sizes what is free."""
+    names = list(dict.fromkeys(name for tier in tiers for name, nbytes in tier.parts.items() if nbytes))
+    colours = {name: _PART_COLOURS[number % len(_PART_COLOURS)] for number, name in enumerate(names)}
+    labelled: set[str] = set()
+    in_row = axes.get_yaxis_transform()  # x: a share of the width; y: a tier's row
+    for row, tier in enumerate(tiers):
+        used = sum(tier.parts.values())
+        whole = max(used, tier.nbytes or used, 1)
+        left = 0.0
+        for name, nbytes in tier.parts.items():
+            if nbytes:
+                label = None if name in labelled else name
+                labelled.add(name)
+                axes.barh(row, nbytes / whole, left=left, color=colours[name], height=0.6, label=label)
+                left += nbytes / whole
+        if tier.nbytes:
+            axes.barh(row, 1.0, color="none", edgecolor="#888888", height=0.6)
+        of_size = f" of {format_bytes(tier.nbytes)}" if tier.nbytes else ""
+        axes.text(1.01, row, f"{format_bytes(used)}{of_size}", transform=in_row, va="center", fontsize=8)
+    axes.set_yticks(range(len(tiers)), [tier.name for tier in tiers], parse_math=False)
+    axes.set_ylim(max(1, len(tiers)) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda share, position: f"{share:.0%}")
+    axes.set_title(title, loc="left", parse_math=False)
+    axes.tick_params(axis="y", length=0)
+    if labelled:
+        axes.legend(
+            frameon=False, fontsize=8, ncols=min(5, len(labelled)), loc="upper left", bbox_to_anchor=(0, -0.12)
+        )
+
+
+def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
+    """Return a picture of what each step took, and was predicted to take: number, seconds, seconds or None."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure(10.0, 3.2)
+    numbers = [number for number, _, _ in steps]
+    marks: dict[str, Any] = {"marker": "."} if len(steps) < 100 else {}
+    axes.plot(
+        numbers, [measured_s for _, measured_s, _ in steps], color=_LANE_COLOURS["cpu"], label="measured", **marks
+    )
+    predicted = [(number, predicted_s) for number, _, predicted_s in steps if predicted_s is not None]
+    if predicted:
+        axes.plot(*zip(*predicted, strict=True), color=_LANE_COLOURS["write"], linestyle="--", label="predicted")
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_plan(
+    file: str, title: str, tiers: Sequence[Tier], timeline: Sequence[Interval], paths: Sequence[str]
+) -> None:
+    """Draw a plan into one file: what lies where, and below it the lanes of a step.
+
+    Args:
+        file: The picture's file; its ending says the format.
+        title: Of the whole.
+        tiers: What lies where.
+        timeline: A step's operations; none to draw the tiers alone.
+        paths: What the path numbers in the lanes' names stand for.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = [tiers_height(tiers), *([lanes_height(timeline, paths)] if timeline else [])]
+    figure = Figure(figsize=(10.0, sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
+    tiers_into(_axes(parts[0][0]), tiers, title=title)
+    if timeline:
+        lanes_into(parts[1][0], _axes(parts[1][0]), timeline, paths, title=LANES_TITLE)
+    figure.savefig(file, dpi=140)
+
+
+def svg(figure: Figure) -> str:
+    """Return a picture as an `<svg>` element, whose text is text."""
+    import matplotlib as mpl
+
+    out = StringIO()
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", dpi=140, metadata={"Date": None})
+    found = out.getvalue()
+    return found[found.index("<svg") :]
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure of so many inches, and its axes."""
+    # Not pyplot: it would keep figures in a global list and look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, _axes(figure)
+
+
+def _axes(figure: Figure | SubFigure) -> Axes:
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes

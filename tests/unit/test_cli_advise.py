@@ -1,0 +1,276 @@
+"""What `offload plan` chooses by itself, names where a model does not fit, and searches for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pages import Reader
+
+from offload import cli
+from offload.cli.node import reserved_bytes
+from offload.cli.shapes import MODELS
+from offload.config import OffloadConfig, parse_bytes
+
+GIB = 1 << 30
+DESKTOP = ["--gpu", "1TB/s:24GiB", "--link", "25GB/s", "--host", "60GB/s:64GiB", "--drive", "3.5GB/s:2TB"]
+DESKTOP += ["--cores", "16", "--flops", "60e12"]
+SMALL = ["--gpu", "16GiB", "--link", "25GB/s", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--flops", "60e12"]
+
+PUBLISHED = {
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen-0.5b": 494_032_768,
+    "qwen-1.5b": 1_543_714_304,
+    "qwen-7b": 7_615_616_512,
+    "qwen-14b": 14_770_033_664,
+    "qwen-32b": 32_763_876_352,
+    "qwen-72b": 72_706_203_648,
+}
+"""Parameters by the files of weights that their makers publish."""
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert cli.main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_known_models_have_the_parameters_that_are_published() -> None:
+    assert {name: shape.params for name, shape in MODELS.items()} == PUBLISHED
+
+
+def test_a_configuration_has_the_shape_of_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = MODELS["qwen-0.5b"]
+    config = {
+        "model_type": "qwen2",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    machine = [*SMALL, "--tokens", "2048"]
+    by_file = asked(capsys, "--config", str(tmp_path), *machine)
+    assert by_file == asked(capsys, "--model", "qwen-0.5b", *machine)
+    assert by_file["rank"]["gpu_memory_bytes"]["activations"] == shape.activation_bytes(2048, recompute=False)
+
+
+def test_idle_memory_is_used_and_the_system_has_its_part(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = ["--no-keep-grads", "--recompute", "--tokens", "2048"]
+    found = asked(capsys, "--model", "llama-8b", *DESKTOP, *fits)
+    used, left = found["node"]["used_bytes"], 64 * GIB - found["node"]["used_bytes"]
+    assert left >= reserved_bytes(64 * GIB, 1)
+    assert left < reserved_bytes(64 * GIB, 1) + 3 * GIB
+    gpu_left = 24 * GIB - sum(found["rank"]["gpu_memory_bytes"].values())
+    assert 2.4 * GIB - 1 <= gpu_left < 4 * GIB
+    less = asked(capsys, "--model", "llama-8b", *DESKTOP, *fits, "--host-memory", "0")
+    assert less["step_s"] > found["step_s"]
+    assert less["node"]["used_bytes"] < used
+
+
+def test_what_leaves_nothing_to_the_system_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "--model", "llama-1b", "--host", "16GiB", "--drive", "3GB/s:1TB", "--host-memory", "9GiB")
+    assert any("advisable: lower --host-memory" in warning for warning in found["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "switches"),
+    [
+        ("--model llama-3b --tokens 512 --accumulate 1", ["keep_grads=False (--no-keep-grads)"]),
+        ("--model llama-3b --tokens 2048 --no-keep-grads", ["recomputation of activations (--recompute"]),
+        ("--model llama-3b --tokens 2048", ["keep_grads=False", "recomputation"]),
+        (
+            "--model llama-3b --tokens 128 --no-keep-grads --recompute --host-memory 15GiB",
+            ["host_memory=", "--host-memory"],
+        ),
+    ],
+)
+def test_the_switch_that_makes_a_model_fit_is_named(
+    capsys: pytest.CaptureFixture[str], arguments: str, switches: list[str]
+) -> None:
+    words = ["--gpu", "12GiB", *SMALL[2:]]
+    said = refused(capsys, *arguments.split(), *words)
+    fits = said.partition("it fits with ")[2]
+    assert all(switch in fits for switch in switches), said
+    assert ("keep_grads" in fits) == any("keep_grads" in switch for switch in switches)
+
+
+def test_compact_state_is_named_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and gradients take 2.3 GiB each, exact state 13.8, compact8 of what is no embedding 7.4."""
+    said = refused(capsys, "--model", "llama-1b", "--host", "16GiB", "--weights-on", "cpu")
+    assert 'it fits with state_format="compact8"' in said
+
+
+def test_what_nothing_makes_fit_is_refused_without_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--model", "qwen-32b", "--gpu", "a40", "--host", "512GiB", "--tokens", "512")
+    assert "61.0 GiB weights" in said
+    assert "it fits" not in said
+
+
+def test_phases_are_named_where_paths_have_room(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "llama-1b", "--host", "32GiB", "--drive", "4GB/s:1TB", "--host-memory", "8GiB"]
+    assert cli.main(arguments) == 0
+    assert "between phases, park() gives back up to" in capsys.readouterr().out
+    arguments[arguments.index("4GB/s:1TB")] = "4GB/s:15GB"
+    assert cli.main(arguments) == 0
+    assert "park()" not in capsys.readouterr().out
+
+
+def test_drives_end(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--model", "llama-8b", "--host", "64GiB", "--drive", "3GB/s:50GB", "--host-memory", "0")
+    assert "path 0 (/mnt/drive0): 46.6 GiB" in said
+
+
+def test_as_many_ranks_as_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "--model", "llama-8b", "--gpu", "4x40GiB", "--host", "256GiB", "--tokens", "1024")
+    assert (found["ranks"], found["node"]["gpus"]) == (4, 4)
+    beside = found["rank"]["gpu_memory_bytes"]
+    assert beside["gathered weights"] == MODELS["llama-8b"].gathered_bytes
+
+
+# Searches
+
+
+def test_sharded_weights_wait_for_no_module(capsys: pytest.CaptureFixture[str]) -> None:
+    """A step that goes on in forward is refused where weights are gathered before a module's turn."""
+    words = ["--model", "llama-1b", "--gpu", "2x24GiB", "--host", "64GiB", "--drive", "3GB/s:1TB", "--tokens", "2048"]
+    words += ["--flops", "60e12", "--host-memory", "2GiB"]
+    for setting in asked(capsys, *words, "--advise")["settings"]:
+        assert setting["config"].get("overlap", "off") in ("off", "backward")
+    assert not any("forward" in each["change"] for each in asked(capsys, *words)["advice"])
+
+
+def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(capsys, "--model", "llama-8b", *DESKTOP, "--tokens", "2048", "--advise")["settings"]
+    assert len(found) == 3
+    seconds = [setting["iteration_s"] for setting in found]
+    assert seconds == sorted(seconds)
+    for setting in found:
+        assert sum(setting["host_memory_bytes"].values()) <= 64 * GIB - reserved_bytes(64 * GIB, 1)
+        assert sum(setting["gpu_memory_bytes"].values()) <= 24 * GIB
+        config = OffloadConfig.from_dict(setting["config"])
+        assert not config.keep_grads
+        assert [path.path for path in config.path_configs] == ["/mnt/drive0"]
+
+
+@pytest.mark.slow
+def test_the_cheapest_setting_meets_its_target(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama-8b", *DESKTOP, "--tokens", "2048"]
+    (slow,) = asked(capsys, *arguments, "--target", "2min")["settings"]
+    (fast,) = asked(capsys, *arguments, "--target", "40s")["settings"]
+    assert slow["iteration_s"] <= 120
+    assert fast["iteration_s"] <= 40
+    taken = [sum(setting["host_memory_bytes"].values()) for setting in (slow, fast)]
+    assert taken[0] < taken[1]  # a longer step needs less memory
+    assert "state_format" not in slow["config"]
+    said = refused(capsys, *arguments, "--target", "100ms")
+    assert re.search(r"no setting takes 100 ms or less: the shortest iteration is .* bound by ", said)
+
+
+def test_what_is_given_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--state-format", "compact16", "--host-memory", "4GiB", "--no-keep-grads", "--recompute"]
+    found = asked(capsys, "--model", "llama-1b", *SMALL, "--tokens", "1024", *given, "--advise")["settings"]
+    assert len(found) == 1
+    assert found[0]["config"]["state_format"] == "compact16"
+    assert parse_bytes("", found[0]["config"]["host_memory"]) == 4 * GIB
+
+
+def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama-1b", *SMALL, "--tokens", "2048", "--advise"]
+    config = asked(capsys, *arguments)["settings"][0]["config"]
+    assert cli.main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    (as_json, *_) = re.findall(r"^    (\{.*\})$", printed, re.MULTILINE)
+    assert json.loads(as_json) == config
+    (python, *_) = re.findall(r"offload=(dict\(.*\))\)$", printed, re.MULTILINE)
+    call = ast.parse(python, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords} == config
+    (trainer, *_) = re.findall(r"transformers.enable\((.*)\)$", printed, re.MULTILINE)
+    assert ast.literal_eval(trainer) == config
+    (deepspeed, *_) = re.findall(r'^    ("multi_tier_offload": .*)$', printed, re.MULTILINE)
+    inside = json.loads(f"{{{deepspeed}}}")["multi_tier_offload"]
+    assert not {"keep_grads"} & set(inside)  # which DeepSpeed's backend refuses, as it does this
+    assert inside.get("overlap", "off") in ("off", "backward")
+    assert {name: config[name] for name in inside} == inside
+    assert "setting" in printed.splitlines()[0]
+    for setting in (OffloadConfig.from_dict(config), OffloadConfig(**config)):
+        assert setting.path_configs[0].path == "/mnt/drive0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "soon"], "such as 10s, 500ms or 2min"),
+        (["--target", "0s"], "--target"),
+        (["--target", "1e999s"], "--target"),
+        (["--accumulate", "0"], "--accumulate"),
+        (["--picture", "plan.txt"], "ends in .png, .svg or .html"),
+        (["--picture", "plan.png", "--advise"], "leave --advise out"),
+        (["--picture", "/nowhere/plan.png"], "--picture"),
+        (["--model", "gpt-5"], "name one of llama-1b"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    model = [] if "--model" in arguments else ["--model", "qwen-0.5b"]
+    assert cli.main(["plan", *model, *SMALL, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_searches_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model", "qwen-0.5b", *SMALL, "--advise", "--target", "3s"])
+    assert "give --target or --advise, not both" in capsys.readouterr().err
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "html"])
+def test_a_plan_has_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str) -> None:
+    file = tmp_path / f"plan.{ending}"
+    asked(capsys, "--model", "qwen-0.5b", *SMALL, "--host-memory", "2GiB", "--picture", str(file))
+    content = file.read_bytes()
+    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE html>"}[ending])
+    if ending == "html":
+        reader = Reader(content.decode())
+        assert not reader.open
+        assert reader.tags.count("svg") == 2
+        said = " ".join(reader.said)
+        for words in ("host memory", "path 0 (/mnt/drive0)", "write path 0", "494,032,768 parameters"):
+            assert words in said
+
+
+def test_names_in_a_page_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of rates may be another's."""
+    evil = '<script>alert(1)</script>"&$x$'
+    rates = {"cpu_bytes_per_s": 4e10, "paths": [{"read_bytes_per_s": 4e9, "write_bytes_per_s": 4e9}]}
+    known = {"format": 2, "rates": rates, "paths": [{"path": evil}], "warnings": [evil], "source": {evil: evil}}
+    (tmp_path / "rates.json").write_text(json.dumps(known))
+    file = tmp_path / "plan.html"
+    asked(capsys, "--params", "1e8", "--rates", str(tmp_path / "rates.json"), "--picture", str(file))
+    reader = Reader(file.read_text())
+    assert not reader.open
+    assert "script" not in reader.tags
+    assert evil in " ".join(reader.said)
+    assert "http-equiv" in file.read_text()
