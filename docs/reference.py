@@ -25,7 +25,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         *("step", "zero_grad", "clip_grad_norm_", "last_micro_step", "skip_step", "add_param_group", "unscale"),
         "GradScaler",
     ),
-    "Hide a step": ("overlap_forward", "finish"),
+    "Hide a step": ("overlap_forward", "overlap_backward", "finish"),
     "See what happens": (
         *("plan", "explain", "metrics", "report", "log_to", "timeline", "write_trace"),
         *("predict.explain", "predict.Explanation"),
