@@ -90,9 +90,9 @@ def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[to
         ids = updated[meant[0]]
         if ids <= given and all(p.grad is None or id(p) in ids for p in parameters):
             return meant[0]
-    if not all(optimizer.config.keep_grads for optimizer in meant):
-        allowed = "use true: gradients that leave during backward are clipped all together, by their L2 norm"
-        raise ConfigError("keep_grads", False, allowed)
+    if not all(optimizer.keeps_grads for optimizer in meant):
+        allowed = "clip all together, by their L2 norm, what leaves during backward; or keep gradients in memory"
+        raise ConfigError("keep_grads, gradient_memory", "gradients that leave", allowed)
     return None
 
 

@@ -170,10 +170,11 @@ class OffloadConfig:
             the CPU.
         gradient_memory: Bytes of host memory for gradients. None: for all of them. What does not fit leaves for the
             paths as it arrives, and comes back in the step; "auto": as much as stays in memory as `host_memory` and
-            what is available leave. Where not all fit, `.grad` is None after backward for every parameter, and
-            `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop gradients
-            without a step, call `optimizer.zero_grad()`. A few buffers come on top, named in the plan. Excludes
-            `overlap` "backward" and "both"; with weights on a GPU the CPU updates all.
+            what is available leave. Whether all fit is decided when an optimizer is made. Where they do not, `.grad`
+            is None after backward for every parameter, and `optimizer.clip_grad_norm_` and `offload.GradScaler` take
+            the place of torch's own; to drop gradients without a step, call `optimizer.zero_grad()`. A few buffers
+            come on top, named in the plan. Excludes `overlap` "backward" and "both"; with weights on a GPU the CPU
+            updates all.
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.

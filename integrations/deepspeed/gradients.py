@@ -97,6 +97,9 @@ class HostGradients:
         """Wait for all copies."""
         self.transfers.wait()
 
+    def end(self) -> None:
+        """The window has ended, with a step or without."""
+
 
 class EngineGradients:
     """Where the engine has them.
@@ -167,7 +170,7 @@ class EngineGradients:
         """See `HostGradients.read`; on the GPU or in host memory, wherever it is."""
         piece = self._pieces[number]
         found = self._lent.get(number)
-        if found is None and arrived:
+        if found is None and arrived and self._engine.gradients.has_arrived(number):  # else a step has used it
             self._engine.gradients.settle()
             found = self._kept[number] if number in self._kept else self._engine.gradients.slot(number)
         wanted = piece.numel if numel is None else numel
@@ -191,3 +194,8 @@ class EngineGradients:
 
     def settle(self) -> None:
         """Nothing: lanes of the GPU are ordered among themselves."""
+
+    def end(self) -> None:
+        """See `HostGradients.end`; in host memory they are dropped at once, as they may lie on paths."""
+        if self._place.type == "cpu":
+            self._engine.gradients.forget()

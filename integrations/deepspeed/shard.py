@@ -166,6 +166,7 @@ class Shard:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
         self.gradients.settle()  # what is thrown away could arrive after what comes next
         self._open = False
+        self.gradients.end()
         self.engine.gradients.drop()
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:

@@ -153,8 +153,9 @@ def _init(manager: Any, original: Callable[..., None], *arguments: Any, **option
     found = shared.ours(manager.optimizer)
     if found is None:
         return
-    if not found.config.keep_grads:
-        raise ConfigError("keep_grads", False, "use true: verl clips gradients itself, after backward")
+    if not found.keeps_grads:
+        allowed = "use true, and no gradient_memory: verl clips gradients itself, after backward"
+        raise ConfigError("keep_grads", False, allowed)
     if found.config.overlaps_forward:
         allowed = 'use "off" or "backward": verl gives new weights to generation after its step'
         raise ConfigError("overlap", found.config.overlap, allowed)

@@ -37,10 +37,12 @@ class PathGradients(GradientStore):
         parts: See `GradientStore`.
         lanes: The session's, by which gradients come to host memory.
         fill: Returns the address of a subgroup's buffer, which belongs to the caller until the next call, or a step.
-        drop: Has all gradients forgotten, wherever they lie.
+        drop: Has all gradients forgotten, wherever they lie, and calls its argument with that.
     """
 
-    def __init__(self, *parts: Any, lanes: Lanes, fill: Callable[[int], int], drop: Callable[[], None]) -> None:
+    def __init__(
+        self, *parts: Any, lanes: Lanes, fill: Callable[[int], int], drop: Callable[[Callable[[], None]], None]
+    ) -> None:
         super().__init__(*parts)
         self._lanes = lanes
         self._ask, self._drop = fill, drop
@@ -49,7 +51,9 @@ class PathGradients(GradientStore):
         ] = []  # of each parameter, with their subgroups; the last first
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._filling: tuple[int, int] | None = None  # a subgroup, and the address of its buffer
-        self._torn: str | None = None  # the parameter whose gradient was interrupted on its way
+        self._torn: dict[str, None] = {}  # parameters whose gradients are on their way, or were interrupted there
+        self._announced: set[str] = set()  # those of them that have not set out yet
+        self._drops = 0  # how often all have been forgotten
         self._buffers: Arena | None = None
         self._buffer_bytes = 0
         self._bounce = 0  # where a gradient that comes from a device is first
@@ -99,7 +103,7 @@ class PathGradients(GradientStore):
 
     def have_arrived(self) -> bool:
         """Return whether gradients have arrived since the last step or `forget`."""
-        return bool(self._arrivals.any()) or self._torn is not None
+        return bool(self._arrivals.any() or self._torn)
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
         """See `Gradients.arrived`; it is the gradient of one backward pass.
@@ -107,8 +111,10 @@ class PathGradients(GradientStore):
         Raises:
             ConfigError: It is wider than what is kept of gradients, or a pass was interrupted before.
         """
-        self._check_whole()
         parameter = self._parameters[position]
+        if parameter.name not in self._announced:
+            self.announce(position)
+        self._announced.discard(parameter.name)
         own = self._like.dtype_of(parameter)
         item = int(ITEM_BYTES[own])
         if dtype is not own and (own is not DtypeCode.FLOAT32 or self._lanes.bounces):
@@ -118,16 +124,31 @@ class PathGradients(GradientStore):
         if dtype is not own:
             wide = tensor_at(address, parameter.numel, TORCH_DTYPES[dtype]).to(torch.float32)
             address = wide.data_ptr()
-        self._torn = parameter.name
-        is_first, target = not self._arrivals[position], 1
+        is_first, target, drops = not self._arrivals[position], 1, self._drops
         for subgroup, segment in self._segments[position]:  # from the last one, as backward goes
             target = self._fill(subgroup) + segment.offset * item
             source = self._lanes.bring_gradient(address + segment.start * item, segment.numel * item, self._bounce)
+            if self._drops != drops:  # by a signal handler
+                return
             self._put(position, segment, source, target, own, is_first=is_first)
+        if self._drops != drops:
+            return
         self._arrivals[position] += 1
         super().bind(position, target, own, True)
         self._gathered[position] = own
-        self._torn = None
+        self._torn.pop(parameter.name, None)
+
+    def announce(self, position: int) -> None:
+        """Say that a gradient is about to arrive: what interrupts it from now on leaves a pass that is not whole.
+
+        Raises:
+            ConfigError: A pass was interrupted before.
+        """
+        name = self._parameters[position].name
+        if name in self._torn:
+            self._check_whole()
+        self._torn[name] = None
+        self._announced.add(name)
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
         """Refuse a gradient that lies elsewhere: only what has arrived is used."""
@@ -182,20 +203,23 @@ class PathGradients(GradientStore):
 
     def begin_step(self, plan: Plan, visits: object) -> bool:
         """Take in that a step uses all gradients; those that arrive next are the first."""
-        self._arrivals[:] = 0
-        self._filling = None
+        self._reset()
         return False
+
+    def _reset(self) -> None:
+        self._arrivals[:], self._filling = 0, None
+        self._torn.clear()
+        self._announced.clear()
+        self._drops += 1
 
     def forget(self) -> None:
         """Forget all gradients that no step has used."""
         if self.have_arrived():
-            self._filling = None
-            self._drop()
-            self._arrivals[:], self._torn = 0, None
+            self._drop(self._reset)
 
     def _check_whole(self) -> None:
-        if self._torn is not None:
-            given = f"an interrupted pass, at {self._torn}"
+        if self._torn:
+            given = f"an interrupted pass, at {next(iter(self._torn))}"
             raise ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
 
     def _all_gathered(self, positions: Any) -> npt.NDArray[np.int64]:

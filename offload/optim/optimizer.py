@@ -596,8 +596,13 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     @property
     def config(self) -> OffloadConfig:
-        """Tiers and budgets, as they were given."""
+        """Tiers and budgets, as they were given; `gradient_memory` is None where all gradients fit."""
         return self._holder.config
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether gradients stay in `.grad` until the step; else `clip_grad_norm_` alone can clip them."""
+        return self.config.keep_grads and self.config.gradient_memory is None
 
     @property
     def plan(self) -> PlanReport:

@@ -433,6 +433,9 @@ class DepartureRoute(Route):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         if is_first:
             self.departures[bound] = gradient if engine.gradients.stays(bound.position) else None
+        if self._leaves:  # else an interrupt in between would have it counted, and be counted again
+            engine.gradients.announce(bound.position)
+            bound.parameter.grad = None
         mark = engine.gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         bound.parameter.grad = None
         if mark is not None:
@@ -443,6 +446,7 @@ class DepartureRoute(Route):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
             gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
+            _check_gradient(shards.local(gradient), shards.local(bound.parameter), bound.name)
             self._depart(bound, shards.local(gradient).detach())
         return self._engine.gradients.has_arrived(bound.position)
 

@@ -27,9 +27,6 @@ from offload.protocols import TileId
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import Operation, ReadTile, WriteTile
 
-SCRATCH_STEP = 0
-"""The version of all tiles of gradients: they have none."""
-
 
 @dataclass(slots=True)
 class _Held:
@@ -86,6 +83,8 @@ class GradientBuffers:
         self._held: dict[int, _Held] = {}  # by subgroup; those that were filled last are last
         self._stored: set[int] = set()  # subgroups whose gradients are whole on the paths
         self._filling: int | None = None
+        self._writes = 0  # so far: each is the version of what it writes
+        self._is_due = False  # whether something has changed since `advance`
         # Subgroups whose gradients are to be read for their visits: those with streamed state, which has a staging
         # slot meanwhile, come first.
         self._streamed: deque[int] = deque()
@@ -94,8 +93,9 @@ class GradientBuffers:
 
     def adopt(self, plan: Plan) -> None:
         """Take in a plan, with nothing on its way."""
-        self._plan = plan
+        self._plan, self._is_due = plan, True
         count = plan.gradient_buffers
+        invariant(count >= len(self._owners), "a plan takes gradient buffers away")
         self._owners.extend([None] * (count - len(self._owners)))
         self._most_alone = count if count >= len(plan.layout.subgroups) else count - SPARE_BUFFERS
 
@@ -103,7 +103,9 @@ class GradientBuffers:
 
     def fill(self, subgroup: int) -> None:
         """Have a buffer made ready for gradients of a subgroup; see `is_filling`."""
-        self._filling = subgroup
+        self._filling, self._is_due = subgroup, True
+        if subgroup in self._held:
+            self._held[subgroup] = self._held.pop(subgroup)  # the last to have been filled
 
     def is_filling(self, subgroup: int) -> bool:
         """Return whether the caller may write a subgroup's gradients to its buffer."""
@@ -116,7 +118,7 @@ class GradientBuffers:
 
     def stop_filling(self) -> None:
         """Take in that the caller writes nothing more."""
-        self._filling = None
+        self._filling, self._is_due = None, True
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -130,6 +132,7 @@ class GradientBuffers:
 
     def come(self, subgroup: int) -> None:
         """Have the gradients of a visit come to a buffer, if they are not there: its state is there, or comes."""
+        self._is_due = True
         if subgroup in self._held:
             self._held[subgroup].is_wanted = True
         else:
@@ -144,7 +147,7 @@ class GradientBuffers:
 
     def used(self, subgroup: int) -> None:
         """Take in that gradients are of no use any more."""
-        held = self._held[subgroup]
+        held, self._is_due = self._held[subgroup], True
         if self._filling == subgroup:
             self._filling = None
         if held.is_still:
@@ -155,6 +158,7 @@ class GradientBuffers:
 
     def forget_waiting(self) -> None:
         """Have no visit wait: the sweep has ended."""
+        self._is_due = True
         self._streamed.clear()
         self._resident.clear()
         for held in self._held.values():
@@ -165,7 +169,7 @@ class GradientBuffers:
     def landed(self, operation: ReadTile | WriteTile, checksum: int) -> bool:
         """Take in that a tile has been read or written; return whether a visit may find its gradients now."""
         tile = operation.tile
-        held = self._held[tile.subgroup]
+        held, self._is_due = self._held[tile.subgroup], True
         if isinstance(operation, ReadTile):
             held.unread -= 1
         else:
@@ -187,7 +191,7 @@ class GradientBuffers:
 
     def write_again(self, write: WriteTile) -> bool:
         """Have a tile go elsewhere whose write has failed, if it is of any use; return whether there is room."""
-        held = self._held[write.tile.subgroup]
+        held, self._is_due = self._held[write.tile.subgroup], True
         if not held.is_over:
             buffer = known(write.slot, "a gradient buffer without a number")
             return self._write(write.tile, buffer, write.buffer_offset, write.record.location.nbytes)
@@ -206,7 +210,9 @@ class GradientBuffers:
 
     def advance(self) -> None:
         """Give buffers to those who wait for one, and have others written so that there will be some."""
-        filling = self._filling
+        if not self._is_due:
+            return
+        self._is_due, filling = False, self._filling
         if filling is not None and filling not in self._held:
             buffer = self._take()
             if buffer is not None:
@@ -236,7 +242,6 @@ class GradientBuffers:
         if held.is_still and not held.is_newest:
             held.is_newest = True
             self._forget(subgroup)
-            self._held[subgroup] = self._held.pop(subgroup)  # the last to have been filled
 
     def _take(self) -> int | None:
         """Return a buffer that is free, or whose content is on the paths and not wanted; None if there is none."""
@@ -270,7 +275,8 @@ class GradientBuffers:
         location = self._index.claim(nbytes)
         if location is None:
             return False
-        record = Record(location, SCRATCH_STEP, 0)
+        self._writes += 1
+        record = Record(location, self._writes, 0)
         self._issue(WriteTile(self._new_op(), tile, buffer, offset, record, gradients=True))
         return True
 

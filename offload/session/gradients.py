@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -47,10 +47,19 @@ class Gradients:
         if machine.broken is not None:
             raise machine.broken
 
-    def _drop(self) -> None:
-        """Have all gradients in buffers and on paths forgotten."""
+    def _drop(self, dropped: Callable[[], None]) -> None:
+        """Have all gradients in buffers and on paths forgotten; an interrupt comes before both or after both."""
+
+        def drop() -> None:
+            self._parts.machine.handle(Drop())
+            dropped()
+
         with self._thread.turn():
-            self._thread.request(lambda: self._parts.machine.handle(Drop()))
+            self._thread.request(drop)
+
+    def announce(self, parameter: int | str) -> None:
+        """Say that a gradient is about to arrive, and is dropped where it was: see `PathGradients.announce`."""
+        self._parts.gradients.announce(self._parts.position(parameter))
 
     def slot(self, parameter: int | str) -> torch.Tensor:
         """Return the memory for a parameter's gradient: flat, in the config's gradient dtype.
@@ -80,8 +89,10 @@ class Gradients:
             self._visits.wait_for([parameter])
         self._thread.check_usable()
         self.take_memory()
-        position = self._parts.position(parameter)
-        mark = self._parts.gradients.arrived(position, address, dtype)
+        position, store = self._parts.position(parameter), self._parts.gradients
+        # One scope for all that an arrival asks for: nobody closes the session, or brings others, in between.
+        with self._thread.turn() if self._parts.plan.gradient_buffers else contextlib.nullcontext():
+            mark = store.arrived(position, address, dtype)
         self._thread.speculation.note_arrival(position)
         return mark
 

@@ -37,7 +37,7 @@ from offload.limits import Limits
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.plan.budget import GPU_STAGING_SLOTS
+from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
@@ -112,7 +112,7 @@ class SessionParts:
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.fill_gradients: Callable[[int], int]
-        self.drop_gradients: Callable[[], None]
+        self.drop_gradients: Callable[[Callable[[], None]], None]
         leaves = config.gradient_memory is not None
         if leaves:
             self._make_gradients = self._make_path_gradients
@@ -347,6 +347,10 @@ class SessionParts:
 
     def _place(self, layout: Layout, budgets: Budgets) -> Plan:
         before = self.plan
+        if before.gradient_buffers:  # which may hold what lies nowhere else, and become larger
+            wider = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
+            kept = max(budgets.gradients_kept_bytes, (before.gradient_buffers - LEAST_BUFFERS) * wider)
+            budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept)
         fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
         # What is there stays where it is: memory for its gradients has been given out by that.
         placements = (*before.placements, *fresh.placements[len(before.placements) :])

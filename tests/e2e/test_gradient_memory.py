@@ -281,3 +281,64 @@ def test_a_device_that_is_to_update_is_refused(tmp_path: Path):
         config = OffloadConfig(paths=[tmp_path], gradient_memory=0, **settings)
         with pytest.raises(ConfigError, match="with gradient_memory gradients lie in host memory"):
             OnDevice(model().parameters(), device=SimulatedDevice(), offload=config)
+
+
+def test_a_group_whose_subgroups_are_larger(tmp_path: Path):
+    """Buffers become larger while they hold gradients that no step has used."""
+    found = []
+    for memory in (None, "20KiB"):
+        layers = model()
+        added = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        with optimizer_of(layers, tmp_path, memory) as optimizer:
+            before = optimizer.plan.plan
+            backward(layers, 0)
+            optimizer.add_param_group({"params": [*added.named_parameters()]})
+            added(torch.ones(1, WIDTH)).sum().backward()
+            backward(layers, 1)
+            optimizer.step()
+            after = optimizer.plan.plan
+            assert memory is None or after.gradient_buffer_bytes > before.gradient_buffer_bytes
+            assert after.gradient_buffers >= before.gradient_buffers
+        found.append(weights(layers) + weights(added))
+    assert same(*found)
+
+
+def test_two_threads_in_backward(tmp_path: Path):
+    layers = torch.nn.ModuleList([model(), model()])
+    with optimizer_of(layers, tmp_path) as optimizer:
+        threads = [threading.Thread(target=backward, args=(part, 0)) for part in layers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+    for part in layers:
+        assert same(weights(part), trained(tmp_path, None, steps=1))
+
+
+def test_a_zero_grad_that_is_interrupted_is_whole_or_not_at_all(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        backward(layers, 5)
+        thread = optimizer.engine._thread
+        request = thread.request
+
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            request(*arguments, **options)
+            raise KeyboardInterrupt
+
+        thread.request = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.zero_grad()
+        thread.request = request
+        backward(layers, 0)
+        optimizer.step()
+    assert same(weights(layers), trained(tmp_path, None, steps=1))
+
+
+def test_a_sparse_gradient_is_refused_by_name(tmp_path: Path):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer:
+        layers[0].weight.grad = torch.zeros(WIDTH, WIDTH).bfloat16().to_sparse()
+        with pytest.raises(ConfigError, match=r"gradient of 0\.weight.*dense"):
+            optimizer.step()

@@ -1284,7 +1284,7 @@ FILLING = {
     IgnoresFailedGradients: "rule 9:",
     VisitsWithOtherGradients: "rule 29:",
     KeepsGradientsThatWereDropped: "rule 28:",
-    LetsTheCallerAddToWhatIsStillRead: "rule 28:",
+    LetsTheCallerAddToWhatIsStillRead: "rule 7:",
     ReadsTheFirstGradientsAgain: "rule 28:",
 }
 FORWARDS = {
