@@ -179,8 +179,17 @@ class OffloadedOptimizer:
 
     def _update_all(self) -> None:
         groups, self._stepped_scale = group_scalars(self.optimizer), float(self.loss_scale)
-        self._on_all_ranks(lambda: self.shard.step(groups, self._factor, self._stepped_scale))
+        order = self._use_order()
+        self._on_all_ranks(lambda: self.shard.step(groups, self._factor, self._stepped_scale, order))
         self._report()
+
+    def _use_order(self) -> Mapping[int, int] | None:
+        """Return the order in which forward uses pieces, if a step goes on into it."""
+        return None
+
+    def finish(self) -> None:
+        """Wait until the last step is over, if it goes on into the next forward pass."""
+        self.offload.finish()
 
     def _norms(self) -> dict[str, torch.Tensor]:
         """Return the norms of this rank's gradients by name, as DeepSpeed keeps them."""
@@ -302,6 +311,7 @@ class OffloadedOptimizer:
 
         # One rank alone writes the model, and what stops it must stop the others, who are at their state by then.
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
+            self.finish()
             self._end_lending()
             if self._publishes is not None:  # a tag that is saved again: new weights must not lie beside old state
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
@@ -503,6 +513,7 @@ class OffloadedOptimizer:
             non_blocking: Whether to go on before memory has been given back.
             keywords: As `arguments`.
         """
+        self.finish()
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
         if wanted & {kinds.optim_states, kinds.hp_params}:
@@ -532,8 +543,9 @@ class OffloadedOptimizer:
         engine._refine_include_states = lambda include: include
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
-        """Refuse: DeepSpeed gathers new weights before `step` returns."""
-        raise ConfigError("overlap_forward", "called", "leave it out: DeepSpeed gathers new weights in its step")
+        """Refuse: DeepSpeed's config says whether steps go on into forward."""
+        allowed = 'leave it out, and write "overlap": "forward" in the config: ZeRO-3 gathers weights in forward'
+        raise ConfigError("overlap_forward", "called", allowed)
 
     def destroy(self) -> None:
         """Free memory and files, ours first; a checkpoint that is being written becomes whole before."""

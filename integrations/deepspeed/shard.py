@@ -158,6 +158,7 @@ class Shard:
 
     def _open_window(self, lent: int | None = None) -> None:
         if not self._open:
+            self.engine.finish()  # a step that goes on reads what the next gradients replace
             self.gradients.begin(lent)
             self._arrived.clear()
             self._open = True  # last: what is interrupted before is done anew
@@ -174,6 +175,7 @@ class Shard:
 
         A piece without a gradient in this window (or, between windows, in the last one) reads as zero.
         """
+        self.engine.finish()  # as in `_open_window`
         arrived = number in self._arrived
         lent: torch.Tensor = self.gradients.lend(number, numel, arrived=arrived)
         if arrived and self._open:
@@ -199,20 +201,32 @@ class Shard:
 
     # Work
 
-    def step(self, groups: Sequence[GroupScalars], factor: float, loss_scale: float = 1.0) -> None:
+    def step(
+        self,
+        groups: Sequence[GroupScalars],
+        factor: float,
+        loss_scale: float = 1.0,
+        order: Mapping[int, int] | None = None,
+    ) -> None:
         """Update every piece that has a gradient.
 
         Args:
             groups: Hyperparameters.
             factor: What elements of gradients are first multiplied by: an fp32 number.
             loss_scale: What is expected of the next step's factor, if nothing is clipped then: 1 / `loss_scale`.
+            order: Of pieces, in which others wait for them: this returns when the step has begun. None: it waits.
         """
         self.gradients.settle()
         self._bind_weights()
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
-        self.engine.step(groups, scale=scale, clip=clip, active=self.active)
-        self.engine.finish(on_gpu=True)  # ZeRO-3 gathers them on a stream that waits for no other
+        if order is None or not isinstance(self.gradients, HostGradients):
+            self.engine.step(groups, scale=scale, clip=clip, active=self.active)
+            self.engine.finish(on_gpu=True)  # ZeRO-3 gathers them on a stream that waits for no other
+            return
+        active = sorted(self.active, key=lambda number: order.get(number, -1))
+        memory = [*(weight.detach() for weight in self.weights), *self.gradients.buffers]
+        self.engine.step(groups, scale=scale, clip=clip, active=active, pending=memory)
 
     def reload_masters(self) -> None:
         """Take the masters from the weights; the moments stay."""

@@ -6,7 +6,9 @@ subgroups gives ticks: the first runs the engine's step over everything, in the 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,23 @@ from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 
+
+def _after_step(
+    optimizer: weakref.ref[OffloadedStage3], parameter: Any, gather: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a parameter's way to gather several that waits for their updates first."""
+
+    @functools.wraps(gather)
+    def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        given = keywords.get("param_list", keywords.get("params", parameters))
+        listed = [parameter] if given is None else [given] if isinstance(given, torch.Tensor) else [*given]
+        if (owner := optimizer()) is not None:
+            owner.before_gather(listed)
+        return gather(*(() if parameters is None else (listed,)), *arguments, **keywords)
+
+    return gather_updated
+
+
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 
 
@@ -25,6 +44,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
     grad_partitions_flat_buffer: torch.Tensor
+    persistent_parameters: list[Any]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -38,6 +58,36 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         else:  # the engine has memory of its own for them
             self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
             self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
+        self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
+        if self._offload_config.overlaps_forward:
+            # All parameters, as one that is frozen may be the first of those that are gathered together.
+            for parameter in self.module.parameters():
+                for name in ("all_gather", "all_gather_coalesced"):
+                    if hasattr(parameter, name):
+                        setattr(parameter, name, _after_step(weakref.ref(self), parameter, getattr(parameter, name)))
+
+    # Into the next forward pass
+
+    def before_gather(self, parameters: Sequence[Any]) -> None:
+        """Wait until the last step has updated this rank's parts of some parameters."""
+        found = (self._numbers.get(parameter.ds_id) for parameter in parameters)
+        numbers = [number for number in found if number is not None]
+        self._used.update(dict.fromkeys(numbers))
+        self.offload.wait_for(numbers)
+
+    def _use_order(self) -> Mapping[int, int] | None:
+        used, self._used = self._used, {}
+        return {n: place for place, n in enumerate(used)} if self._offload_config.overlaps_forward else None
+
+    def _post_step(self, *arguments: Any, **keywords: Any) -> None:
+        """End a step; persistent parameters are gathered by their modules where it goes on into forward."""
+        persistent = self.persistent_parameters
+        if self._offload_config.overlaps_forward:
+            self.persistent_parameters = []  # small ones lie in all subgroups: all would be waited for
+        try:
+            super()._post_step(*arguments, **keywords)
+        finally:
+            self.persistent_parameters = persistent
 
     # State
 

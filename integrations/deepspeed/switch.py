@@ -52,6 +52,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "_optimizer_step": "sub_group_id",
         "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
         "_unflatten_partitioned_parameters": "sub_group_id",
+        "_post_step": "timer_names",
         "reset_cpu_buffers": "",
         "zero_grad": "set_to_none",
         "_rigid_state_dict": "",
@@ -198,7 +199,7 @@ def _offload_to_cpu(engine: Any) -> None:
 
 
 def _check_overlap(config: OffloadConfig, accelerator: str) -> None:
-    if config.overlaps_backward and accelerator != "cpu":
+    if (config.overlaps_backward or config.overlaps_forward) and accelerator != "cpu":
         allowed = f'use "off" on {accelerator}: it is for weights and gradients in host memory'
         raise ConfigError(f"{KEY}.overlap", config.overlap, allowed)
 

@@ -324,10 +324,12 @@ class FollowedModel:
         parameters = shards.gathered_by(group)
         if group.device.type != "cpu":
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-            if overlap.has_ended:
-                stream.wait_stream(group.device_handle.current_stream())
-            with group.device_handle.stream(stream):
+            if overlap.has_ended or self.check:  # weights may be there on the caller's stream alone
                 overlap.wait_for_some(parameters)
+                stream.wait_stream(group.device_handle.current_stream())
+            else:
+                with group.device_handle.stream(stream):
+                    overlap.wait_for_some(parameters)
         if group._training_state.name == "PRE_BACKWARD":
             overlap.wait_for_some(parameters)
         else:

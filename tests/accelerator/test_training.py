@@ -405,6 +405,7 @@ RANKS = [
     ("fsdp2", False, 0.0, "off"),
     ("fsdp2", False, 1.0, "off"),
     ("ddp", True, 0.5, "off"),
+    ("fsdp2", True, 0.5, "forward"),
     ("fsdp2", True, 1.0, "forward"),
     ("fsdp2", False, 0.3, "forward"),
     ("fsdp2", False, 0.3, "backward"),

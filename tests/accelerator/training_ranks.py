@@ -45,6 +45,7 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: s
     shards.GATHER_BYTES = 1000  # so that weights are exchanged in several parts
     torch.accelerator.set_device_index(0)
     mirror = Mirror([{"params": [*Model().parameters()], **SETTINGS}], decoupled=True)
+    beside = Model()
     model: torch.nn.Module = Model().to(DEVICE)
     trained = model
     if kind == "fsdp2":
@@ -68,11 +69,17 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: s
     confirmed_bytes = hidden = 0.0
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config) as optimizer:
         if config.overlaps_forward:
-            optimizer.overlap_forward(model, check=keep_grads)  # late copies of weights, too
+            optimizer.overlap_forward(model, check=placement == 0.5)  # late copies of weights, too
         for step in range(4 if overlap == "off" else 12):
             gradients = [torch.zeros(()) for _ in mirror.weights[0]]
             for number in (step, step + 10) if kind == "fsdp2" else (step,):
-                trained(given(number)).backward()
+                loss = trained(given(number))
+                loss.backward()
+                wanted = exact_gradients(number, dist.get_rank())
+                with torch.no_grad():  # forward has used the weights of the last step, whole
+                    for parameter, weight in zip(beside.parameters(), mirror.weights[0], strict=True):
+                        parameter.copy_(weight)
+                    assert loss.item() == beside(wanted).item(), (step, number)
                 both = zip(gradients, mean_gradients(number, dist.get_world_size()), strict=True)
                 gradients = [sum_ + more for sum_, more in both]
                 assert all((parameter.grad is None) is not keep_grads for parameter in model.parameters())

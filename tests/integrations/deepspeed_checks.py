@@ -178,7 +178,9 @@ def phases_change_nothing(folder: Path) -> None:
         for number, host in enumerate((0, "30KiB", "1GiB")):
             own = folder / f"{stage}-{number}"
             own.mkdir(exist_ok=True)
-            case = Case(stage, "bf16", 2, steps=1, offload={"host_memory": host, "paths": [str(own)]})
+            overlap = "forward" if stage == 3 and number == 0 and "PLACEMENT" not in os.environ else "off"
+            offload = {"host_memory": host, "paths": [str(own)], "overlap": overlap}
+            case = Case(stage, "bf16", 2, steps=1, offload=offload)
             with training(case, ours=True) as engine:
                 losses = []
                 for step in range(5):
@@ -538,7 +540,9 @@ def checkpoints_go_both_ways(folder: Path) -> None:
 
     for stage in (2, 3):
         for dtype in ("bf16", "fp32"):
-            case = Case(stage, dtype, 2, offload=paths(folder), net={"branch": True})
+            # A step still goes on when it is saved.
+            overlap = "forward" if stage == 3 and "PLACEMENT" not in os.environ else "off"
+            case = Case(stage, dtype, 2, offload={**paths(folder), "overlap": overlap}, net={"branch": True})
             results = {}
             for writer in (False, True):
                 tag = f"{stage}-{dtype}-{writer}"
@@ -1636,6 +1640,51 @@ def auto_does_what_the_first_rank_predicts(folder: Path) -> None:
             assert all(4 < number < 8 or number >= 16 for number in made), shares
     finally:
         Forecast.with_backward_s = original  # type: ignore[method-assign]
+
+
+@check
+def steps_that_go_on_into_forward_change_nothing(folder: Path) -> None:
+    """All bits are those of `overlap="off"`, and steps do go on when they return."""
+    from deepspeed_runs import Case, assert_same
+
+    from offload.integrations.deepspeed.stage3 import OffloadedStage3
+
+    if "PLACEMENT" in os.environ:
+        raise Skip("steps go on with weights and gradients in host memory")
+    cases: list[tuple[str, int, str, dict[str, Any]]] = [
+        ("bf16", 1, "exact", {"stage3_param_persistence_threshold": 0}),
+        ("bf16", 2, "compact16", {}),  # all parameters are persistent
+        ("fp16", 1, "compact8", {"stage3_param_persistence_threshold": 0, "overlap_comm": True}),
+        ("fp32", 1, "exact", {"stage3_max_live_parameters": 10_000, "stage3_prefetch_bucket_size": 10_000}),
+    ]
+    pending: list[bool] = []
+    original = OffloadedStage3._post_step
+
+    def post_step(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **keywords)
+        pending.append(self.offload.is_pending)
+
+    OffloadedStage3._post_step = post_step  # type: ignore[method-assign]
+    try:
+        for dtype, accumulation, state_format, zero in cases:
+            found = {}
+            for overlap in ("off", "forward", "both"):
+                pending.clear()
+                offload = {**paths(folder), "subgroup_numel": 4096, "state_format": state_format, "overlap": overlap}
+                zero = {"sub_group_size": 20_000, "reduce_bucket_size": 10_000, **zero}
+                case = Case(3, dtype, accumulation, clip=1.0, zero=zero, offload=offload)
+                if dtype == "fp16":
+                    scaling = {"initial_scale_power": 8, "loss_scale_window": 8, "hysteresis": 1}
+                    case.config = {"fp16": {"enabled": True, **scaling}}
+                found[overlap] = train_as_ahead_says(case, skips_nan=True)
+                assert any(pending) == (overlap != "off"), (overlap, pending)
+            for overlap in ("forward", "both"):
+                label = f"{dtype, accumulation, state_format, overlap}"
+                assert found[overlap][0] == found["off"][0], f"{label}: {found[overlap][0]}, not {found['off'][0]}"
+                assert_same(found[overlap][2], found["off"][2])
+            assert sum(confirmed for confirmed, _ in found["both"][1]) > 1, f"{dtype, state_format}"
+    finally:
+        OffloadedStage3._post_step = original  # type: ignore[method-assign]
 
 
 @check

@@ -200,7 +200,7 @@ def test_with_the_variable_an_import_is_enough(tmp_path: Path) -> None:
         ('{"host_memroy": 1}', 'did you mean "host_memory"?'),
         ('{"host_memory": "many"}', "host_memory"),
         ('{"keep_grads": true}', "DeepSpeed decides"),
-        ('{"overlap": "forward"}', "DeepSpeed gathers new weights"),
+        ('{"overlap": "ahead"}', 'use "off" or "forward"'),
         ('{"multi_tier_offload": {"host_memory": 1}}', "give the fields of multi_tier_offload alone"),
     ],
 )

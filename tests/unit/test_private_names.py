@@ -24,6 +24,7 @@ OTHERS = {
     "_make",  # of named tuples
     "_native",  # the module
     "_optimizer_step",  # DeepSpeed's
+    "_post_step",  # DeepSpeed's
     "_replace",  # of named tuples
 }
 MOST = 40
