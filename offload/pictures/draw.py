@@ -29,6 +29,9 @@ LANE_TITLES = {"cpu": "CPU update", "gpu": "GPU update", "h2d": "host to GPU", "
 _PART_COLOURS = ("#4c78a8", "#e4853a", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#bab0ac")
 Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 
+MOST_NAME = 40
+"""Characters of a name beside a bar."""
+
 MOST_SHAPES = 300
 """Bars of a lane that are shapes in a picture of vectors; of more, each a fraction of a pixel, the lane is pixels."""
 
@@ -93,7 +96,7 @@ def lanes_into(
         intervals = sorted((interval for interval in timeline if interval.lane == lane), key=lambda item: item[2:4])
         _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, factor=factor)
         axes.text(1.01, row, _lane_figures(intervals, span_s), transform=in_row, va="center", fontsize=8)
-    axes.set_yticks(range(len(lanes)), [lane_title(lane) for lane in lanes], parse_math=False)
+    axes.set_yticks(range(len(lanes)), [_shortened(lane_title(lane)) for lane in lanes], parse_math=False)
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     axes.set_xlim(0, span_s * factor * 1.01)
     axes.set_xlabel(f"time since the step's first operation ({unit})")
@@ -186,7 +189,7 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
         left = 0.0
         for name, nbytes in tier.parts.items():
             if nbytes:
-                label = None if name in labelled else name
+                label = None if name in labelled else _shortened(name)
                 labelled.add(name)
                 axes.barh(row, nbytes / whole, left=left, color=colours[name], height=0.6, label=label)
                 left += nbytes / whole
@@ -194,7 +197,7 @@ def tiers_into(axes: Axes, tiers: Sequence[Tier], *, title: str) -> None:
             axes.barh(row, 1.0, color="none", edgecolor="#888888", height=0.6)
         of_size = f" of {format_bytes(tier.nbytes)}" if tier.nbytes else ""
         axes.text(1.01, row, f"{format_bytes(used)}{of_size}", transform=in_row, va="center", fontsize=8)
-    axes.set_yticks(range(len(tiers)), [tier.name for tier in tiers], parse_math=False)
+    axes.set_yticks(range(len(tiers)), [_shortened(tier.name) for tier in tiers], parse_math=False)
     axes.set_ylim(max(1, len(tiers)) - 0.5, -0.5)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda share, position: f"{share:.0%}")
@@ -225,6 +228,11 @@ def steps_figure(steps: Sequence[tuple[int, float, float | None]]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     return figure
+
+
+def _shortened(name: str) -> str:
+    """Return a name that leaves room for what it is the name of; of a path its end tells most."""
+    return name if len(name) <= MOST_NAME else f"…{name[1 - MOST_NAME :]}"
 
 
 def draw_plan(

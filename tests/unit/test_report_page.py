@@ -54,7 +54,7 @@ def test_a_run_has_a_page_in_which_all_is_text(folder: Path, capsys: pytest.Capt
     assert reader.tags.count("svg") == 3
     said = " ".join(reader.said)
     assert all(heading in said for heading in (*HEADINGS, "What would help"))
-    assert said.count(EVIL) >= 8
+    assert said.count(EVIL) >= 7  # pictures have the ends of long names
     assert "2 times as long" in said
     assert "-250 ms" in said
     assert "default-src 'none'" in page.read_text()
