@@ -594,6 +594,148 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
             assert_same(state_of(engine), whole[1])
 
 
+def model_file(engine: Any, place: Path, tag: str) -> Path:
+    return Path(engine._get_ckpt_name(str(place), tag))
+
+
+@check
+def weights_that_masters_give_are_written_behind(folder: Path) -> None:
+    """By all ranks, byte for byte, whatever training has made of them since; all else is there before."""
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import behind, stream
+
+    write_state = stream.write_state
+    goes_on = threading.Event()
+
+    def late(*given: Any) -> None:
+        goes_on.wait()
+        write_state(*given)
+
+    rank = torch.distributed.get_rank()
+    for stage, dtype, layout, format in (
+        (1, "bf16", "stock", "exact"),
+        (1, "fp16", "in_place", "exact"),
+        (2, "fp32", "stock", "exact"),
+        (2, "bf16", "in_place", "compact8"),
+    ):
+        place = folder / f"{stage}-{dtype}"
+        place.mkdir(exist_ok=True)
+        saving = {"checkpoint": {"wait": False, "layout": layout}, "checkpoints_kept": 2}
+        settings = {"state_format": format, "subgroup_numel": 4096, **saving}
+        case = Case(stage, dtype, groups=two_groups, offload={**paths(place), **settings})
+        model = wide(150_000) if format != "exact" else case.model()
+        model.body[1].requires_grad_(False)
+        with training(case, ours=True, model=model) as engine, pytest.MonkeyPatch.context() as patch:
+            engine.module.register_buffer("buffer", torch.arange(5.0))
+            train(engine, case, 0, 3)
+            client = {"own": torch.arange(3), "view": engine.module.head.weight[1:2].detach()}
+            type(engine).save_checkpoint(engine, str(place), tag="waits", client_state=client, save_latest=False)
+            patch.setattr(stream, "write_state", late)
+            goes_on.clear()
+            engine.save_checkpoint(str(place), tag="behind", client_state=client)
+            file = model_file(engine, place, "behind")
+            saved = torch.load(behind.partial_of(str(file)), weights_only=False)
+            module = engine.module.state_dict()
+            for name in ("body.1.weight", "body.1.bias", "buffer"):
+                assert torch.equal(saved["module"][name], module[name]), name
+            for name in ("embed.weight", "head.weight", "body.0.weight"):
+                assert not saved["module"][name].any(), f"{name} is there when the save returns"
+            assert torch.equal(saved["own"], client["own"])
+            assert not file.exists()
+            whole = state_of(engine)
+            engine.module.body[0].weight.data.zero_()  # as one who swaps weights does: they are saved by then
+            train(engine, case, 3, 1)
+            goes_on.set()
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            waits = model_file(engine, place, "waits")
+            assert file.read_bytes() == waits.read_bytes()
+            assert not file.parent.joinpath(behind.PARTIAL).exists()
+            assert not waits.parent.joinpath(behind.PARTIAL).exists()
+            assert engine.load_checkpoint(str(place))[0].startswith(str(place / "behind"))
+            assert_same(state_of(engine), whole)
+            torch.distributed.barrier()
+            if rank == 0:
+                file.rename(place / "away")
+            torch.distributed.barrier()
+            with pytest.raises((AssertionError, OSError, offload_error())):  # not taken for whole without it
+                engine.load_checkpoint(str(place), tag="behind")
+
+
+@check
+def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: Path) -> None:
+    """Whoever has set them, or their masters, since the last step; a change that nobody could see fails the save."""
+    import pytest
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param
+    from deepspeed_runs import Case, train, training
+
+    from offload.integrations.deepspeed import stream
+
+    write_state = stream.write_state
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def late(*given: Any) -> None:
+        goes_on.wait()
+        write_state(*given)
+
+    def counted(engine: Any) -> None:
+        with torch.no_grad():
+            engine.module.body[0].weight[0, 3] = 5.0
+
+    def uncounted(engine: Any) -> None:
+        engine.module.embed.weight.data.mul_(0.5)
+
+    def elsewhere(engine: Any) -> None:
+        engine.module.body[0].bias.data = torch.full_like(engine.module.body[0].bias, 3.0)
+
+    def master(engine: Any) -> None:
+        weight = engine.module.body[0].weight
+        safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.25))
+
+    def one_element(engine: Any) -> None:
+        engine.module.body[0].weight.data.view(-1)[7] += 1.0
+
+    for layout in ("stock", "in_place"):
+        place = folder / layout
+        place.mkdir(exist_ok=True)
+        settings = {"checkpoint": {"wait": False, "layout": layout}}
+        case = Case(2, offload={**paths(place), **settings})
+        with training(case, ours=True) as engine, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "write_state", late)
+            for step, change in enumerate((counted, uncounted, elsewhere, master)):
+                train(engine, case, step, 1)
+                change(engine)
+                tag = change.__name__
+                type(engine).save_checkpoint(engine, str(place), tag="waits", save_latest=False)
+                goes_on.clear()
+                engine.save_checkpoint(str(place), tag=tag)
+                if change is elsewhere:
+                    engine.optimizer._update_model_bit16_weights(0)
+                else:
+                    engine.module.embed.weight.data.zero_()
+                goes_on.set()
+                engine.optimizer.wait_checkpoint()
+                torch.distributed.barrier()
+                assert model_file(engine, place, tag).read_bytes() == model_file(engine, place, "waits").read_bytes()
+                torch.distributed.barrier()
+            train(engine, case, 4, 1)
+            one_element(engine)
+            with pytest.raises(offload_error()):
+                save_and_wait(engine, place, "fails")
+            torch.distributed.barrier()
+            assert (place / "latest").read_text() == "master"
+            assert not model_file(engine, place, "fails").exists()
+            type(engine).save_checkpoint(engine, str(place), tag="waits", save_latest=False)
+            save_and_wait(engine, place, "whole")
+            assert model_file(engine, place, "whole").read_bytes() == model_file(engine, place, "waits").read_bytes()
+            assert engine.load_checkpoint(str(place))[0].startswith(str(place / "whole"))
+
+
 @check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
