@@ -156,9 +156,10 @@ def set_aside(file: str) -> None:
 
 
 def discard(file: str) -> None:
-    """Delete what there is of a file under its partial name, and the folder if it is empty then."""
+    """Delete what there is of a file that is not whole, what it was to displace, and the folder if it is empty."""
     with contextlib.suppress(OSError):
         _delete(partial_of(file))
+        _delete(f"{partial_of(file)}{ASIDE}")
         os.rmdir(os.path.dirname(partial_of(file)))
 
 

@@ -73,12 +73,12 @@ class UnnamedModel:
 
     Attributes:
         path: Its name when it is whole.
-        starts: Where weights of each flat tensor belong that it is without; none if it is whole.
+        starts: Where each flat tensor of weights belongs, None for one that it does not have; none if it is whole.
         identity: What tells it from any other file.
     """
 
     path: str
-    starts: Sequence[int]
+    starts: Sequence[int | None]
     identity: tuple[int, ...]
 
 
@@ -447,21 +447,28 @@ class OffloadedOptimizer:
         def write() -> None:
             if is_behind and torch.distributed.get_rank() == 0:
                 set_aside(path)
-            with _in_partial(engine, "_get_ckpt_name", path), stream.without_data(engine.checkpoint_engine) as saved:
-                save()
-            for state in saved:  # of one rank alone
-                places = stream.fill(partial_of(path), state, left_out)
-                if places is None:
+            with _in_partial(engine, "_get_ckpt_name", path):
+                with stream.without_data(engine.checkpoint_engine) as saved:
+                    save()
+                places = [stream.fill(partial_of(path), state, left_out) for state in saved]
+            for found in places:  # of one rank alone
+                if found is None:
                     log.warning("weights are saved to %s in a way that cannot be streamed", path)
+                    discard(path)
                     save()
                 elif is_behind:
-                    starts = [stream.place(places, flat) for flat in self.flat_weights] if left_out else []
+                    starts = [stream.place(found, flat) for flat in self.flat_weights] if left_out else []
                     self._model = UnnamedModel(path, starts, _identity(partial_of(path)))
                 else:
                     os.rename(partial_of(path), path)
                     discard(path)
 
-        self._on_all_ranks(write)
+        try:
+            self._on_all_ranks(write)
+        except BaseException:
+            if torch.distributed.get_rank() == 0:
+                discard(path)
+            raise
 
     def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         if not stream.can_stream(engine.checkpoint_engine):
@@ -534,19 +541,17 @@ class OffloadedOptimizer:
         rank = torch.distributed.get_rank()
         if unnamed is None:
             return None
-        starts = unnamed.starts
+        starts, flats = unnamed.starts, self.flat_weights
         if starts and self._any(_identity(partial_of(path)) != unnamed.identity):
-            self._on_all_ranks(
-                lambda: stream.write_weights(partial_of(path), starts, self.flat_weights if rank == 0 else ())
-            )
+            self._on_all_ranks(lambda: stream.write_weights(partial_of(path), starts, flats) if rank == 0 else None)
             starts = []
         if not starts and rank > 0:
             return None
-        offsets = [
-            part.data_ptr() - flat.data_ptr()
-            for part, flat in zip(self.shard.weights, self.flat_weights, strict=True)
-        ]
-        return SharedModel(path, [start + offset for start, offset in zip(starts, offsets, strict=False)])
+        mine = zip(starts, flats, self.shard.weights, strict=True) if starts else ()
+        return SharedModel(
+            path,
+            [None if start is None else start + part.data_ptr() - flat.data_ptr() for start, flat, part in mine],
+        )
 
     def _saved(self, found: dict[str, Any], states: list[FlatState]) -> dict[str, Any]:
         """Add what DeepSpeed does not know of to what it is about to save."""

@@ -83,6 +83,14 @@ class _Storages(pickle.Pickler):
         return "storage"
 
 
+def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
+    pickler = _Storages()
+    with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
+        pickler.dump(pickled)
+        return pickler.found
+    return {}
+
+
 @contextlib.contextmanager
 def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
     """Have a checkpoint engine write files with holes where tensors belong; yield what it has been given to write."""
@@ -122,8 +130,7 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
     Raises:
         OSError: If the file cannot be written.
     """
-    (pickler := _Storages()).dump(pickled)
-    storages = pickler.found
+    storages = _storages(pickled)
     with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
         records = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
         found = [records[number] for number in map(str, range(len(records))) if number in records]
@@ -227,12 +234,13 @@ class SharedModel:
 
     Attributes:
         path: Its name when it is whole.
-        starts: Where this rank's part of each flat tensor of weights begins; none if it is there.
+        starts: Where this rank's part of each flat tensor of weights begins, None for one that the file does not
+            have; none if all is there.
         digests: Of these parts, as they are saved.
     """
 
     path: str
-    starts: Sequence[int]
+    starts: Sequence[int | None]
     digests: Sequence[torch.Tensor] = ()
 
     def is_written(self, path: str, weights: Sequence[torch.Tensor]) -> bool:
@@ -242,17 +250,18 @@ class SharedModel:
             path: The file.
             weights: This rank's part of each flat tensor, for their sizes.
         """
-        found = []
         with open(path, "rb") as file:
-            for start, weight in zip(self.starts, weights, strict=True):
-                file.seek(start)
-                sizes = [min(_DIGEST_BYTES, weight.nbytes - at) for at in range(0, weight.nbytes, _DIGEST_BYTES)]
-                pieces = (torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.int32) for nbytes in sizes)
-                found.append(_sums(pieces, "cpu"))
-        return all(map(torch.equal, found, self.digests))
+            for start, weight, saved in zip(self.starts, weights, self.digests, strict=True):
+                if start is not None:
+                    file.seek(start)
+                    sizes = (min(_DIGEST_BYTES, weight.nbytes - at) for at in range(0, weight.nbytes, _DIGEST_BYTES))
+                    pieces = (torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.int32) for nbytes in sizes)
+                    if not torch.equal(_sums(pieces, "cpu"), saved):
+                        return False
+        return True
 
 
-def write_weights(path: str, starts: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
+def write_weights(path: str, starts: Sequence[int | None], weights: Sequence[torch.Tensor]) -> None:
     """Write flat tensors of weights as they are now.
 
     Raises:
@@ -260,7 +269,8 @@ def write_weights(path: str, starts: Sequence[int], weights: Sequence[torch.Tens
     """
     with _opened(path) as file:
         for start, weight in zip(starts, weights, strict=True):
-            _write_tensor(file, weight, start)
+            if start is not None:
+                _write_tensor(file, weight, start)
 
 
 _DIGEST_BYTES = COLUMNS * 4 * 1024

@@ -737,6 +737,30 @@ def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: P
 
 
 @check
+def ranks_that_share_no_folder_save_as_ever(folder: Path) -> None:
+    """Rank 0 writes all weights before a save returns: those who cannot see its file write none, to nobody's."""
+    import torch
+    from deepspeed_runs import Case, train, training
+
+    rank = torch.distributed.get_rank()
+    for local in (False, True):
+        place = folder / f"{local}-{rank}"
+        config = {"checkpoint": {"use_node_local_storage": local}}
+        case = Case(1, offload={**paths(folder), "checkpoint": {"wait": False}}, config=config)
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 2)
+            type(engine).save_checkpoint(engine, str(place), tag="waits", save_latest=False)
+            engine.save_checkpoint(str(place), tag="behind")
+            train(engine, case, 2, 1)
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            files = {tag: sorted((place / tag).iterdir()) for tag in ("waits", "behind")}
+            assert [file.name for file in files["waits"]] == [file.name for file in files["behind"]]
+            for mine, theirs in zip(files["behind"], files["waits"], strict=True):
+                assert mine.read_bytes() == theirs.read_bytes(), mine.name
+
+
+@check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
     import shutil
@@ -925,9 +949,9 @@ def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
             time.sleep(0.01)
         write_state(*given)
 
-    for layout in ("stock", "in_place"):
-        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
-        place = folder / layout
+    for stage, layout in ((3, "stock"), (3, "in_place"), (2, "in_place")):
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
+        place = folder / f"{layout}-{stage}"
         with training(case, ours=True) as engine:
             for step, instead in enumerate((is_interrupted, is_not_reached)):
                 train(engine, case, step, 1)
@@ -987,7 +1011,8 @@ def alone_saves_behind(folder: Path) -> None:
     from deepspeed_runs import Case, state_of, train, training
 
     saving = {"wait": False, "layout": os.environ.get("LAYOUT", "stock")}
-    case = Case(3, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": saving})
+    stage = int(os.environ.get("STAGE", "3"))
+    case = Case(stage, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": saving})
     kill_after_s = float(os.environ.get("KILL_AFTER_S", "inf"))
     with training(case, ours=True, model=wide(100_000)) as engine:
 
@@ -1187,7 +1212,7 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
     if not mounted[0]:
         raise Skip("only root can mount a small file system")
     try:
-        for stage, waits in ((2, True), (3, True), (3, False)):
+        for stage, waits in ((2, True), (3, True), (2, False), (3, False)):
             settings = {**paths(folder), "subgroup_numel": 1 << 16, "checkpoint": {"wait": waits}}
             case = Case(stage, offload=settings)
             results = []
@@ -1282,20 +1307,24 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
 
     from offload import CheckpointError
     from offload.checkpoint import commit
+    from offload.integrations.deepspeed import stream
 
     def fails(*given: Any) -> None:
         time.sleep(0.2)  # others wait by then
         raise CheckpointError("no room")
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for layout, wait, name, failing in (
-        ("in_place", True, "pin", world - 1),
-        ("in_place", False, "seal_commit", 0),
-        ("in_place", False, "latest", 0),
-        ("stock", False, "latest", 0),
+    for stage, layout, wait, name, failing in (
+        (3, "in_place", True, "pin", world - 1),
+        (3, "in_place", False, "seal_commit", 0),
+        (3, "in_place", False, "latest", 0),
+        (2, "in_place", False, "write_state", world - 1),
+        (2, "in_place", False, "write_state", 0),
+        (1, "stock", False, "write_state", world - 1),
+        (3, "stock", False, "latest", 0),
     ):
-        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
-        place = folder / f"{layout}-{name}"
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
+        place = folder / f"{layout}-{name}-{failing}"
         with training(case, ours=True) as engine:
             train(engine, case, 0, 1)
             if rank == 0 and name == "latest":
@@ -1303,7 +1332,7 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
             torch.distributed.barrier()
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing and name != "latest":
-                    patch.setattr(commit, name, fails)
+                    patch.setattr(stream if name == "write_state" else commit, name, fails)
                 started_s = time.monotonic()
                 with pytest.raises(offload_error()):
                     save_and_wait(engine, place, "fails")

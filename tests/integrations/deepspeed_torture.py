@@ -160,7 +160,8 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
 def torture(folder: Path, kills: int, seed: int = 0, ways: list[tuple[str, int]] = WAYS) -> dict[str, Any]:
     """Have lives until so many ranks have been killed, and a last one of each way; return figures."""
     torch.set_num_threads(1)
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.original_muon"):
+    ours = ("offload.integrations.deepspeed.stage3", "offload.integrations.deepspeed.stage12")
+    for name in ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.original_muon", *ours):
         import_module(name)  # else each life would
     report = folder / "report.json"
     lives = json.loads(report.read_text()) if report.exists() else []
