@@ -62,13 +62,14 @@ def live(root: Path, rank: int, layout: str, stage: int, seed: int, steps: int) 
         deepspeed.init_distributed(
             "gloo",
             timeout=timedelta(seconds=COLLECTIVE_S),
-            init_method=f"file://{root}/rendezvous-{seed}",
+            init_method=f"file://{root}/rendezvous",
             rank=rank,
             world_size=2,
             verbose=False,
         )
-        logging.warning(BEGINS)
         with training(case, ours=True, model=wide(100_000)) as engine:
+            logging.warning(BEGINS)  # gloo has connected all, which takes minutes where one is killed before
+            (root / "begins").touch()
             first = 0
             if (root / "tags" / "latest").exists():
                 path, client = engine.load_checkpoint(str(root / "tags"))
@@ -111,7 +112,8 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
         AssertionError: It has loaded other bits, has lost a tag, has failed in another way, or was silent.
     """
     rng, before = random.Random(seed), newest(root)
-    (root / "trains").unlink(missing_ok=True)
+    for name in ("begins", "trains", "rendezvous"):
+        (root / name).unlink(missing_ok=True)
     children = []
     for rank in range(2):
         child = os.fork()  # everything is loaded already, and no thread of ours runs
@@ -124,11 +126,11 @@ def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict
         children.append(child)
     victim, killed_s = rng.randrange(2), time.time()
     if kills:
-        if rng.random() < 0.9:  # else at any time from the start on
-            while not (root / "trains").exists() and not any(map(has_ended, children)):
-                time.sleep(0.01)
+        comes, writes = root / rng.choice(("begins", *9 * ["trains"])), rng.random() < 0.8
+        while not comes.exists() and not any(map(has_ended, children)):
+            time.sleep(0.01)
         time.sleep(rng.choice((0.5, 2.0)) * rng.random())
-        if rng.random() < 0.8:  # while a tag is written
+        if writes and comes.name == "trains":  # while a tag is
             there = len(tags(root))
             while len(tags(root)) == there and not any(map(has_ended, children)):
                 time.sleep(0.001)
