@@ -7,6 +7,9 @@ renames it when it is durable. Rank 0 lets `latest` name the tag when the files 
 With the layout "in_place" nothing is copied: the engines' checkpoint is in the tag's folder (`in_place.py`). `latest`
 names the tag once there is that, and before another tag is released for it.
 
+Under ZeRO-1 and 2 the model's file has all weights. Each rank writes those that its masters round to, before its own
+file gets its name; rank 0 names the model's file when all ranks' files are there, as the tag's last.
+
 Invariants: `latest` comes to name a tag when it is whole; a tag that is not whole, as it is being saved again, too,
 lacks files, so nothing loads it; a save that fails leaves training and other tags as they are, and is told on all
 ranks by the next call that all ranks make: a save, a load or `wait_checkpoint`.
@@ -25,12 +28,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
 
 from offload import CheckpointError
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import Shard
+from offload.integrations.deepspeed.stream import WEIGHT, SharedModel
 
 log = logging.getLogger("offload")
 
@@ -62,6 +67,37 @@ _naming = threading.Lock()
 """Whoever writes `latest` has it."""
 
 
+class Stage(IntEnum):
+    """How far a rank is with a tag.
+
+    Attributes:
+        BEGUN: It has pinned its versions.
+        PREPARED: It has done all that others wait for so that there is a checkpoint of the engines.
+        COMMITTED: It knows that there is one.
+        DURABLE: Its part is durable.
+        ENDED: Nothing is done for it any more, well or not.
+    """
+
+    BEGUN = 0
+    PREPARED = 1
+    COMMITTED = 2
+    DURABLE = 3
+    ENDED = 4
+
+
+EVERY = -1
+"""Stands for all ranks."""
+
+SETTLING = (
+    (Stage.PREPARED, EVERY),
+    (Stage.COMMITTED, 0),
+    (Stage.DURABLE, EVERY),
+    (Stage.ENDED, 0),
+    (Stage.ENDED, EVERY),
+)
+"""What ranks wait for together, one after the other: each needs of other ranks no more than what comes before."""
+
+
 @dataclass
 class PendingTag:
     """A tag whose files are being written.
@@ -73,14 +109,14 @@ class PendingTag:
         others: All ranks' files, which have to be there before `latest` may name the tag.
         starts: Where each state tensor of each flat tensor begins in the file; None if it has them already.
         frame: What the file has besides, if state stays where it is.
+        model: The model's file, if it is not there yet: rank 0's to name, and of other ranks that write to it.
         synced: What was written before, to be made durable with it.
         publishes: Whether `latest` is to name it.
         id: Of the engines' checkpoint, the same on all ranks.
         is_given_up: Whether it is not to become whole any more.
-        is_durable: Whether this rank's part has ended, well or not.
         is_named: Whether `latest` names it, if it is to.
         is_settled: Whether all ranks know that all parts are durable.
-        has_ended: Whether nothing is done for it any more.
+        stage: How far this rank is.
         error: Why it did not become whole, or the latest.
     """
 
@@ -90,15 +126,15 @@ class PendingTag:
     others: Sequence[str]
     starts: stream.Starts | None
     frame: Frame | None
+    model: SharedModel | None
     synced: Sequence[str]
     publishes: bool
     id: str
     started_s: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
-    is_durable: bool = False
     is_named: bool = False
     is_settled: bool = False
-    has_ended: bool = False
+    stage: Stage = Stage.BEGUN
     error: BaseException | None = None
 
     @property
@@ -119,6 +155,14 @@ def set_aside(file: str) -> None:
         os.rename(file, f"{partial_of(file)}{ASIDE}")
 
 
+def discard(file: str) -> None:
+    """Delete what there is of a file that is not whole, what it was to displace, and the folder if it is empty."""
+    with contextlib.suppress(OSError):
+        _delete(partial_of(file))
+        _delete(f"{partial_of(file)}{ASIDE}")
+        os.rmdir(os.path.dirname(partial_of(file)))
+
+
 def _delete(file: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(file)
@@ -136,6 +180,8 @@ class SavesBehind:
     def __init__(self, shard: Shard, rank: int, on_all_ranks: Callable[[Callable[[], None]], None]) -> None:
         self._shard, self._rank, self._on_all_ranks = shard, rank, on_all_ranks
         self.pending: PendingTag | None = None
+        self.rounds = True
+        """Whether weights have been what masters round to, wherever a tag has said so."""
         self._pid = os.getpid()
         atexit.register(_end, weakref.ref(self))
 
@@ -149,11 +195,12 @@ class SavesBehind:
         self.pending = pending
         try:
             if pending.frame is not None:
+                folder = os.path.join(os.path.dirname(pending.file), in_place.FOLDER)
                 checkpoints.save(
-                    os.path.join(os.path.dirname(pending.file), in_place.FOLDER),
+                    folder,
                     mirrored=False,  # a mirror has the engines' part alone
                     extra=partial(self._stand_in, pending, pending.frame.encode()),
-                    on_commit=partial(self._name, pending),
+                    on_commit=partial(self._write, pending, folder),
                     on_done=partial(self._end, pending, ""),
                     id=pending.id,
                     rank=self._rank,
@@ -177,7 +224,7 @@ class SavesBehind:
         except BaseException:
             if not checkpoints.has_begun(pending.id):  # else it ends as others do, as after a Ctrl-C
                 _pinned.discard(pinned)
-                pending.has_ended = True
+                pending.stage = Stage.ENDED
             raise
 
     def settle(self) -> None:
@@ -188,23 +235,22 @@ class SavesBehind:
         """
         pending = self.pending
 
-        def part() -> None:
-            if pending is not None:
-                _wait(pending, lambda: pending.is_durable, "to be written")
-                if pending.error is not None:
-                    raise CheckpointError(f"{pending.tag} could not be written: {pending.error}") from pending.error
-
-        def end(rank: int) -> None:
-            if pending is not None and self._rank == rank:
-                pending.is_settled = True
-                _wait(pending, lambda: pending.has_ended, "to become the latest")
-                if pending.error is not None:
-                    raise CheckpointError(f"{pending.tag} did not become the latest: {pending.error}")
+        def reach(stage: Stage, rank: int) -> None:
+            if pending is None or rank not in (EVERY, self._rank):
+                return
+            pending.is_settled = stage is Stage.ENDED
+            _wait(
+                pending,
+                lambda: pending.stage >= stage,
+                "to become the latest" if pending.is_settled else "to be written",
+            )
+            if pending.error is not None:
+                what = "did not become the latest" if pending.is_settled else "could not be written"
+                raise CheckpointError(f"{pending.tag} {what}: {pending.error}") from pending.error
 
         try:
-            self._on_all_ranks(part)
-            self._on_all_ranks(partial(end, 0))  # others may wait for what rank 0 has failed to do
-            self._on_all_ranks(partial(end, self._rank))
+            for stage, rank in SETTLING:  # a rank may wait for what another one has failed to do before
+                self._on_all_ranks(partial(reach, stage, rank))
         except BaseException:
             self.give_up()
             raise
@@ -215,7 +261,7 @@ class SavesBehind:
         pending = self.pending
         if pending is not None:
             pending.is_given_up = True
-            _wait(pending, lambda: pending.has_ended, "to be given up")
+            _wait(pending, lambda: pending.stage is Stage.ENDED, "to be given up")
             self.pending = None  # not before: an interrupted wait would leave its thread to the next save's files
 
     def close(self) -> None:
@@ -224,29 +270,34 @@ class SavesBehind:
         if pending is None or os.getpid() != self._pid:  # a forked copy has no such thread
             return
         try:
-            _wait(pending, lambda: pending.is_durable, "to be written")
+            _wait(pending, lambda: pending.stage >= Stage.PREPARED, "to be written")
             until_s = time.monotonic() + LAST_S
-            _wait(pending, lambda: pending.has_ended or time.monotonic() > until_s, "of other ranks to be written")
-            if not pending.has_ended:
+
+            def is_late() -> bool:  # what comes after a commit takes as long as it takes
+                return pending.stage is not Stage.COMMITTED and time.monotonic() > until_s
+
+            _wait(pending, lambda: pending.stage is Stage.ENDED or is_late(), "of other ranks to be written")
+            if pending.stage is not Stage.ENDED:
                 log.warning("checkpoint %s is not the latest: files of other ranks are not there", pending.tag)
         finally:
             self.give_up()
 
     # On a thread of its own
 
-    def _write(self, pending: PendingTag, pinned: str) -> None:
-        """Write this rank's part. A checkpoint that its pinned versions displace stays until `latest` names the tag.
+    def _write(self, pending: PendingTag, folder: str) -> None:
+        """Write this rank's part. A checkpoint that its own displaces stays until `latest` names the tag.
 
         Args:
             pending: Of which tag.
-            pinned: Where its versions are pinned, if it needs any.
+            folder: Of the engine's checkpoint, if it has one.
         """
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
-        _delete(f"{pending.partial}{ASIDE}")
+        pending.stage = Stage.COMMITTED
+        for file in self._named(pending):
+            _delete(f"{partial_of(file)}{ASIDE}")
         try:
-            self._fill(pending, pinned)
-            pending.is_durable = True
-            if self._shard.engine.checkpoints.kept:
+            self._fill(pending, folder)
+            pending.stage = Stage.DURABLE
+            if pending.frame is not None or self._shard.engine.checkpoints.kept:
                 self._publish(pending)
                 if pending.is_given_up:
                     raise CheckpointError("it was given up")
@@ -264,18 +315,20 @@ class SavesBehind:
         """
         try:
             pending.error = pending.error or error
-            _delete(pending.partial)
             if pinned:
                 self._release(pinned)
             if pending.error is None:
                 with contextlib.suppress(OSError):  # which the tag has
-                    self._publish(pending)
+                    if self._rank == 0:
+                        self._publish(pending)
             else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
                 )
         finally:
-            pending.is_durable = pending.has_ended = True
+            for file in self._named(pending):
+                discard(file)
+            pending.stage = Stage.ENDED
 
     def _write_alone(self, pending: PendingTag) -> None:
         """Write this rank's part, which needs no versions."""
@@ -283,18 +336,38 @@ class SavesBehind:
             self._write(pending, "")
         self._end(pending, "", None)
 
-    def _fill(self, pending: PendingTag, pinned: str) -> None:
-        def visit(take: stream.Take) -> None:
+    def _fill(self, pending: PendingTag, folder: str) -> None:
+        def visit(take: stream.Take, names: Sequence[str]) -> None:
             def unless_given_up(*given: object) -> None:
                 if pending.is_given_up:
                     raise CheckpointError("it was given up")
                 take(*given)
 
-            self._shard.engine.checkpoints.visit(pinned, unless_given_up)
+            self._shard.engine.checkpoints.visit(folder, unless_given_up, names)
 
-        if pending.starts is not None:
-            stream.write_state(pending.partial, pending.starts, self._shard, visit)
-        _place(pending)
+        model, files = pending.model, dict[str, stream.Starts]()
+        if pending.frame is None and pending.starts is not None:
+            files[pending.partial] = pending.starts
+        if model is not None and model.starts:
+            files[partial_of(model.path)] = {WEIGHT: model.starts}
+        if files:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+            stream.write_state(files, self._shard, visit)
+        if model is not None and model.starts:
+            self.rounds = model.is_written(partial_of(model.path), self._shard.weights)
+            if not self.rounds:
+                raise CheckpointError(
+                    "weights were not what their masters round to, as they had been set past torch's counters of "
+                    "changes; from now on saves return when all weights are written"
+                )
+            _sync(partial_of(model.path))
+        if pending.frame is None or model is not None:
+            _place(pending)
+
+    def _named(self, pending: PendingTag) -> list[str]:
+        """Return the files that this rank names."""
+        model = [pending.model.path] if pending.model is not None and self._rank == 0 else []
+        return [pending.file, *model]
 
     def _release(self, pinned: str) -> None:
         """Let go of the pinned versions; where that fails, the next save does."""
@@ -305,33 +378,32 @@ class SavesBehind:
         _pinned.discard(pinned)
 
     def _publish(self, pending: PendingTag) -> None:
-        """Have rank 0 let `latest` name the tag, if it is to, once all files are there."""
-        while self._rank == 0 and not (
-            pending.is_given_up or pending.is_settled or all(map(os.path.exists, pending.others))
-        ):
+        """Have rank 0 make the tag whole once all ranks' files are there; others wait for the model's, its last."""
+        last = [pending.model.path] if pending.model is not None else []
+        awaited = pending.others if self._rank == 0 else last
+        while not (pending.is_given_up or pending.is_settled or all(map(os.path.exists, awaited))):
             time.sleep(LOOK_S)
-        if not (pending.is_given_up or pending.is_named):
+        if self._rank == 0 and not (pending.is_given_up or pending.is_named):
             self._name(pending)
 
     def _stand_in(self, pending: PendingTag, frame: bytes) -> bytes:
         """Have a file that names the checkpoint stand where the rank's would, and return what goes with its state."""
         _delete(f"{pending.partial}{ASIDE}")
         in_place.write_stub(pending.partial, pending.id)
-        _place(pending)
+        if pending.model is None:
+            _place(pending)
         return frame
 
     def _find_ended(self, pending: PendingTag) -> Sequence[int]:
         """Return the ranks that nobody waits for. The first who asks has written all that this rank has to."""
-        pending.is_durable = True
+        pending.stage = max(pending.stage, Stage.PREPARED)
         return range(len(pending.others)) if pending.is_given_up else ()
 
     def _name(self, pending: PendingTag) -> None:
-        """Have `latest` name the tag, if it is to: it is whole."""
-        if self._rank > 0:
-            return
-        with contextlib.suppress(OSError):  # those of a save that was killed may still be there
-            os.rmdir(os.path.dirname(pending.partial))
+        """Name the model's file, by which the tag is whole, and have `latest` name the tag, if it is to."""
         try:
+            if pending.model is not None:
+                _rename(pending.model.path)
             if pending.publishes:
                 latest = os.path.join(pending.folder, "latest")
                 with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:
@@ -349,10 +421,16 @@ class SavesBehind:
 
 def _place(pending: PendingTag) -> None:
     """Give the rank's file its name, when all that belongs to it is durable."""
-    for name in (pending.partial, *pending.synced):
+    for name in pending.synced:
         _sync(name)
-    os.rename(pending.partial, pending.file)
-    _sync(os.path.dirname(pending.file))
+    _rename(pending.file)
+
+
+def _rename(file: str) -> None:
+    """Give a file its name when it is durable."""
+    _sync(partial_of(file))
+    os.rename(partial_of(file), file)
+    _sync(os.path.dirname(file))
 
 
 def _since(then_s: float) -> float:

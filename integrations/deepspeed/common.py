@@ -13,6 +13,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,11 +22,12 @@ import torch
 
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import in_place, stream
-from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, partial_of, set_aside
+from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.auto import AutoOverlap
 from offload.rules import GroupScalars
 
@@ -66,6 +68,21 @@ def make_shard(
     return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing))
 
 
+@dataclass(frozen=True)
+class UnnamedModel:
+    """A model's file under its partial name, as rank 0 has written it.
+
+    Attributes:
+        path: Its name when it is whole.
+        starts: Where each flat tensor of weights belongs, None for one that it does not have; none if it is whole.
+        identity: What tells it from any other file.
+    """
+
+    path: str
+    starts: Sequence[int | None]
+    identity: tuple[int, ...]
+
+
 class OffloadedOptimizer:
     """Mixed into DeepSpeed's optimizer: its state is in `shard`.
 
@@ -87,12 +104,14 @@ class OffloadedOptimizer:
     _flats: list[torch.Tensor]
     _lent: list[FlatState] | None = None
     loss_scale: Any
+    overflow: bool
     _factor = 1.0
     _stepped_scale = 1.0
     _saved_steps: Mapping[str, int] | None = None
     _masters_reloaded = False
     _streams = False
-    _streamed: tuple[dict[str, Any], list[FlatState]] | None = None
+    _streamed: list[FlatState] | None = None
+    _model: UnnamedModel | None = None
     behind: SavesBehind | None = None
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
@@ -143,6 +162,8 @@ class OffloadedOptimizer:
             self._auto.after_step(
                 self.offload, self._speculate, [self.dp_process_group], torch.device("cpu"), follows=False
             )
+        if self.behind is not None and not self.overflow:
+            self.note_weights()
         return found
 
     @property
@@ -243,6 +264,18 @@ class OffloadedOptimizer:
             states.append(FlatState(flat.data.float(), *moments, int(found.get("step", 0))))
         return states
 
+    @property
+    def flat_weights(self) -> Sequence[torch.Tensor]:
+        """The flat tensors of all ranks' weights, of which this rank has a copy."""
+        return ()
+
+    def note_weights(self) -> None:
+        """Note that weights are what their masters round to."""
+
+    def rounded_weights(self) -> Sequence[torch.Tensor]:
+        """Return all trained weights, if they are what they were when that was noted last; else none."""
+        return ()
+
     def take_back(self) -> None:
         """Have DeepSpeed's flat masters be what they are when nothing is lent."""
         raise NotImplementedError
@@ -313,9 +346,13 @@ class OffloadedOptimizer:
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
             self.finish()
             self._end_lending()
+            save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
             if self._publishes is not None:  # a tag that is saved again: new weights must not lie beside old state
                 self._on_all_ranks(lambda: set_aside(engine._get_zero_ckpt_name(save_path, tag)))
-            self._on_all_ranks(lambda: save_model(save_path, tag, *arguments, **keywords))
+            if self.flat_weights and stream.can_stream(engine.checkpoint_engine):
+                self._save_model(save, engine, os.path.abspath(engine._get_ckpt_name(save_path, tag)))
+            else:
+                self._on_all_ranks(save)
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
             if self.behind is None or self._publishes is None:
@@ -346,11 +383,14 @@ class OffloadedOptimizer:
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
         self.behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
+        self.note_weights()
         save, load = engine.save_checkpoint, engine.load_checkpoint
 
         def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
             self.wait_checkpoint()  # before DeepSpeed reads `latest`
-            return load(*arguments, **keywords)
+            found = load(*arguments, **keywords)
+            self.note_weights()
+            return found
 
         def save_checkpoint(
             save_dir: str,
@@ -373,9 +413,11 @@ class OffloadedOptimizer:
                 found = save(save_dir, tag, client_state, False, *arguments, **keywords)
             except BaseException:
                 behind.give_up()
+                if self._model is not None:
+                    discard(self._model.path)
                 raise
             finally:
-                self._publishes = publishes
+                self._publishes, self._model = publishes, None
             if waits:
                 self.wait_checkpoint()
             return found
@@ -415,31 +457,69 @@ class OffloadedOptimizer:
         engine._load_checkpoint = load_checkpoint
         engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
 
+    def _save_model(self, save: Callable[[], None], engine: Any, path: str) -> None:
+        """Save the file with all weights, in the place of a save of DeepSpeed's.
+
+        Behind training it is left without those that masters round to, under a partial name. Otherwise it is whole.
+        """
+        is_behind = self._publishes is not None and not engine.use_node_local_storage()
+        left_out = self.rounded_weights() if is_behind and self.behind is not None and self.behind.rounds else ()
+        if self._any(not left_out):
+            left_out = ()
+
+        def write() -> None:
+            if is_behind and torch.distributed.get_rank() == 0:
+                set_aside(path)
+            with _in_partial(engine, "_get_ckpt_name", path):
+                with stream.without_data(engine.checkpoint_engine) as saved:
+                    save()
+                places = [stream.fill(partial_of(path), state, left_out) for state in saved]
+            for found in places:  # of one rank alone
+                if found is None:
+                    log.warning("weights are saved to %s in a way that cannot be streamed", path)
+                    discard(path)
+                    save()
+                elif is_behind:
+                    starts = [stream.place(found, flat) for flat in self.flat_weights] if left_out else []
+                    self._model = UnnamedModel(path, starts, _identity(partial_of(path)))
+                else:
+                    os.rename(partial_of(path), path)
+                    discard(path)
+
+        try:
+            self._on_all_ranks(write)
+        except BaseException:
+            if torch.distributed.get_rank() == 0:
+                discard(path)
+            raise
+
     def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
             return
         path = engine._get_zero_ckpt_name(save_path, tag)
-        starts = self._save_without_state(save, path, save_path, tag)
+        starts = self._save_without_state(save, engine, path, save_path, tag)
         if starts is None:
             save(save_path, tag)
         else:
-            stream.write_state(path, starts, self.shard, self.shard.engine.state.visit)
+            stream.write_state({path: starts}, self.shard, lambda take, _: self.shard.engine.state.visit(take))
 
     def _save_without_state(
-        self, save: Callable[[str, str], None], path: str, save_path: str, tag: str
+        self, save: Callable[[str, str], None], engine: Any, path: str, save_path: str, tag: str
     ) -> stream.Starts | None:
         """Have DeepSpeed write its file without state; return where that belongs, or None if nobody can tell."""
         self._streams = True
         try:
-            with torch.serialization.skip_data():
+            with stream.without_data(engine.checkpoint_engine) as saved:
                 save(save_path, tag)
         finally:
             self._streams = False
-            streamed, self._streamed = self._streamed, None
+            lent, self._streamed = self._streamed, None
         starts = None
-        if streamed is not None:
-            starts = stream.fill(path, streamed[0], lambda found: found["optimizer_state_dict"], streamed[1])
+        if lent is not None:
+            tensors = [getattr(state, name) for state in lent for name in STATE]
+            places = stream.fill(path, saved[0], tensors)
+            starts = None if places is None else stream.starts_of(places, lent)
         if starts is None:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
         return starts
@@ -450,17 +530,15 @@ class OffloadedOptimizer:
         """Save state so that training may go on before it is written."""
         publishes = bool(self._publishes)
         folder = os.path.abspath(save_path)  # the program may change its directory meanwhile
-        name = engine._get_zero_ckpt_name
-        path, model = name(folder, tag), engine._get_ckpt_name(folder, tag)
+        path, model_path = engine._get_zero_ckpt_name(folder, tag), engine._get_ckpt_name(folder, tag)
         given: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(given, (path, uuid.uuid4().hex))
-        paths, (id, *_) = zip(*given, strict=True)
+        torch.distributed.all_gather_object(given, (path, uuid.uuid4().hex, self._model))
+        paths, (id, *_), (unnamed, *_) = zip(*given, strict=True)
+        model = self._share(unnamed, model_path)
 
         def begin() -> None:
-            os.makedirs(os.path.dirname(partial_of(path)), exist_ok=True)
-            engine._get_zero_ckpt_name = lambda *given: partial_of(name(*given))
-            try:
-                starts = self._save_without_state(save, partial_of(path), folder, tag)
+            with _in_partial(engine, "_get_zero_ckpt_name", path):
+                starts = self._save_without_state(save, engine, partial_of(path), folder, tag)
                 frame = None
                 if self._layout == "in_place":
                     if starts is None:
@@ -468,18 +546,41 @@ class OffloadedOptimizer:
                     frame = stream.frame_of(partial_of(path), os.path.basename(path), starts, self.shard)
                 if starts is None:
                     save(folder, tag)
-            finally:
-                vars(engine).pop("_get_zero_ckpt_name", None)
-            synced = [model] if os.path.exists(model) else []
-            behind.begin(PendingTag(folder, tag, path, paths, starts, frame, synced, publishes, id))
+            if model is not None and model.starts:
+                if starts is None:  # there will be no versions of masters
+                    stream.write_weights(partial_of(model.path), model.starts, self.shard.weights)
+                    model.starts = []
+                model.digests = [stream.digest(weight) for weight in self.shard.weights]
+            synced = [model_path] if os.path.exists(model_path) else []
+            behind.begin(PendingTag(folder, tag, path, paths, starts, frame, model, synced, publishes, id))
 
         self._on_all_ranks(begin)
+
+    def _share(self, unnamed: UnnamedModel | None, path: str) -> SharedModel | None:
+        """Return what this rank has to do with a model's file that rank 0 has left without weights. Collective.
+
+        Where ranks do not share the file's folder, rank 0 writes them.
+        """
+        rank = torch.distributed.get_rank()
+        if unnamed is None:
+            return None
+        starts, flats = unnamed.starts, self.flat_weights
+        if starts and self._any(_identity(partial_of(path)) != unnamed.identity):
+            self._on_all_ranks(lambda: stream.write_weights(partial_of(path), starts, flats) if rank == 0 else None)
+            starts = []
+        if not starts and rank > 0:
+            return None
+        mine = zip(starts, flats, self.shard.weights, strict=True) if starts else ()
+        return SharedModel(
+            path,
+            [None if start is None else start + part.data_ptr() - flat.data_ptr() for start, flat, part in mine],
+        )
 
     def _saved(self, found: dict[str, Any], states: list[FlatState]) -> dict[str, Any]:
         """Add what DeepSpeed does not know of to what it is about to save."""
         found[STEPS] = self.shard.steps()
         if self._streams:
-            self._streamed = found, states
+            self._streamed = states
         return found
 
     # What DeepSpeed calls
@@ -553,6 +654,26 @@ class OffloadedOptimizer:
             self.behind.close()
         self.shard.close()
         super().destroy()  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _in_partial(engine: Any, method: str, path: str) -> Iterator[None]:
+    """Have a DeepSpeed engine, whose method names a file, save it under its partial name; delete it on an error."""
+    setattr(engine, method, lambda *given: partial_of(path))
+    try:
+        yield
+    except BaseException:
+        discard(path)
+        raise
+    finally:
+        vars(engine).pop(method, None)
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
 
 
 def _foreseen(

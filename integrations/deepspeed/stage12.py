@@ -8,7 +8,7 @@ copies that `step()` makes from it then change nothing.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,15 @@ from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import FlatState
 
+SAMPLES = 8
+"""Elements of each weight, less one, by which a change is noticed that torch does not count."""
+
 
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
+
+    _samples: list[torch.Tensor] | None = None
+    _noted: tuple[list[tuple[int, int]], list[torch.Tensor]] = [], []
 
     # State
 
@@ -72,6 +78,41 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self.shard.weights[:] = self._own_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
         self.take_back()
+
+    @property
+    def flat_weights(self) -> Sequence[torch.Tensor]:
+        """All weights, of which this rank has a copy."""
+        flats: Sequence[torch.Tensor] = self.bit16_groups_flat
+        return flats
+
+    def note_weights(self) -> None:
+        """Note that weights are what their masters round to: where they are, how often changed, and some elements."""
+        self._noted = self._observed()
+
+    def rounded_weights(self) -> Sequence[torch.Tensor]:
+        """Return all trained weights, if they are what they were when that was noted last; else none."""
+        places, samples = self._observed()
+        same = places == self._noted[0] and all(map(torch.equal, samples, self._noted[1]))
+        return [weight.data for weights in self.bit16_groups for weight in weights] if same else ()
+
+    def _observed(self) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+        places = [(weight.data_ptr(), weight._version) for weights in self.bit16_groups for weight in weights]
+        if self._samples is None:
+            self._samples = [
+                torch.tensor(
+                    [
+                        (weight.data_ptr() - flat.data_ptr()) // flat.itemsize
+                        + number * (weight.numel() - 1) // SAMPLES
+                        for weight in weights
+                        if weight.numel()
+                        for number in range(SAMPLES + 1)
+                    ],
+                    dtype=torch.int64,
+                    device=flat.device,
+                )
+                for flat, weights in zip(self.flat_weights, self.bit16_groups, strict=True)
+            ]
+        return places, [flat[index] for flat, index in zip(self.flat_weights, self._samples, strict=True)]
 
     def take_back(self) -> None:
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
@@ -232,6 +273,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         def set_full_hp_param(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
             address = parameter._hp_mapping.lp_fragment_address
             fragment = value.reshape(-1).narrow(0, address.start, address.numel)
+            self._noted = [], []  # the weight follows with the next step
             self.shard.write(number, optim_state_key or "master", fragment)
 
         return set_full_hp_param

@@ -2,29 +2,39 @@
 
 DeepSpeed pickles tensors that have the right shape and no memory behind them, under `torch.serialization.skip_data`:
 that leaves the file as it should be, with holes where the state belongs. The engine then writes each run of state to
-its place, in the order that suits it.
+its place, in the order that suits it. Weights that masters round to are written in the same way, to the model's file.
 
-Not here: what DeepSpeed's layout is. Whatever it makes of the tensors that it is lent, views of them are found again.
+Not here: what DeepSpeed's layout is. Whatever it makes of the tensors that it is lent, their memory is found again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
+import pickle
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from torch.utils import _pytree
 
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard
 
 _NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
 _ITEM_BYTES = 4
+_PIECE_NUMEL = 8 << 20
+
+WEIGHT = "weight"
+"""What a checkpoint's `visit` calls masters that are rounded to the weights' type."""
+
+COLUMNS = 4093
+"""Of the sums in a digest: a prime, so that rows of a weight that change places change them."""
 
 
 def can_stream(checkpoint_engine: Any) -> bool:
@@ -41,13 +51,9 @@ def without_memory(numel: int) -> torch.Tensor:
     return torch.frombuffer(space, dtype=torch.float32, count=numel)
 
 
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
 def _bytes(flat: torch.Tensor) -> memoryview:
-    elements: Any = flat.numpy()
-    return memoryview(elements).cast("B")
+    elements: Any = flat.view(torch.uint8).numpy()
+    return memoryview(elements)
 
 
 def _write(file: int, data: memoryview, offset: int) -> None:
@@ -56,41 +62,119 @@ def _write(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-Starts = list[list[int | None]]
-"""Where each state tensor of each flat tensor begins in a file; None for one without elements."""
+def _write_tensor(file: int, tensor: torch.Tensor, offset: int) -> None:
+    for piece in torch.split(tensor, _PIECE_NUMEL):
+        _write(file, _bytes(piece.cpu()), offset)
+        offset += piece.nbytes
 
 
-def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[FlatState]) -> Starts | None:
-    """Write the bytes of all tensors but those of state into a file that was saved without them.
+class _Storages(pickle.Pickler):
+    """Lists the memory of all tensors in what is pickled, in the order in which `torch.save` numbers it."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        self.found.setdefault(storage._cdata, storage)
+        return "storage"
+
+
+def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
+    pickler = _Storages()
+    with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
+        pickler.dump(pickled)
+        return pickler.found
+    return {}
+
+
+@contextlib.contextmanager
+def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
+    """Have a checkpoint engine write files with holes where tensors belong; yield what it has been given to write."""
+    saved: list[Any] = []
+
+    def save(state_dict: Any, path: str) -> None:
+        saved.append(state_dict)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with torch.serialization.skip_data():
+            type(checkpoint_engine).save(checkpoint_engine, state_dict, path)
+
+    checkpoint_engine.save = save
+    try:
+        yield saved
+    finally:
+        del checkpoint_engine.save
+
+
+Places = dict[int, int]
+"""Where the memory of tensors begins in a file, by its address."""
+
+Starts = Mapping[str, Sequence[int | None]]
+"""Where a state tensor, or weights, of each flat tensor begin in a file, by name; None for one without elements."""
+
+
+def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
+    """Write the bytes of tensors into a file that was saved without them.
 
     Args:
         path: The file.
-        pickled: What was saved, or the part of it that has all the tensors.
-        find: Returns that part of what is loaded from the file.
-        lent: The tensors without memory among them, one row for each flat tensor of the shard.
+        pickled: What was saved.
+        left_out: Tensors in it that are not written: each a single run of memory.
 
     Returns:
-        Where state belongs; None, with nothing written, if some tensor's place in the file cannot be told.
+        Where each memory begins; None, with nothing written, if that cannot be told.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    loaded = find(torch.load(path, map_location="meta", weights_only=False))
-    offsets = [int(tensor.untyped_storage()._checkpoint_offset or 0) for tensor in _tensors(loaded)]
-    tensors = list(_tensors(pickled))
-    with zipfile.ZipFile(path) as archive:
-        records = sum("/data/" in name for name in archive.namelist())
-    place = {tensor.untyped_storage().data_ptr(): offset for tensor, offset in zip(tensors, offsets, strict=True)}
-    starts = [[place.get(getattr(state, name).data_ptr()) for name in STATE] for state in lent]
-    of_state = {start for row in starts for start in row}
-    if len(set(offsets)) != records or (None in of_state and any(state.master.numel() for state in lent)):
-        return None
+    storages = _storages(pickled)
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
+        records = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
+        found = [records[number] for number in map(str, range(len(records))) if number in records]
+        if [record.file_size for record in found] != [storage.nbytes() for storage in storages.values()]:
+            return None
+        places = {}
+        for key, record in zip(storages, found, strict=True):
+            headers.seek(record.header_offset + 26)
+            places[key] = record.header_offset + 30 + sum(struct.unpack("<HH", headers.read(4)))
+    runs: dict[int, list[tuple[int, int]]] = {key: [] for key in storages}
+    for tensor in left_out:
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        runs.get(tensor.untyped_storage()._cdata, []).append((first, first + tensor.nbytes))
     with _opened(path) as file:
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            if offset not in of_state:
-                elements = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                _write(file, _bytes(elements.cpu()), offset)
-    return starts
+        for key, storage in storages.items():
+            elements = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            done = 0
+            for first, last in [*sorted(runs[key]), (storage.nbytes(),) * 2]:
+                _write_tensor(file, elements[done:first], places[key] + done)
+                done = max(done, last)
+    return places
+
+
+def place(places: Places, tensor: torch.Tensor) -> int | None:
+    """Return where a tensor begins in a file; None if its memory is not there."""
+    start = places.get(tensor.untyped_storage()._cdata)
+    return None if start is None else start + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
+    """Return where state belongs in a file; None if that cannot be told.
+
+    Args:
+        places: What `fill` has returned.
+        lent: The tensors without memory in what was saved, one row for each flat tensor of the shard.
+    """
+    tensors = {name: [getattr(state, name) for state in lent] for name in STATE}
+    starts = {name: [place(places, tensor) for tensor in rows] for name, rows in tensors.items()}
+    missing = (
+        start is None and tensor.numel()
+        for name in STATE
+        for start, tensor in zip(starts[name], tensors[name], strict=True)
+    )
+    return None if any(missing) else starts
 
 
 def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
@@ -102,18 +186,15 @@ def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
         starts: Where each state tensor begins in it.
         shard: Whose pieces they are.
     """
-    known = [[start or 0 for start in row] for row in starts]
     pieces = {
-        piece.name: {
-            name: start + piece.offset * _ITEM_BYTES for name, start in zip(STATE, known[piece.flat], strict=True)
-        }
+        piece.name: {name: (starts[name][piece.flat] or 0) + piece.offset * _ITEM_BYTES for name in STATE}
         for piece in shard.pieces
     }
     state = [
         (start, start + weight.numel() * _ITEM_BYTES)
-        for row, weight in zip(known, shard.weights, strict=True)
-        for start in row
-        if start
+        for name in STATE
+        for start, weight in zip(starts[name], shard.weights, strict=True)
+        if start is not None
     ]
     return Frame.of(path, name, pieces, state)
 
@@ -122,28 +203,92 @@ Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]
 """Takes a run of a piece's state; see `offload.Engine`'s `state.visit`."""
 
 
-def write_state(path: str, starts: Starts, shard: Shard, visit: Callable[[Take], None]) -> None:
-    """Write the bytes of state.
+def write_state(files: Mapping[str, Starts], shard: Shard, visit: Callable[[Take, Sequence[str]], None]) -> None:
+    """Write the bytes of state, and of weights.
 
     Args:
-        path: The file.
-        starts: Where each state tensor begins in it.
+        files: Where they belong in each file, by its path.
         shard: Whose pieces they are.
-        visit: Hands out the state.
+        visit: Hands them out, given their names.
 
     Raises:
-        OSError: If the file cannot be written; the state is unharmed.
+        OSError: If a file cannot be written; the state is unharmed.
     """
-    with _opened(path) as file:
+    with contextlib.ExitStack() as opened:
+        places = [
+            (opened.enter_context(_opened(path)), name, files[path][name]) for path in files for name in files[path]
+        ]
 
         def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
             piece = shard.pieces[number]
-            for name, start in zip(STATE, starts[piece.flat], strict=True):
-                if start is not None:
-                    offset = start + (piece.offset + first) * _ITEM_BYTES
-                    _write(file, _bytes(views[name]), offset)
+            for file, name, starts in places:
+                if (start := starts[piece.flat]) is not None:
+                    _write(file, _bytes(views[name]), start + (piece.offset + first) * views[name].itemsize)
 
-        visit(take)
+        visit(take, [name for _, name, _ in places])
+
+
+@dataclass
+class SharedModel:
+    """A model's file of which each rank writes the weights that its masters round to.
+
+    Attributes:
+        path: Its name when it is whole.
+        starts: Where this rank's part of each flat tensor of weights begins, None for one that the file does not
+            have; none if all is there.
+        digests: Of these parts, as they are saved.
+    """
+
+    path: str
+    starts: Sequence[int | None]
+    digests: Sequence[torch.Tensor] = ()
+
+    def is_written(self, path: str, weights: Sequence[torch.Tensor]) -> bool:
+        """Return whether a file has what was to be saved.
+
+        Args:
+            path: The file.
+            weights: This rank's part of each flat tensor, for their sizes.
+        """
+        with open(path, "rb") as file:
+            for start, weight, saved in zip(self.starts, weights, self.digests, strict=True):
+                if start is not None:
+                    file.seek(start)
+                    sizes = (min(_DIGEST_BYTES, weight.nbytes - at) for at in range(0, weight.nbytes, _DIGEST_BYTES))
+                    pieces = (torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.int32) for nbytes in sizes)
+                    if not torch.equal(_sums(pieces, "cpu"), saved):
+                        return False
+        return True
+
+
+def write_weights(path: str, starts: Sequence[int | None], weights: Sequence[torch.Tensor]) -> None:
+    """Write flat tensors of weights as they are now.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with _opened(path) as file:
+        for start, weight in zip(starts, weights, strict=True):
+            if start is not None:
+                _write_tensor(file, weight, start)
+
+
+_DIGEST_BYTES = COLUMNS * 4 * 1024
+
+
+def digest(flat: torch.Tensor) -> torch.Tensor:
+    """Return what is another one, as good as surely, where a bit of a flat tensor is another one."""
+    return _sums(torch.split(flat.view(torch.int32), _DIGEST_BYTES // 4), flat.device).cpu()
+
+
+def _sums(pieces: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
+    sums = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
+    for words in pieces:
+        rows = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
+        rest = words[rows.numel() :]
+        sums += rows.sum(0, dtype=torch.int32)
+        sums[: rest.numel()] += rest
+    return sums
 
 
 @contextlib.contextmanager

@@ -47,6 +47,9 @@ BUFFERS = 12
 PIECE_NUMEL = 1 << 20
 """Elements that are handed out at a time."""
 
+WEIGHT = "weight"
+"""What `Checkpoint.visit` calls masters that are rounded to their weights' type."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -347,7 +350,10 @@ class Checkpoint:
             finish()
 
     def visit(
-        self, pieces: Sequence[Parameter], take: Callable[[int, int, Mapping[str, torch.Tensor]], None]
+        self,
+        pieces: Sequence[Parameter],
+        take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
+        names: Sequence[str] | None = None,
     ) -> None:
         """Hand out the state of pieces of parameters, run by run, each run as a row a state tensor.
 
@@ -355,16 +361,23 @@ class Checkpoint:
             pieces: What to read.
             take: Given the number of a piece, the run's first element in it, and fp32 views by state tensor, which
                 are another run's afterwards.
+            names: Which state tensors, all if left out; "weight" is the master, rounded to the piece's type.
 
         Raises:
             CheckpointError: As `read`.
         """
-        names = self.rule.names
-        rows = torch.empty(len(names), PIECE_NUMEL, dtype=torch.float32, device="cpu")
+        names = self.rule.names if names is None else names
+        rows: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         for number, piece in enumerate(pieces):
+            weight_dtype: torch.dtype = getattr(torch, piece.dtype.name.lower())
+            keys = [(name, weight_dtype if name == WEIGHT else torch.float32) for name in names]
+            for key in keys:
+                if key not in rows:
+                    rows[key] = torch.empty(PIECE_NUMEL, dtype=key[1], device="cpu")
             for first in range(0, piece.numel, PIECE_NUMEL):
-                views = dict(zip(names, rows[:, : piece.numel - first], strict=True))
-                self.read([Range(piece.name, name, piece.start + first, views[name]) for name in names])
+                views = {key[0]: rows[key][: piece.numel - first] for key in keys}
+                tensors = [("master" if name == WEIGHT else name, view) for name, view in views.items()]
+                self.read([Range(piece.name, name, piece.start + first, view) for name, view in tensors])
                 take(number, first, views)
 
     def _plan(self, uses: _Uses, rank: int, name: str, run: _Run) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -248,20 +248,24 @@ class Checkpoints:
         return tuple(checkpoint.folder for checkpoint in self._parts.saves.kept)
 
     def visit(
-        self, path: str | os.PathLike[str], take: Callable[[int, int, Mapping[str, torch.Tensor]], None]
+        self,
+        path: str | os.PathLike[str],
+        take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
+        names: Sequence[str] | None = None,
     ) -> None:
         """Hand out the state of a checkpoint that this session has saved, run by run, while the session goes on.
 
         Args:
             path: The folder that it was saved to.
             take: See `State.visit`; called on this thread.
+            names: Which state tensors, all if left out; "weight" is the master, rounded to the weight's type.
 
         Raises:
             CheckpointError: It is not there, or cannot be read.
             Exception: What `take` raised.
         """
         with self.open(path, buffers=CHECKPOINT_BUFFERS) as checkpoint:
-            checkpoint.visit(self._parts.plan.layout.parameters, take)
+            checkpoint.visit(self._parts.plan.layout.parameters, take, names)
 
     def open(self, path: str | os.PathLike[str], *, buffers: int = BUFFERS) -> Checkpoint:
         """Open a checkpoint, whoever has saved it; its stores are looked for on this session's paths, too.

@@ -309,8 +309,8 @@ class Engine:
 
         A step that would do the same, bit for bit, takes over the new version; else it is revoked. This is
         for gradients in host memory: with weights on a GPU, those that leave it during backward (`keep_grads=False`)
-        for 16-bit weights that the CPU updates; where they stay there this does nothing. An engine without gradient
-        slots reads them where they are bound.
+        for 16-bit weights that the CPU updates; where they stay there, and where they leave for the paths
+        (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
 
         Args:
             hyperparameters: Called when the first gradient of a pass arrives, by whoever says that it has. Returns
@@ -320,7 +320,8 @@ class Engine:
             is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
                 never says False, a gradient is final at its n-th arrival, n being the number before the last step.
         """
-        if not self.plan.budgets.gradients_on_gpu and self.plan.home_bytes[Home.STREAMED]:
+        elsewhere = self.plan.budgets.gradients_on_gpu or self.plan.gradient_buffers
+        if self.plan.home_bytes[Home.STREAMED] and not elsewhere:
             self._parts.lanes.wakes = hyperparameters is not None
             self._thread.speculation.is_last_pass = is_last_pass
             self._thread.speculation.hyperparameters = hyperparameters

@@ -628,6 +628,172 @@ def saves_behind_training_are_those_that_wait(folder: Path) -> None:
             assert_same(state_of(engine), whole[1])
 
 
+def model_file(engine: Any, place: Path, tag: str) -> Path:
+    return Path(engine._get_ckpt_name(str(place), tag))
+
+
+@check
+def weights_that_masters_give_are_written_behind(folder: Path) -> None:
+    """By all ranks, byte for byte, whatever training has made of them since; all else is there before."""
+    import pytest
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    from offload.integrations.deepspeed import behind, stream
+
+    write_state = stream.write_state
+    goes_on = threading.Event()
+
+    def late(*given: Any) -> None:
+        goes_on.wait()
+        write_state(*given)
+
+    rank = torch.distributed.get_rank()
+    for stage, dtype, layout, format in (
+        (1, "bf16", "stock", "exact"),
+        (1, "fp16", "in_place", "exact"),
+        (2, "fp32", "stock", "exact"),
+        (2, "bf16", "in_place", "compact8"),
+    ):
+        place = folder / f"{stage}-{dtype}"
+        place.mkdir(exist_ok=True)
+        saving = {"checkpoint": {"wait": False, "layout": layout}, "checkpoints_kept": 2}
+        settings = {"state_format": format, "subgroup_numel": 4096, **saving}
+        case = Case(stage, dtype, groups=two_groups, offload={**paths(place), **settings})
+        model = wide(150_000) if format != "exact" else case.model()
+        model.body[1].requires_grad_(False)
+        with training(case, ours=True, model=model) as engine, pytest.MonkeyPatch.context() as patch:
+            engine.module.register_buffer("buffer", torch.arange(5.0))
+            train(engine, case, 0, 3)
+            client = {"own": torch.arange(3), "view": engine.module.head.weight[1:2].detach()}
+            type(engine).save_checkpoint(engine, str(place), tag="waits", client_state=client, save_latest=False)
+            patch.setattr(stream, "write_state", late)
+            goes_on.clear()
+            engine.save_checkpoint(str(place), tag="behind", client_state=client)
+            file = model_file(engine, place, "behind")
+            saved = torch.load(behind.partial_of(str(file)), weights_only=False)
+            module = engine.module.state_dict()
+            for name in ("body.1.weight", "body.1.bias", "buffer"):
+                assert torch.equal(saved["module"][name], module[name]), name
+            for name in ("embed.weight", "head.weight", "body.0.weight"):
+                assert not saved["module"][name].any(), f"{name} is there when the save returns"
+            assert torch.equal(saved["own"], client["own"])
+            assert not file.exists()
+            whole = state_of(engine)
+            engine.module.body[0].weight.data.zero_()  # as one who swaps weights does: they are saved by then
+            train(engine, case, 3, 1)
+            goes_on.set()
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            waits = model_file(engine, place, "waits")
+            assert file.read_bytes() == waits.read_bytes()
+            assert not file.parent.joinpath(behind.PARTIAL).exists()
+            assert not waits.parent.joinpath(behind.PARTIAL).exists()
+            assert engine.load_checkpoint(str(place))[0].startswith(str(place / "behind"))
+            assert_same(state_of(engine), whole)
+            torch.distributed.barrier()
+            if rank == 0:
+                file.rename(place / "away")
+            torch.distributed.barrier()
+            with pytest.raises((AssertionError, OSError, offload_error())):  # not taken for whole without it
+                engine.load_checkpoint(str(place), tag="behind")
+
+
+@check
+def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: Path) -> None:
+    """Whoever has set them, or their masters, since the last step; a change that nobody could see fails the save."""
+    import pytest
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param
+    from deepspeed_runs import Case, train, training
+
+    from offload.integrations.deepspeed import stream
+
+    write_state = stream.write_state
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def late(*given: Any) -> None:
+        goes_on.wait()
+        write_state(*given)
+
+    def counted(engine: Any) -> None:
+        with torch.no_grad():
+            engine.module.body[0].weight[0, 3] = 5.0
+
+    def uncounted(engine: Any) -> None:
+        engine.module.embed.weight.data.mul_(0.5)
+
+    def elsewhere(engine: Any) -> None:
+        engine.module.body[0].bias.data = torch.full_like(engine.module.body[0].bias, 3.0)
+
+    def master(engine: Any) -> None:
+        weight = engine.module.body[0].weight
+        safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.25))
+
+    def one_element(engine: Any) -> None:
+        engine.module.body[0].weight.data.view(-1)[7] += 1.0
+
+    for layout in ("stock", "in_place"):
+        place = folder / layout
+        place.mkdir(exist_ok=True)
+        settings = {"checkpoint": {"wait": False, "layout": layout}}
+        case = Case(2, offload={**paths(place), **settings})
+        with training(case, ours=True) as engine, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stream, "write_state", late)
+            for step, change in enumerate((counted, uncounted, elsewhere, master)):
+                train(engine, case, step, 1)
+                change(engine)
+                tag = change.__name__
+                type(engine).save_checkpoint(engine, str(place), tag="waits", save_latest=False)
+                goes_on.clear()
+                engine.save_checkpoint(str(place), tag=tag)
+                if change is elsewhere:
+                    engine.optimizer._update_model_bit16_weights(0)
+                else:
+                    engine.module.embed.weight.data.zero_()
+                goes_on.set()
+                engine.optimizer.wait_checkpoint()
+                torch.distributed.barrier()
+                assert model_file(engine, place, tag).read_bytes() == model_file(engine, place, "waits").read_bytes()
+                torch.distributed.barrier()
+            train(engine, case, 4, 1)
+            one_element(engine)
+            with pytest.raises(offload_error()):
+                save_and_wait(engine, place, "fails")
+            torch.distributed.barrier()
+            assert (place / "latest").read_text() == "master"
+            assert not model_file(engine, place, "fails").exists()
+            type(engine).save_checkpoint(engine, str(place), tag="waits", save_latest=False)
+            save_and_wait(engine, place, "whole")
+            assert model_file(engine, place, "whole").read_bytes() == model_file(engine, place, "waits").read_bytes()
+            assert engine.load_checkpoint(str(place))[0].startswith(str(place / "whole"))
+
+
+@check
+def ranks_that_share_no_folder_save_as_ever(folder: Path) -> None:
+    """Rank 0 writes all weights before a save returns: those who cannot see its file write none, to nobody's."""
+    import torch
+    from deepspeed_runs import Case, train, training
+
+    rank = torch.distributed.get_rank()
+    for local in (False, True):
+        place = folder / f"{local}-{rank}"
+        config = {"checkpoint": {"use_node_local_storage": local}}
+        case = Case(1, offload={**paths(folder), "checkpoint": {"wait": False}}, config=config)
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 2)
+            type(engine).save_checkpoint(engine, str(place), tag="waits", save_latest=False)
+            engine.save_checkpoint(str(place), tag="behind")
+            train(engine, case, 2, 1)
+            engine.optimizer.wait_checkpoint()
+            torch.distributed.barrier()
+            files = {tag: sorted((place / tag).iterdir()) for tag in ("waits", "behind")}
+            assert [file.name for file in files["waits"]] == [file.name for file in files["behind"]]
+            for mine, theirs in zip(files["behind"], files["waits"], strict=True):
+                assert mine.read_bytes() == theirs.read_bytes(), mine.name
+
+
 @check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
@@ -817,9 +983,9 @@ def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
             time.sleep(0.01)
         write_state(*given)
 
-    for layout in ("stock", "in_place"):
-        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
-        place = folder / layout
+    for stage, layout in ((3, "stock"), (3, "in_place"), (2, "in_place")):
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": False}})
+        place = folder / f"{layout}-{stage}"
         with training(case, ours=True) as engine:
             for step, instead in enumerate((is_interrupted, is_not_reached)):
                 train(engine, case, step, 1)
@@ -879,7 +1045,8 @@ def alone_saves_behind(folder: Path) -> None:
     from deepspeed_runs import Case, state_of, train, training
 
     saving = {"wait": False, "layout": os.environ.get("LAYOUT", "stock")}
-    case = Case(3, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": saving})
+    stage = int(os.environ.get("STAGE", "3"))
+    case = Case(stage, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": saving})
     kill_after_s = float(os.environ.get("KILL_AFTER_S", "inf"))
     with training(case, ours=True, model=wide(100_000)) as engine:
 
@@ -1079,7 +1246,7 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
     if not mounted[0]:
         raise Skip("only root can mount a small file system")
     try:
-        for stage, waits in ((2, True), (3, True), (3, False)):
+        for stage, waits in ((2, True), (3, True), (2, False), (3, False)):
             settings = {**paths(folder), "subgroup_numel": 1 << 16, "checkpoint": {"wait": waits}}
             case = Case(stage, offload=settings)
             results = []
@@ -1174,20 +1341,25 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
 
     from offload import CheckpointError
     from offload.checkpoint import commit
+    from offload.integrations.deepspeed import stream
 
     def fails(*given: Any) -> None:
         time.sleep(0.2)  # others wait by then
         raise CheckpointError("no room")
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for layout, wait, name, failing in (
-        ("in_place", True, "pin", world - 1),
-        ("in_place", False, "seal_commit", 0),
-        ("in_place", False, "latest", 0),
-        ("stock", False, "latest", 0),
-    ):
-        case = Case(3, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
-        place = folder / f"{layout}-{name}"
+    ways = (
+        (3, "in_place", True, "pin", world - 1),
+        (3, "in_place", False, "seal_commit", 0),
+        (3, "in_place", False, "latest", 0),
+        (2, "in_place", False, "write_state", world - 1),
+        (2, "in_place", False, "write_state", 0),
+        (1, "stock", False, "write_state", world - 1),
+        (3, "stock", False, "latest", 0),
+    )
+    for stage, layout, wait, name, failing in dict.fromkeys(ways):  # one rank alone is both the first and the last
+        case = Case(stage, offload={**paths(folder), "checkpoint": {"layout": layout, "wait": wait}})
+        place = folder / f"{layout}-{name}-{failing}"
         with training(case, ours=True) as engine:
             train(engine, case, 0, 1)
             if rank == 0 and name == "latest":
@@ -1195,7 +1367,7 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
             torch.distributed.barrier()
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing and name != "latest":
-                    patch.setattr(commit, name, fails)
+                    patch.setattr(stream if name == "write_state" else commit, name, fails)
                 started_s = time.monotonic()
                 with pytest.raises(offload_error()):
                     save_and_wait(engine, place, "fails")

@@ -119,17 +119,31 @@ def test_checks(world: int, part: int, tmp_path: Path) -> None:
     ("world", "kills"),
     [(1, 3), pytest.param(1, 40, marks=pytest.mark.full), pytest.param(2, 40, marks=pytest.mark.full)],
 )
-@pytest.mark.parametrize("layout", ["stock", "in_place"])
+@pytest.mark.parametrize(("layout", "stage"), [("stock", 3), ("in_place", 3), ("stock", 1), ("in_place", 2)])
 def test_a_kill_while_a_checkpoint_is_written_behind_leaves_the_one_before(
-    layout: str, world: int, kills: int, tmp_path: Path
+    layout: str, stage: int, world: int, kills: int, tmp_path: Path
 ) -> None:
     """Whatever `latest` names is loaded by the next start, whose state has the digest of when it was saved."""
-    name, rng = "alone_saves_behind", random.Random(kills)
+    name, rng, way = "alone_saves_behind", random.Random(kills), {"LAYOUT": layout, "STAGE": str(stage)}
     for _ in range(kills):
-        found = start(world, tmp_path, (name,), KILL_AFTER_S=str(rng.uniform(0, 0.4)), LAYOUT=layout)
+        found = start(world, tmp_path, (name,), KILL_AFTER_S=str(rng.uniform(0, 0.4)), **way)
         assert found[name] == "ok" or "did not run it" in found[name], found
-    assert start(world, tmp_path, (name,), LAYOUT=layout) == {name: "ok"}
+    assert start(world, tmp_path, (name,), **way) == {name: "ok"}
     assert "went on from" in (tmp_path / "log-0").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.full)])
+def test_a_killed_rank_loses_no_tag_and_mixes_none(kills: int, tmp_path: Path) -> None:
+    script, report = SCRIPT.with_name("deepspeed_torture.py"), tmp_path / "report.json"
+    command = [sys.executable, "-W", "ignore", str(script), "--kills", str(kills)]
+    command += ["--folder", str(tmp_path / "lives"), "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    figures = json.loads(report.read_text())["results"]
+    assert figures["kills"] == kills
+    assert figures["loaded and compared"] > 0
 
 
 @pytest.mark.slow

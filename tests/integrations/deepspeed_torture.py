@@ -1,0 +1,199 @@
+"""Kills one of two ranks that save inside DeepSpeed at random moments, and goes on from what `latest` names.
+
+    python tests/integrations/deepspeed_torture.py --kills 200 --folder FOLDER --json FILE
+
+Each life loads the tag that `latest` names into two new processes, compares every bit of weights, masters and moments
+with what they were when it was saved, and the model's file with the model; then it trains, and saves after every
+step, behind training, until one of the two is killed. The other one has to end, by an error that it raises, or to say
+what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3. What has been done is in FOLDER: a campaign
+that is interrupted goes on there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed_checks import wide
+from deepspeed_runs import Case, deepspeed, state_of, train, training
+
+import offload
+from offload.integrations.deepspeed import behind
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
+from torture import BEGINS, COLLECTIVE_S, MISMATCH, PEER_LOST, environment, has_ended, silence
+
+WAYS = [(layout, stage) for layout in ("stock", "in_place") for stage in (1, 2, 3)]
+MOST_SILENT_S = 30.0
+LAST_S = 5.0
+"""Stands for `behind.LAST_S`: what the end of a rank waits for one that is dead."""
+
+
+def digest(engine: Any) -> dict[str, str]:
+    return {name: hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for name, t in state_of(engine).items()}
+
+
+def live(root: Path, rank: int, layout: str, stage: int, seed: int, steps: int) -> None:
+    """One rank's part of a life; ends by itself only after `steps` steps, or when the other one has gone."""
+    torch.set_num_threads(1)
+    logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
+    logging.getLogger("offload").setLevel(logging.INFO)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    behind.LAST_S, rng = LAST_S, random.Random(seed)
+    settings = {"checkpoint": {"wait": False, "layout": layout}, "checkpoints_kept": rng.choice((1, 1, 2))}
+    memory = {"host_memory": rng.choice((0, 0, 10**6)), "subgroup_numel": 4096}
+    case = Case(stage, offload={"paths": [str(root)], **settings, **memory})
+    try:
+        deepspeed.init_distributed(
+            "gloo",
+            timeout=timedelta(seconds=COLLECTIVE_S),
+            init_method=f"file://{root}/rendezvous",
+            rank=rank,
+            world_size=2,
+            verbose=False,
+        )
+        with training(case, ours=True, model=wide(100_000)) as engine:
+            logging.warning(BEGINS)  # gloo has connected all, which takes minutes where one is killed before
+            (root / "begins").touch()
+            first = 0
+            if (root / "tags" / "latest").exists():
+                path, client = engine.load_checkpoint(str(root / "tags"))
+                first = client["step"]
+                if client["digest"] != digest(engine) or str(first) != Path(path).parent.name:
+                    logging.critical("%s is not what was saved", path)
+                    os._exit(MISMATCH)
+                if stage < 3:
+                    saved = torch.load(path, weights_only=False)["module"]
+                    if any(not torch.equal(saved[name], t) for name, t in engine.module.state_dict().items()):
+                        logging.critical("the model's file of %s has other weights", path)
+                        os._exit(MISMATCH)
+            (root / "trains").touch()
+            for step in range(first, first + steps):
+                train(engine, case, step, 1)
+                engine.save_checkpoint(
+                    str(root / "tags"), tag=f"{step + 1}", client_state={"step": step + 1, "digest": digest(engine)}
+                )
+                if rng.random() < 0.2:
+                    engine.optimizer.wait_checkpoint()
+    except (RuntimeError, offload.OffloadError) as error:  # gloo's, or that of a commit that waited in vain
+        logging.warning("ends: %r", error)
+        os._exit(PEER_LOST)
+    os._exit(0)
+
+
+def newest(root: Path) -> int:
+    latest = root / "tags" / "latest"
+    return int(latest.read_text()) if latest.exists() else 0
+
+
+def tags(root: Path) -> list[Path]:
+    return [path for path in (root / "tags").glob("*") if path.name.isdecimal()]
+
+
+def life(root: Path, layout: str, stage: int, seed: int, *, kills: bool) -> dict[str, Any]:
+    """Have one life, and kill a rank of it; return figures.
+
+    Raises:
+        AssertionError: It has loaded other bits, has lost a tag, has failed in another way, or was silent.
+    """
+    rng, before = random.Random(seed), newest(root)
+    for name in ("begins", "trains", "rendezvous"):
+        (root / name).unlink(missing_ok=True)
+    children = []
+    for rank in range(2):
+        child = os.fork()  # everything is loaded already, and no thread of ours runs
+        if child == 0:
+            try:
+                live(root, rank, layout, stage, seed, 1_000_000 if kills else 3)
+            except BaseException as error:
+                print(f"{layout}, ZeRO-{stage}, life {seed}, rank {rank}: {error!r}", file=sys.stderr, flush=True)
+                os._exit(4)
+        children.append(child)
+    victim, killed_s = rng.randrange(2), time.time()
+    if kills:
+        comes, writes = root / rng.choice(("begins", *9 * ["trains"])), rng.random() < 0.8
+        while not comes.exists() and not any(map(has_ended, children)):
+            time.sleep(0.01)
+        time.sleep(rng.choice((0.5, 2.0)) * rng.random())
+        if writes and comes.name == "trains":  # while a tag is
+            there = len(tags(root))
+            while len(tags(root)) == there and not any(map(has_ended, children)):
+                time.sleep(0.001)
+            time.sleep(0.2 * rng.random())
+        killed_s = time.time()
+        os.kill(children[victim], signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    logs = [(root / f"log-{rank}").read_text(errors="replace")[-2000:] for rank in range(2)]
+    assert codes == ([0, 0] if not kills else [-signal.SIGKILL, PEER_LOST][:: 1 - 2 * victim]), f"{codes}: {logs}"
+    silent_s = silence(root / f"log-{1 - victim}", killed_s, time.time()) if kills else 0.0
+    assert silent_s < MOST_SILENT_S, f"silent for {silent_s:.1f} s: {logs}"
+    after = newest(root)
+    assert after >= before, f"latest named {before}, and names {after} now"
+    under_way = any(int(tag.name) > after for tag in tags(root))
+    for tag in tags(root):
+        if int(tag.name) < after:
+            shutil.rmtree(tag)
+    return {
+        "kills": int(kills),
+        f"kills of rank {victim}": int(kills),
+        f"kills with {layout}, ZeRO-{stage}": int(kills),
+        "with a tag under way": int(under_way and kills),
+        "loaded and compared": int(before > 0 and (root / "trains").exists()),
+        "with progress": int(after > before),
+        "silent_s": silent_s,
+    }
+
+
+def torture(folder: Path, kills: int, seed: int = 0, ways: list[tuple[str, int]] = WAYS) -> dict[str, Any]:
+    """Have lives until so many ranks have been killed, and a last one of each way; return figures."""
+    torch.set_num_threads(1)
+    ours = ("offload.integrations.deepspeed.stage3", "offload.integrations.deepspeed.stage12")
+    for name in ("torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.original_muon", *ours):
+        import_module(name)  # else each life would
+    report = folder / "report.json"
+    lives = json.loads(report.read_text()) if report.exists() else []
+    for number in range(len(lives), kills + len(ways)):
+        layout, stage = ways[number % len(ways)]
+        root = folder / f"{layout}-{stage}"
+        root.mkdir(parents=True, exist_ok=True)
+        lives.append(life(root, layout, stage, seed * 100_003 + number, kills=number < kills))
+        report.write_text(json.dumps(lives))
+        print(f"life {number}, {layout}, ZeRO-{stage}: at step {newest(root)}", flush=True)
+    figures: Counter[str] = Counter()
+    for found in lives:
+        figures.update({name: count for name, count in found.items() if name != "silent_s"})
+    return {**figures, "longest silence of a survivor, s": round(max(found["silent_s"] for found in lives), 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    described = environment()
+    figures = torture(arguments.folder, arguments.kills, arguments.seed)
+    text = json.dumps({"environment": described, "results": figures}, indent=2)
+    print(text)
+    if arguments.json:
+        Path(arguments.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
