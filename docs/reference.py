@@ -38,7 +38,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         *("state", "state_for", "state_dict", "load_state_dict", "reset_state", "refresh_masters"),
     ),
     "Give memory back": ("park", "unpark"),
-    "End, and look inside": ("close", "config", "engine"),
+    "End, and look inside": ("close", "config", "keeps_grads", "engine"),
 }
 """What one wants to do, and with which members of an optimizer or other public names."""
 
