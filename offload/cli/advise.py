@@ -59,6 +59,7 @@ class Choices:
         state_formats: Formats of the state that may be taken, the least that changes numbers first.
         keep_grads: Whether gradients may stay on the GPU, and whether they may leave, as they are to be tried.
         recompute: Likewise whether activations are recomputed.
+        gradient_memory: What host memory there may be for gradients, likewise.
     """
 
     file: RatesFile
@@ -69,13 +70,14 @@ class Choices:
     state_formats: tuple[str, ...]
     keep_grads: tuple[bool, ...]
     recompute: tuple[bool, ...]
+    gradient_memory: tuple[int | None, ...] = (None,)
 
     def candidates(self, question: Question) -> Iterator[Question]:
         """Yield all settings, those first that ask least of the user: exact state, then the fewest switches."""
         for name in self.state_formats:
-            combinations = itertools.product(self.keep_grads, self.recompute)
-            for keep_grads, recompute in sorted(combinations, key=lambda both: (not both[0]) + both[1]):
-                changed = replace(question, keep_grads=keep_grads, recompute=recompute)
+            combinations = itertools.product(self.keep_grads, self.recompute, self.gradient_memory)
+            for keep_grads, recompute, memory in sorted(combinations, key=_switched):
+                changed = replace(question, keep_grads=keep_grads, recompute=recompute, gradient_memory=memory)
                 yield self.settle(in_format(changed, name, self.file, self.exact_params))
 
     def settle(self, question: Question) -> Question:
@@ -163,6 +165,12 @@ def _rounded(budget: int) -> int:
     return budget // grain * grain
 
 
+def _switched(setting: tuple[bool, bool, int | None]) -> int:
+    """Return how much of the user a setting asks for."""
+    keep_grads, recompute, gradient_memory = setting
+    return (not keep_grads) + recompute + (gradient_memory is not None)
+
+
 def what_fits(question: Question, choices: Choices) -> str:
     """Return the fewest switches with which a model fits that does not, in words; "" if none help."""
     for opened in (choices, replace(choices, placement=True, host_memory=True, gpu_memory=True)):
@@ -180,6 +188,8 @@ def _switches(before: Question, after: Question, choices: Choices) -> list[str]:
     found = []
     if after.keep_grads != before.keep_grads:
         found.append("keep_grads=False (--no-keep-grads): gradients leave the GPU during backward")
+    if after.gradient_memory != before.gradient_memory:
+        found.append("gradient_memory=0 (--gradient-memory 0): gradients leave for the paths during backward")
     if after.recompute != before.recompute:
         found.append("recomputation of activations (--recompute, gradient checkpointing)")
     if after.state_format != before.state_format:
@@ -239,6 +249,8 @@ class Setting:
             words.append("keep_grads" if question.keep_grads else "keep_grads=False")
         if question.placement != "auto":
             words.append(f"placement {question.placement}")
+        if question.gradients_leave:
+            words.append(f"gradient_memory {budget_text(question.gradient_memory or 0)}")
         if question.recompute:
             words.append("recomputation")
         if self.overlap != "off":
@@ -255,6 +267,8 @@ def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
         found["paths"] = [_place(question, number) for number in range(len(question.rates.paths))]
     if question.weights_on_gpu and not question.keep_grads and question.all_ranks == 1:
         found["keep_grads"] = False
+    if question.gradients_leave:
+        found["gradient_memory"] = budget_text(question.gradient_memory or 0)
     if question.placement != "auto":
         found["placement"] = question.placement
     if question.state_format != "exact":

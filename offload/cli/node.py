@@ -85,6 +85,7 @@ def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
     if not plan.weights_on_gpu:
         return Use({"weights": weights, **host, **beside}, {})
     left = 0 if plan.budgets.gradients_on_gpu else gradients  # during backward
+    left = GRADIENT_BYTES * numel if plan.gradient_buffers else left
     gpu = {
         "weights": weights,
         "gradients": max(0, GRADIENT_BYTES * numel - left),  # padding may have been counted

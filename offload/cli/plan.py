@@ -162,6 +162,8 @@ def _add_budgets(sizes: Any) -> None:
     add("--host-memory", parse_bytes, "for state at home there (default: what the node can spare, if that is known)")
     add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: what activations leave, if known)")
     add("--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)")
+    leave = "for gradients; beyond it they leave for the paths during backward (default: for all of them)"
+    add("--gradient-memory", parse_bytes, leave)
     add("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
     sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
     add("--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60)
@@ -202,6 +204,7 @@ class Question:
         nodes: How many there are, of `ranks` each.
         rates: Of a node; that of the update is of parameters with such state.
         keep_grads: Whether gradients stay on the GPU, if weights lie there, until the step.
+        gradient_memory: Host memory for gradients, which leave it for the paths beyond; None for all of them.
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
         rule: Name of the update rule.
@@ -224,6 +227,7 @@ class Question:
     host_memory: int = 0
     gpu_memory: int = 0
     gpu_staging: int | None = None
+    gradient_memory: int | None = None
     staging_memory: int | None = None
     path_bytes: int = 1 << 60
     subgroup_numel: int | None = None
@@ -243,6 +247,12 @@ class Question:
     accumulate: int = 1
     guessed: str = ""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether gradients leave host memory for the paths."""
+        nbytes = GRADIENT_BYTES * math.ceil(self.params / self.all_ranks)
+        return self.gradient_memory is not None and self.gradient_memory < nbytes
 
     @property
     def all_ranks(self) -> int:
@@ -382,6 +392,8 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
         staging_bytes=question.staging_memory,
         paths=tuple(PathBudget(question.path_name(n), question.path_room(n)) for n in range(len(rates.paths))),
         gradient_bytes=GRADIENT_BYTES * numel,
+        gradients_leave=question.gradients_leave,
+        gradients_kept_bytes=question.gradient_memory or 0,
         follow_rates=True,
         gpu_bytes=question.gpu_memory,
         gpu_staging_bytes=gpu_staging_bytes,
@@ -417,7 +429,7 @@ def _plan(question: Question, rates: Rates) -> Plan:
     if question.weights_on_gpu:  # gradients of what the GPU updates stay there
         on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
-    return plan
+    return plan.counting_buffers(int(question.weights_on_gpu))
 
 
 def use(question: Question) -> Use:
@@ -454,6 +466,9 @@ def ask(
     check_fits(question.node_memory, question.ranks, taken, rates)
     cost = estimate(plan, rates)
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
+    if backward_s is not None and plan.gradient_buffers:  # gradients are written meanwhile
+        each = zip(plan.shares(rates), rates.paths, strict=True)
+        backward_s = max(backward_s, *(plan.left_gradient_bytes * part / path.write.alone for part, path in each))
     follows = forward_s is not None
     simulate = simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES
     prediction = predict(plan, rates, steps=2, timeline=timeline or follows, report=report) if simulate else None
@@ -462,7 +477,8 @@ def ask(
     if prediction is not None and forward_s is not None and backward_s is not None:
         on_cpu = not question.weights_on_gpu
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
-        if on_cpu or (question.all_ranks == 1 and not question.keep_grads):
+        may_begin = on_cpu or (question.all_ranks == 1 and not question.keep_grads)
+        if may_begin and not plan.gradient_buffers:
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(prediction, plan, forward_s, backward_s, follows=follows)
     return Answer(question, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
@@ -659,7 +675,7 @@ def _tiers(answer: Answer) -> list[Tier]:
 # The command
 
 _AS_GIVEN = (
-    *("nodes", "gpu_staging", "staging_memory", "path_bytes", "subgroup_numel"),
+    *("nodes", "gpu_staging", "gradient_memory", "staging_memory", "path_bytes", "subgroup_numel"),
     *("placement", "tokens", "accumulate", "recompute", "rule"),
 )
 """Fields of a `Question` that are options."""
@@ -796,6 +812,10 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
     ranks = arguments.ranks or (gpus if gpus and is_described(arguments) else 1)
     on_gpu = (arguments.weights_on or rates.gpu.weights_on) == "gpu"
     alone = arguments.nodes * ranks == 1
+    if on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
+        if arguments.placement not in ("auto", "cpu", 0):
+            raise ConfigError("--placement", arguments.placement, 'use "cpu" with --gradient-memory')
+        arguments.placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
     keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
     sizes = [facts.get("bytes") for facts in file.paths]
     question = Question(
@@ -824,6 +844,11 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
         state_formats=tuple(STATE_FORMATS) if form is None else (form,),
         keep_grads=(True, False) if on_gpu and alone and arguments.keep_grads is None else (keep_grads,),
         recompute=(False, True) if question.beside and not question.recompute else (question.recompute,),
+        gradient_memory=(
+            (None, 0)
+            if question.gradient_memory is None and rates.paths and not on_gpu
+            else (question.gradient_memory,)
+        ),
     )
     return in_format(question, form or "exact", file, exact_params), choices
 
@@ -971,8 +996,9 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     found = []
     lanes = answer.prediction.lane_bytes if answer.prediction else {}
-    for number in range(len(answer.rates.paths)):
-        written = answer.question.ranks * lanes.get(f"write:{number}", 0)
+    for number, share in enumerate(answer.plan.shares(answer.rates)):
+        gradients = round(share * answer.plan.left_gradient_bytes)  # in backward
+        written = answer.question.ranks * (lanes.get(f"write:{number}", 0) + gradients)
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)

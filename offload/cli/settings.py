@@ -83,6 +83,8 @@ def _add_offloading(offloading: Any, checkpoints: Any) -> None:
     add("--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
     budget = "budget for state that stays in host memory, such as 8GiB (default: a quarter of the state)"
     add("--host-memory", parse_bytes, budget)
+    leave = "host memory for gradients, which leave it for the paths beyond (default: for all of them)"
+    add("--gradient-memory", parse_bytes, leave)
     add("--staging-memory", parse_bytes, "buffers for state on its way (default: the engine's choice)")
     subgroup = "parameters a subgroup (default: the engine's choice)"
     add("--subgroup-numel", _count(MAX_COUNT, least=1024), subgroup, metavar="COUNT")

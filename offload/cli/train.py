@@ -356,6 +356,7 @@ def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> 
         rates=settings.rates,
         state_format=settings.state_format,
         overlap=settings.overlap,
+        gradient_memory=settings.gradient_memory,
     )
 
 

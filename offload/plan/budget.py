@@ -322,6 +322,17 @@ class Plan:
         kept = self.budgets.gradients_kept_bytes // self.gradient_buffer_bytes
         return min(LEAST_BUFFERS + kept, len(self.layout.subgroups))
 
+    def counting_buffers(self, bounces: int = 0) -> Plan:
+        """Return a plan whose budgets count the memory of gradient buffers, if there are any.
+
+        Args:
+            bounces: More buffers of that size, through which gradients come from a device.
+        """
+        if not self.gradient_buffers:
+            return self
+        nbytes = (self.gradient_buffers + bounces) * self.gradient_buffer_bytes
+        return replace(self, budgets=replace(self.budgets, gradient_bytes=nbytes))
+
     @cached_property
     def left_gradient_bytes(self) -> int:
         """Bytes of gradients that are written to the paths in a backward pass, and read in a step."""

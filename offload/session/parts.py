@@ -219,10 +219,8 @@ class SessionParts:
             self.plan = make_plan(layout, budgets)
         else:
             self.plan = choose_plan(layout, budgets, known_rates, config.placement)
-        if self.plan.gradient_buffers:
-            buffers = self.plan.gradient_buffers + self.lanes.bounces
-            budgets = dataclasses.replace(budgets, gradient_bytes=buffers * self.plan.gradient_buffer_bytes)
-            self.plan = dataclasses.replace(self.plan, budgets=budgets)
+        self.plan = self.plan.counting_buffers(self.lanes.bounces)
+        budgets = self.plan.budgets
         log.info("%s", self.plan)
         if paths and not self.plan.has_room_for_checkpoints:
             log.warning(

@@ -475,3 +475,12 @@ def test_a_long_plan_says_how_far_it_is(rates, capsys, monkeypatch):
     monkeypatch.setattr("offload.cli.progress.time.monotonic", lambda: float(next(clock)))  # a second a call
     assert cli.main(["plan", "--params", "1e9", "--rates", rates]) == 0
     assert "plan: visit " in capsys.readouterr().err
+
+
+def test_gradients_that_leave_make_room_for_state(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--params", "3e9", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--cores", "8")
+    stays = plan_json(capsys, *machine)["rank"]
+    leaves = plan_json(capsys, *machine, "--gradient-memory", "0")["rank"]
+    assert leaves["host_memory_bytes"]["gradients"] < 0.05 * stays["host_memory_bytes"]["gradients"]
+    gained = leaves["host_memory_bytes"]["state"] - stays["host_memory_bytes"]["state"]
+    assert gained > 0.9 * stays["host_memory_bytes"]["gradients"]
