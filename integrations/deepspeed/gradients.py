@@ -109,6 +109,7 @@ class EngineGradients:
         engine: Of weights on a GPU, or with `gradient_memory`.
         place: Where the weights are.
         dtypes: In which gradients are summed, for each flat tensor of weights.
+        reads_later: Whether the engine reads gradients after they have been given to it, as those on a GPU.
     """
 
     def __init__(
@@ -117,10 +118,13 @@ class EngineGradients:
         engine: Engine,
         place: torch.device,
         dtypes: Sequence[torch.dtype],
+        *,
+        reads_later: bool,
     ) -> None:
         self._pieces = pieces
         self._engine = engine
         self._place = place
+        self._reads_later = reads_later
         self._dtypes = dtypes
         self._kept: dict[int, torch.Tensor] = {}
         """First gradients of pieces that the GPU updates: it reads them there, and adds to them, until the step."""
@@ -148,8 +152,7 @@ class EngineGradients:
             self.touch(number)
             return
         stays = first and self._engine.gradients.stays(number)
-        is_read_later = self._place.type != "cpu"
-        if gradient is given and is_read_later and (stays or gradient.nbytes <= COPIED_BYTES):
+        if gradient is given and self._reads_later and (stays or gradient.nbytes <= COPIED_BYTES):
             gradient = gradient.clone()
         if stays:
             self._kept[number] = gradient
@@ -197,5 +200,5 @@ class EngineGradients:
 
     def end(self) -> None:
         """See `HostGradients.end`; in host memory they are dropped at once, as they may lie on paths."""
-        if self._place.type == "cpu":
+        if not self._reads_later:
             self._engine.gradients.forget()

@@ -103,7 +103,8 @@ class Shard:
             )
             self.engine = Engine(parameters, config, device=device, among=among)
             dtypes = [gradient_dtype or weight.dtype for weight in weights]
-            self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes)
+            later = config.gradient_memory is None
+            self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes, reads_later=later)
         self._bind_weights()
 
     def read_by_speculation(self) -> list[torch.Tensor] | None:

@@ -6,14 +6,17 @@ import contextlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from offload.cli.node import GPU_SHARE, LEAST_GPU_BYTES, Use, reserved_bytes
 from offload.cli.plan import Answer, Question, ask, in_format, parked, use
 from offload.cli.values import in_columns
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
+from offload.formats import STATE_FORMATS
 from offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -271,7 +274,7 @@ def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
         found["gradient_memory"] = budget_text(question.gradient_memory or 0)
     if question.placement != "auto":
         found["placement"] = question.placement
-    if question.state_format != "exact":
+    if STATE_FORMATS[question.state_format].rounds:
         found["state_format"] = question.state_format
     if overlap != "off":
         found["overlap"] = overlap
@@ -281,7 +284,7 @@ def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
 def _place(question: Question, number: int) -> str:
     """Return where a path is; the rates of a known machine say in words what it is."""
     place = question.places[number] if number < len(question.places) else ""
-    return place if place.startswith(("/", "s3://")) else f"/mnt/drive{number}"
+    return place if os.path.isabs(place) or urlsplit(place).netloc else f"/mnt/drive{number}"
 
 
 def budget_text(nbytes: int) -> str | int:
@@ -320,7 +323,7 @@ def best(question: Question, choices: Choices) -> list[Setting]:
 
 def _beats(one: Setting, other: Setting) -> bool:
     """Whether a setting is about as fast as another, takes no more memory, and rounds state no more."""
-    order = ("exact", "compact16", "compact8")
+    order = [*STATE_FORMATS]
     mine, theirs = one.answer, other.answer
     as_good = (
         one.iteration_s <= (1 + MEMORY_WORTH) * other.iteration_s
@@ -398,7 +401,7 @@ def table(settings: list[Setting]) -> str:
     for number, setting in enumerate(settings, start=1):
         answer = setting.answer
         ranks = answer.question.ranks
-        gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu else "-"
+        gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
         seconds = format_seconds(setting.iteration_s), format_seconds(answer.step_s)
         host = format_bytes(ranks * answer.use.host_bytes)
         cells.append((f"{number}", str(setting), *seconds, host, gpu, answer.estimate.bound_by))

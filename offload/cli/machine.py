@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from offload.cli.probe import gpu_of
 from offload.cli.values import add_output, add_value, parse_count, parse_output, tell
 from offload.config import MAX_THREADS, parse_bytes
 from offload.errors import ConfigError
@@ -334,7 +335,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(found: RatesFile) -> str:
     """Return what is known of a described machine as lines of text."""
     rates, machine = found.rates, found.machine
-    lines = [f"{machine['cpu']}, {format_bytes(machine['memory_bytes'])} of memory, {machine['gpu'] or 'no GPU'}"]
+    lines = [f"{machine['cpu']}, {format_bytes(machine['memory_bytes'])} of memory, {gpu_of(machine)}"]
     lines += [f"  {name}: {value:.3g}  ({found.source[name]})" for name, value in _figures(rates.to_dict()).items()]
     return "\n".join([*lines, *found.warnings])
 

@@ -662,7 +662,7 @@ def _tiers(answer: Answer) -> list[Tier]:
     question, plan, ranks = answer.question, answer.plan, answer.question.ranks
     host = {name: ranks * nbytes for name, nbytes in answer.use.host.items()}
     found = [Tier("host memory", host, question.node_memory)]
-    if answer.use.gpu:
+    if answer.use.gpu_bytes:
         name, size = "each GPU" if ranks > 1 else "GPU", question.rates.gpu.memory_bytes or None
         found.insert(0, Tier(name, dict(answer.use.gpu), size))
     for number, share in enumerate(plan.shares(answer.rates) if plan.storage_bytes else ()):

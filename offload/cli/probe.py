@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -78,12 +79,17 @@ def _check_writable(file: Path, *, makes_folder: bool) -> None:
         raise ConfigError("--out", str(file), "name a file in a folder that is there and can be written")
 
 
+def gpu_of(machine: Mapping[str, Any]) -> str:
+    """Return what a machine's GPU is called, in words."""
+    return str(machine["gpu"] or "no GPU")
+
+
 def describe(found: RatesFile) -> str:
     """Return what was measured as lines of text."""
     machine = found.machine
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])} of memory, "
-        f"{machine['gpu'] or 'no GPU'}"
+        f"{gpu_of(machine)}"
     ]
     lines += [f"path {number}: {facts['path']} ({facts['io']})" for number, facts in enumerate(found.paths)]
     rows = [

@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def exact_params(self) -> int:
-        """Parameters that "compact8" keeps exact: embeddings, the output layer, norms, biases."""
+        """Parameters that are kept exact where others share scales: embeddings, the output layer, norms, biases."""
         return self._embedding_params + self.layers * self._small_params + self.hidden
 
     @property

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError
 from offload.optim import ranks, shards
 from offload.optim.exchange import Exchange
@@ -84,7 +83,7 @@ class Overlap:
                 allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
                 raise ConfigError("model", type(parameter).__name__, allowed)
         rows_over = self._weights.rows_over
-        if rows_over is not None and not isinstance(self._holder.device, NoDevice):
+        if rows_over is not None and str(self._weights.required_device) != "cpu":
             allowed = "leave it out for weights on an accelerator: there ranks exchange their rows in step()"
             raise ConfigError("model", "shard=True", allowed)
         self._holder.check_open()

@@ -82,7 +82,7 @@ def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path)
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
     reports = ["report.html", "report.json"]
     assert files == ["lanes.png", "loss.png", "metrics.jsonl", *reports, "summary.json", "timeline.json"]
-    assert "one more path like the fastest" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "What would help" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(lines[-1][f"optimizer/path/{index}/read_bytes"] > 0 for index in range(2))

@@ -129,9 +129,6 @@ def test_what_cannot_be_followed(model: Any, check: Any, words: str) -> None:
     followed = Followed(Model())
     with pytest.raises(ConfigError, match=words):
         followed.overlap.follow(model, check, [*followed.called])
-    followed.weights.rows_over = object()
-    with pytest.raises(ConfigError, match="whole weights on each rank"):
-        followed.overlap.follow(followed.model, False, [*followed.called])
     assert len(followed.overlap.models) == 1
 
 
