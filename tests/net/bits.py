@@ -220,6 +220,8 @@ def train(training: str, folder: Path) -> dict[str, Any]:
             optimizer.overlap_forward(model, check=overlap == "forward" and not place.startswith("device"))
         for step in range(8):
             _step(model, optimizer, step, norms, is_early=on_backward)
+            if on_backward:
+                optimizer.finish()  # else the figures may be of a step before, or of none
             early_bytes.update(
                 {name: n for name, n in optimizer.metrics().items() if name.startswith("speculation/")}
             )
