@@ -100,6 +100,11 @@ def nothing_comes(subgroup: int) -> None:
     """Tell nobody."""
 
 
+def no_buffer(buffer: int) -> int:
+    """Refuse: gradients pass through no buffers."""
+    raise InternalError("gradients pass through no buffers (this is a bug in offload)")
+
+
 class LiveExecutor:
     """Drives tiers and kernel.
 
@@ -111,6 +116,7 @@ class LiveExecutor:
         verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         lanes: Those of a device.
+        gradient_address: Returns the address of a gradient buffer.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
             Whoever opens one puts it there.
     """
@@ -125,6 +131,7 @@ class LiveExecutor:
         verify: bool = True,
         stall_s: float = STALL_S,
         lanes: Lanes = NO_LANES,
+        gradient_address: Callable[[int], int] = no_buffer,
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
@@ -149,8 +156,7 @@ class LiveExecutor:
         self._coming: Coming = nothing_comes
         self._updates = False
         self.save_source: SaveSource | None = None
-        self.gradient_buffer: Callable[[int], int] | None = None
-        """Returns the address of a gradient buffer."""
+        self._gradient_address = gradient_address
         self._others = {} if others is None else others
         self._slot_bytes = 0
         self._staging_address = 0
@@ -305,10 +311,6 @@ class LiveExecutor:
         """Return where a subgroup's state lies: in a staging slot, or at home."""
         return self._source().resident_address(subgroup) if slot is None else self.slot_address(slot)
 
-    def gradient_address(self, buffer: int) -> int:
-        """Return the memory address of a gradient buffer."""
-        return known(self.gradient_buffer, "gradients pass through no buffers")(buffer)
-
     def _tier(self, path: int) -> Tier:
         return self._tiers[path] if path < len(self._tiers) else self._others[path]
 
@@ -318,11 +320,10 @@ class LiveExecutor:
         return self.save_source
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
-        if isinstance(operation, ReadTile | WriteTile) and operation.gradients:
-            return (
-                self.gradient_address(known(operation.slot, "gradients without a buffer")) + operation.buffer_offset
-            )
         if isinstance(operation, ReadTile | WriteTile):
+            if operation.gradients:
+                buffer = known(operation.slot, "gradients without a buffer")
+                return self._gradient_address(buffer) + operation.buffer_offset
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         source = self._source()
         if operation.buffer is None:

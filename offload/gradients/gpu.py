@@ -32,7 +32,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt, Tables
 from offload.errors import ConfigError, InternalError
 from offload.gradients.additions import Additions, Sending
-from offload.gradients.store import GradientSlots, GradientStore
+from offload.gradients.store import BLOCK_BYTES, GradientSlots, GradientStore
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Segment
@@ -42,8 +42,6 @@ from offload.plan import Plan
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import DeviceLane, Mark
 from offload.schedule.operations import Visit
-
-BLOCK_BYTES = 8
 
 
 @dataclass(slots=True)

@@ -20,14 +20,12 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt
 from offload.engine.views import tensor_at
 from offload.errors import ConfigError
-from offload.gradients.store import GradientStore
+from offload.gradients.store import BLOCK_BYTES, GradientStore
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import Layout, Segment
 from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL
-
-BLOCK_BYTES = 8
 
 
 class PathGradients(GradientStore):
@@ -46,9 +44,8 @@ class PathGradients(GradientStore):
         super().__init__(*parts)
         self._lanes = lanes
         self._ask, self._drop = fill, drop
-        self._segments: list[
-            list[tuple[int, Segment]]
-        ] = []  # of each parameter, with their subgroups; the last first
+        # Of each parameter, with their subgroups; the last first.
+        self._segments: list[list[tuple[int, Segment]]] = []
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._filling: tuple[int, int] | None = None  # a subgroup, and the address of its buffer
         self._torn: dict[str, None] = {}  # parameters whose gradients are on their way, or were interrupted there
@@ -63,7 +60,7 @@ class PathGradients(GradientStore):
 
     def used_bytes(self, plan: Plan) -> int:
         """See `GradientStore.used_bytes`."""
-        return (plan.gradient_buffers + self._lanes.bounces) * plan.gradient_buffer_bytes
+        return plan.counting_buffers(self._lanes.bounces).budgets.gradient_bytes
 
     def adopt(self, plan: Plan, before: Layout) -> None:
         """See `GradientStore.adopt`; buffers keep what they hold."""

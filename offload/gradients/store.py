@@ -22,6 +22,9 @@ from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
+BLOCK_BYTES = 8
+"""Of the sum of a block's squares."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradientSlots:

@@ -57,9 +57,8 @@ class Buckets:
         self._model = weakref.ref(model)
         self._group = model.process_group
         self.reductions: deque[Reduction] = deque()
-        self._storages: dict[
-            int, int
-        ] = {}  # of gradients before DDP takes them, by id of the parameter, where it matters
+        # Of gradients before DDP takes them, by id of the parameter, where it matters.
+        self._storages: dict[int, int] = {}
         if model.gradient_as_bucket_view and self._group.size() & (self._group.size() - 1):
             for parameter in model.parameters():
                 if parameter.requires_grad:

@@ -42,7 +42,7 @@ from offload.predict import Explanation, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
-from offload.session.setup import kept_gradient_bytes
+from offload.session.setup import gradient_budget
 from offload.session.speculation import Foreseen
 
 
@@ -70,11 +70,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         parameters = [*self._parameters()]
         world, rank = ranks.world()
         holder.config = config.for_rank(rank) if world > 1 else config
-        if config.gradient_memory is not None:
+        if (budget := gradient_budget(config)) is not None:
             wide = config.gradient_dtype == "float32"
             own = [shards.local(parameter) for parameter in parameters if parameter.requires_grad]
             nbytes = sum(piece.numel() * (4 if wide else piece.itemsize) for piece in own)
-            kept_bytes = kept_gradient_bytes(config, nbytes)
+            kept_bytes = None if budget >= nbytes else budget
             holder.config = dataclasses.replace(holder.config, gradient_memory=kept_bytes)
         holder.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]

@@ -131,9 +131,8 @@ class Budgets:
         staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
         paths: What each path offers.
         gradient_bytes: Bytes of the gradient slots or buffers, named in the plan.
-        gradients_leave: Whether gradients pass through buffers of host memory, and those that do not fit there lie on
-            the paths until the step.
-        gradients_kept_bytes: Where they do, host memory for those that need not leave.
+        gradients_kept_bytes: Host memory for gradients that need not leave, where they pass through buffers, and lie
+            on the paths until the step as far as they do not fit there; None where all lie in slots.
         gradient_item_bytes: Bytes of a gradient's element there; 0 for those of its weight.
         speculates: Whether memory is for new weights of what is streamed, which updates during backward make.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
@@ -154,8 +153,7 @@ class Budgets:
     staging_bytes: int | None = None
     paths: tuple[PathBudget, ...] = ()
     gradient_bytes: int = 0
-    gradients_leave: bool = False
-    gradients_kept_bytes: int = 0
+    gradients_kept_bytes: int | None = None
     gradient_item_bytes: int = 0
     speculates: bool = False
     follow_rates: bool = False
@@ -304,7 +302,7 @@ class Plan:
     @cached_property
     def gradient_tiles(self) -> tuple[tuple[tuple[TileId, int, int], ...], ...]:
         """For each subgroup, the tiles of its gradients, where these pass through buffers."""
-        if not self.budgets.gradients_leave:
+        if self.budgets.gradients_kept_bytes is None:
             return ()
         item_bytes = self.budgets.gradient_item_bytes
         return tuple(s.gradient_tiles(item_bytes or int(ITEM_BYTES[s.dtype])) for s in self.layout.subgroups)
@@ -319,8 +317,14 @@ class Plan:
         """Number of gradient buffers: 0 where all gradients lie in slots."""
         if not self.gradient_buffer_bytes:
             return 0
-        kept = self.budgets.gradients_kept_bytes // self.gradient_buffer_bytes
+        kept = (self.budgets.gradients_kept_bytes or 0) // self.gradient_buffer_bytes
         return min(LEAST_BUFFERS + kept, len(self.layout.subgroups))
+
+    @property
+    def staying_gradients(self) -> int:
+        """Number of subgroups whose gradients may be in a buffer alone: all, or all buffers but the spare ones."""
+        has_all = self.gradient_buffers >= len(self.layout.subgroups)
+        return self.gradient_buffers if has_all else self.gradient_buffers - SPARE_BUFFERS
 
     def counting_buffers(self, bounces: int = 0) -> Plan:
         """Return a plan whose budgets count the memory of gradient buffers, if there are any.
@@ -336,8 +340,7 @@ class Plan:
     @cached_property
     def left_gradient_bytes(self) -> int:
         """Bytes of gradients that are written to the paths in a backward pass, and read in a step."""
-        stays = self.gradient_buffers - SPARE_BUFFERS * (self.gradient_buffers < len(self.layout.subgroups))
-        return sum(nbytes for tiles in self.gradient_tiles[stays:] for _, _, nbytes in tiles)
+        return sum(nbytes for tiles in self.gradient_tiles[self.staying_gradients :] for _, _, nbytes in tiles)
 
     @property
     def gradient_storage_bytes(self) -> int:

@@ -11,8 +11,8 @@ content is in memory and about to change.
 Invariants, verified by `check`:
   * a buffer belongs to at most one subgroup;
   * gradients are in a buffer, or whole on the paths, or both, or there are none;
-  * but for `SPARE_BUFFERS`, and unless there is a buffer for every subgroup, buffers may hold what lies nowhere else:
-    so a visit's gradients find a buffer, whichever visits wait for each other.
+  * but for `SPARE_BUFFERS` of the plan, and unless there is a buffer for every subgroup, buffers may hold what lies
+    nowhere else: so a visit's gradients find a buffer, whichever visits wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from offload.errors import invariant, known
-from offload.plan.budget import SPARE_BUFFERS, Plan
+from offload.plan.budget import Plan
 from offload.protocols import TileId
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import Operation, ReadTile, WriteTile
@@ -97,7 +97,6 @@ class GradientBuffers:
         count = plan.gradient_buffers
         invariant(count >= len(self._owners), "a plan takes gradient buffers away")
         self._owners.extend([None] * (count - len(self._owners)))
-        self._most_alone = count if count >= len(plan.layout.subgroups) else count - SPARE_BUFFERS
 
     # Filling
 
@@ -260,7 +259,7 @@ class GradientBuffers:
         alone = [n for n, held in self._held.items() if held.is_newest and not (held.is_wanted or held.unwritten)]
         count = len(alone)
         for subgroup in alone:
-            if count <= self._most_alone:
+            if count <= self._plan.staying_gradients:
                 return
             if subgroup != self._filling:
                 count -= 1

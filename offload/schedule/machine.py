@@ -731,7 +731,8 @@ class Machine:
             self.saver.landed(operation, 0, error)
             return
         if isinstance(operation, WriteTile) and operation.gradients:
-            self._failed_gradients(operation, error)
+            if not self._goes_elsewhere(operation, error):
+                self._break(error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
             self.index.lose(operation.record.location)
@@ -760,15 +761,8 @@ class Machine:
             self.saver.abort(error)
             self._flushed_tile(operation.tile.subgroup)
             return
-        if isinstance(operation, WriteTile) and isinstance(error, TierError):
-            # The staging slot still holds the tile, so it can go elsewhere; but this path is not trusted again.
-            location = operation.record.location
-            self.index.retire(location.path)
-            self.index.abandon(location)
-            again = (operation.tile, operation.slot, operation.buffer_offset, location.nbytes)
-            if self.broken is None and self._write(*again):
-                self._on_warning(f"{error}; tiles go to other paths from now on")
-                return
+        if isinstance(operation, WriteTile) and self._goes_elsewhere(operation, error):
+            return
         if isinstance(operation, Run):
             self._runs.device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
@@ -776,16 +770,20 @@ class Machine:
                 self.staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
-    def _failed_gradients(self, write: WriteTile, error: Exception) -> None:
-        """Have a tile of gradients go elsewhere: its buffer still holds it; but this path is not trusted again."""
+    def _goes_elsewhere(self, write: WriteTile, error: Exception) -> bool:
+        """Have a tile go elsewhere, as memory still holds it, but this path is not trusted again; or return False."""
         location = write.record.location
-        if isinstance(error, TierError):
-            self.index.retire(location.path)
-            self.index.abandon(location)
-            if self.broken is None and self.gradients.write_again(write):
-                self._on_warning(f"{error}; tiles go to other paths from now on")
-                return
-        self._break(error)
+        if not isinstance(error, TierError):
+            return False
+        self.index.retire(location.path)
+        self.index.abandon(location)
+        if self.broken is not None:
+            return False
+        again = (write.tile, write.slot, write.buffer_offset, location.nbytes)
+        found = self.gradients.write_again(write) if write.gradients else self._write(*again)
+        if found:
+            self._on_warning(f"{error}; tiles go to other paths from now on")
+        return found
 
     def _break(self, error: Exception) -> None:
         if self.broken is None:

@@ -37,7 +37,7 @@ class Gradients:
         """Return the address of a subgroup's gradient buffer, once it may be written to."""
         with self._thread.turn():
             self._thread.request(partial(self._begin_fill, subgroup))
-        return self._parts.executor.gradient_address(self._parts.machine.gradients.buffer_of(subgroup))
+        return self._parts.gradients.buffer_address(self._parts.machine.gradients.buffer_of(subgroup))
 
     def _begin_fill(self, subgroup: int) -> None:
         parts, machine = self._parts, self._parts.machine

@@ -128,8 +128,7 @@ class SessionParts:
         self._store = uuid.uuid4()
 
     def _make_path_gradients(self, *parts: Any) -> PathGradients:
-        calls = self.fill_gradients, self.drop_gradients
-        return PathGradients(*parts, lanes=self.lanes, fill=calls[0], drop=calls[1])
+        return PathGradients(*parts, lanes=self.lanes, fill=self.fill_gradients, drop=self.drop_gradients)
 
     # Putting them together
 
@@ -158,8 +157,7 @@ class SessionParts:
         self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
         memory = self.memory
-        executor = self.executor
-        places = executor.slot_address, executor.gradient_address
+        places = self.executor.slot_address, self.gradients.buffer_address
         self.views = StateViews(self.plan, self.tables, self.kernel, memory, *places, self.lanes)
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
@@ -257,9 +255,9 @@ class SessionParts:
             verify=config.checksum,
             stall_s=config.stall_timeout_s,
             lanes=self.lanes,
+            gradient_address=self.gradients.buffer_address,
             others=self.others,
         )
-        self.executor.gradient_buffer = self.gradients.buffer_address
         self.memory.adopt_homes(self.plan, NOTHING)
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
@@ -347,7 +345,7 @@ class SessionParts:
         before = self.plan
         if before.gradient_buffers:  # which may hold what lies nowhere else, and become larger
             wider = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
-            kept = max(budgets.gradients_kept_bytes, (before.gradient_buffers - LEAST_BUFFERS) * wider)
+            kept = max(budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * wider)
             budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept)
         fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
         # What is there stays where it is: memory for its gradients has been given out by that.

@@ -15,7 +15,6 @@ import torch
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.device.none import Lanes
-from offload.dtypes import ITEM_BYTES
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
@@ -99,12 +98,6 @@ def first_budgets(
         leftover_bytes: What lies on its paths from sessions that have ended and gives way.
     """
     host, staging = config.host_memory, config.staging_memory
-    gradients_bytes = sum(
-        segment.numel * (4 if config.gradient_dtype == "float32" else int(ITEM_BYTES[subgroup.dtype]))
-        for subgroup in layout.subgroups
-        for segment in subgroup.segments
-    )
-    kept_bytes = kept_gradient_bytes(config, gradients_bytes)
     if host is None:
         host = available_bytes() // 2 // _local_ranks() if config.paths else layout.state_bytes
     paths = []
@@ -136,8 +129,7 @@ def first_budgets(
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),
         gradient_bytes=gradient_bytes,
-        gradients_leave=config.gradient_memory is not None,
-        gradients_kept_bytes=gradients_bytes if kept_bytes is None else kept_bytes,
+        gradients_kept_bytes=gradient_budget(config),
         gradient_item_bytes=4 if config.gradient_dtype == "float32" else 0,
         speculates=config.overlaps_backward,
         follow_rates=all(path.share is None for path in config.path_configs),
@@ -148,21 +140,16 @@ def first_budgets(
     )
 
 
-def kept_gradient_bytes(config: OffloadConfig, nbytes: int) -> int | None:
-    """Return how many bytes of gradients stay in host memory; None for all.
+def gradient_budget(config: OffloadConfig) -> int | None:
+    """Return how many bytes of gradients may stay in host memory; None for all.
 
     "auto" is half of what is available beside state at home there: the other half is for activations.
-
-    Args:
-        config: The user's.
-        nbytes: Of all gradients.
     """
-    budget = config.gradient_memory
-    if budget == "auto":
-        available = available_bytes() // _local_ranks()
-        state = available // 2 if config.host_memory is None else int(config.host_memory)
-        budget = max(0, available - state) // 2
-    return None if budget is None or int(budget) >= nbytes else int(budget)
+    if config.gradient_memory != "auto":
+        return None if config.gradient_memory is None else int(config.gradient_memory)
+    available = available_bytes() // _local_ranks()
+    state = available // 2 if config.host_memory is None else int(config.host_memory)
+    return max(0, available - state) // 2
 
 
 def usable_bytes(device: Device, layout: Layout) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.errors import InternalError
@@ -633,7 +632,7 @@ class GradientBook:
     def __init__(self, ground: Ground, storage: StorageBook) -> None:
         self.ground, self.storage, self._require = ground, storage, ground.require
         self.filling: int | None = None
-        self.useless: dict[int, WriteTile] = {}
+        self.useless: set[int] = set()
         self._known: dict[int, KnownGradients] = {}
         self._owners: dict[int, int] = {}
         self._was_filled = False
@@ -721,8 +720,9 @@ class GradientBook:
         return True
 
     def _is_useless(self, write: WriteTile) -> bool:
-        if self.useless.pop(write.op, None) is None:
+        if write.op not in self.useless:
             return False
+        self.useless.discard(write.op)
         del self.of(write.tile.subgroup).writes[write.tile]
         return True
 
@@ -735,21 +735,18 @@ class GradientBook:
             whole = known.in_buffer == known.version > 0 and not known.reads
             self._require(whole, "29: a visit before its gradients are whole in their buffer")
 
-    def used(self, number: int, flying: Mapping[int, Operation]) -> None:
+    def used(self, number: int) -> None:
         """Take in that gradients are of no use any more."""
         known = self.of(number)
-        for op in known.writes.values():
-            write = flying[op]
-            if isinstance(write, WriteTile):
-                self.useless[op] = write
+        self.useless.update(known.writes.values())
         self.storage.leave(known.stored)
         self.storage.leave(known.arriving)
         known.stored, known.arriving, known.stored_version, known.version, known.in_buffer = {}, {}, 0, 0, 0
 
-    def drop(self, flying: Mapping[int, Operation]) -> None:
+    def drop(self) -> None:
         """Take in that all gradients are of no use any more."""
         for number in self._known:
-            self.used(number, flying)
+            self.used(number)
         self.fill(None)
 
     def _take(self, number: int, buffer: int) -> None:

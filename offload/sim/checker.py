@@ -254,7 +254,7 @@ class CheckedExecutor:
                 self._require(self._sweep is None or self._fatal is not None, "28: gradients come during a sweep")
                 self._gradients.fill(subgroup)
             case Drop():
-                self._gradients.drop(self._flying)
+                self._gradients.drop()
         self._gradients.settle()
 
     def filled(self, subgroup: int, buffer: int) -> None:
@@ -750,7 +750,7 @@ class CheckedExecutor:
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
                 if visit.gradients:
-                    self._gradients.used(visit.subgroup, self._flying)
+                    self._gradients.used(visit.subgroup)
                 pushes = operation.weight_slot is not None and visit.changes
                 if operation.weight_slot is not None and pushes:
                     self._device.weight_slots[operation.weight_slot].stage = "made"

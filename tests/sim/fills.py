@@ -43,7 +43,6 @@ def tight_plan(rng: random.Random) -> Plan:
     budgets = Budgets(
         rng.choice((0, 0, layout.state_bytes // 3, layout.state_bytes)),
         rng.choice((1, 2, 3, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES),
-        gradients_leave=True,
         gradients_kept_bytes=rng.choice((0, 0, layout.state_bytes // 8)),
         gradient_item_bytes=rng.choice((0, 4)),
     )
