@@ -1,9 +1,10 @@
 """One large model on one machine: what `offload plan` said before the training, and what happened.
 
 Weights and gradients in bf16 are all that memory has to hold, beside new weights made during backward; state is in
-`compact16`, none of it resident, and steps are hidden in forward and in backward. The rates are those of a probe made
-just before; forward and backward are predicted by the FLOP/s that a small model of the same width reaches, the
-process and its activations by what that model took beyond its own plan.
+one format, none of it resident, and steps are hidden in forward and in backward. With --gradient-memory, gradients
+beyond it leave for the disk, weights alone fill the memory, and steps are hidden in forward. The rates are those of a
+probe made just before; forward and backward are predicted by the FLOP/s that a small model of the same width reaches,
+the process and its activations by what that model took beyond its own plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from _common import Target, arguments, end_with_parent, environment, progress, r
 from offload.cli.model import choose_shape
 from offload.cli.values import parse_count
 
-FORM = "compact16"
 SEQ = 128
 FEW_LAYERS = (2, 4)
 """Of the small models: two, so that what a layer takes is known."""
@@ -65,25 +65,26 @@ def offload(command: str, folder: Path, *options: object) -> tuple[dict[str, Any
     return found, usage.ru_maxrss << 10
 
 
-def plan(folder: Path, numel: int, rates: Path, resident: str, *more: object) -> dict[str, Any]:
-    common = ("--rates", rates, "--weights-on", "cpu", "--state-format", FORM, "--host-memory", resident)
-    return offload("plan", folder, "--params", numel, *common, *more)[0]
+def plan(folder: Path, numel: int, state: Sequence[object], *more: object) -> dict[str, Any]:
+    return offload("plan", folder, "--params", numel, "--weights-on", "cpu", *state, *more)[0]
 
 
 def train(folder: Path, name: str, steps: int, batch: int, *more: object) -> tuple[dict[str, Any], int]:
-    common = ("--state-format", FORM, "--seq", SEQ, "--batch", batch, "--steps", steps, "--clip", UNCLIPPED)
-    return offload("train", folder, *common, "--lr", 1e-5, "--output", folder / name, "--quiet", *more)
+    common = ("--seq", SEQ, "--batch", batch, "--steps", steps, "--clip", UNCLIPPED, "--lr", 1e-5)
+    return offload("train", folder, *common, "--output", folder / name, "--quiet", *more)
 
 
-def small_models(folder: Path, rates: Path, hidden: int, batch: int) -> tuple[float, list[tuple[int, int]]]:
+def small_models(
+    folder: Path, state: Sequence[object], hidden: int, batch: int
+) -> tuple[float, list[tuple[int, int]]]:
     """Return the FLOP/s of forward and backward, and for each small model its layers and what the plan leaves out."""
     flops_per_s, beyond = 0.0, []
     for layers in FEW_LAYERS:
         progress(f"a model of {layers} layers")
         shape = ("--layers", layers, "--hidden", hidden)
-        found, peak = train(folder, f"small-{layers}", 4, batch, *shape, "--host-memory", 0, "--rates", rates)
+        found, peak = train(folder, f"small-{layers}", 4, batch, *shape, *state)
         numel = found["model"]["numel"]
-        planned = plan(folder, numel, rates, "0")["node"]["used_bytes"]
+        planned = plan(folder, numel, state)["node"]["used_bytes"]
         beyond.append((layers, peak - planned))
         flops_per_s = FLOPS_PER_WEIGHT * numel * batch * SEQ / (found["forward_s"] + found["backward_s"])
     return flops_per_s, beyond
@@ -99,6 +100,8 @@ def main() -> None:
     parser.add_argument("--params", default="3B", help="parameters of the model (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help=f"sequences of {SEQ} bytes (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument("--state-format", default="compact16", choices=("exact", "compact16", "compact8"))
+    parser.add_argument("--gradient-memory", metavar="SIZE", help="for gradients (default: all stay in memory)")
     args = parser.parse_args()
     described = environment(device="cpu")
     if args.smoke:
@@ -108,20 +111,30 @@ def main() -> None:
         folder, rates = Path(name), Path(name) / "rates.json"
         progress("rates")
         offload("probe", folder, "--paths", folder, "--out", rates, "--seconds", 1 if args.smoke else 20, "--quiet")
-        flops_per_s, beyond = small_models(folder, rates, shape.hidden, args.batch)
-        said = plan(folder, shape.numel, rates, "0", "--tokens", args.batch * SEQ, "--flops", flops_per_s)
+        state = ["--state-format", args.state_format, "--host-memory", 0, "--rates", rates]
+        hidden_in = "both"
+        if args.gradient_memory is not None:
+            state += ["--gradient-memory", args.gradient_memory]
+            hidden_in = "forward"  # what leaves memory is not there to be updated early
+        flops_per_s, beyond = small_models(folder, state, shape.hidden, args.batch)
+        said = plan(folder, shape.numel, state, "--tokens", args.batch * SEQ, "--flops", flops_per_s)
+        if hidden_in == "both":  # all of it, both ways
+            moved = dict.fromkeys(WAYS, said["speculation"]["storage_bytes"])
+        else:
+            read = sum(lane["bytes"] for name, lane in said["lanes"].items() if name.startswith("read"))
+            moved = {"read": read, "write": sum(path["written_bytes_per_step"] for path in said["paths"])}
         predicted = {
-            "iteration_s": said["hidden_iteration_s"]["both"],
+            "iteration_s": said["hidden_iteration_s"][hidden_in],
             "waiting_iteration_s": said["iteration_s"],
             "peak_bytes": said["node"]["used_bytes"]
-            + said["speculation"]["memory_bytes"]
+            + (said["speculation"]["memory_bytes"] if hidden_in == "both" else 0)
             + line_through(beyond, shape.layers),
-            **{f"{way}_bytes": said["speculation"]["storage_bytes"] for way in WAYS},  # all of it, both ways
+            **{f"{way}_bytes": moved[way] for way in WAYS},
         }
         print(f"{shape.numel:,} parameters; predicted: {predicted}", flush=True)
         progress("the large model")
-        sized = ("--layers", shape.layers, "--hidden", shape.hidden, "--host-memory", 0, "--rates", rates)
-        found, peak = train(folder, "large", args.steps, args.batch, *sized, "--overlap", "both")
+        sized = ("--layers", shape.layers, "--hidden", shape.hidden, *state)
+        found, peak = train(folder, "large", args.steps, args.batch, *sized, "--overlap", hidden_in)
         lines = [json.loads(line) for line in (folder / "large" / "metrics.jsonl").read_text().splitlines()]
     happened = {
         "iteration_s": args.batch * SEQ / found["tokens_per_s"],
@@ -132,6 +145,8 @@ def main() -> None:
     results = {
         "model": found["model"],
         "tokens": args.batch * SEQ,
+        "state_format": args.state_format,
+        "gradient_memory": args.gradient_memory,
         "rates_of": {"flops_per_s": flops_per_s, "beyond_plan_bytes": beyond},
         "plan": {name: said[name] for name in PLANNED},
         "predicted": predicted,

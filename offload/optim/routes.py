@@ -218,9 +218,18 @@ class Route:
             bound.used_gradient = None if gradient is None else (weakref.ref(gradient), _version(gradient))
 
     def drop_used(self) -> list[tuple[int, int]]:
-        """Drop all gradients, on the engine thread; return address and size of slots that somebody still holds."""
-        self.clear_grads(self._bound.values())
+        """Drop gradients that a step has used, on the engine thread; return address and size of slots still held.
+
+        One that another thread has set since `check_used` belongs to the next step, and stays.
+        """
+        self.clear_grads(bound for bound in self._bound.values() if self._is_used(bound))
         return []
+
+    @staticmethod
+    def _is_used(bound: BoundParameter) -> bool:
+        """Whether no gradient is there but one that a step has used."""
+        gradient, used = bound.parameter.grad, bound.used_gradient
+        return gradient is None or (used is not None and used[0]() is gradient and used[1] == _version(gradient))
 
     def check_used(self) -> None:
         """Refuse gradients that no step has used.
@@ -229,10 +238,7 @@ class Route:
             ConfigError: There is one; names its parameter.
         """
         for bound in self._bound.values():
-            gradient, used = bound.parameter.grad, bound.used_gradient
-            if gradient is None:
-                continue
-            if used is None or used[0]() is not gradient or used[1] != _version(gradient):
+            if not self._is_used(bound):
                 allowed = "call step(), or zero_grad(set_to_none=True): its memory goes, and no step has used it"
                 raise ConfigError("park", f"the gradient of {bound.name}", allowed)
 

@@ -346,6 +346,26 @@ def test_a_park_from_another_thread_while_steps_go_on(tmp_path: Path) -> None:
     pair.close()
 
 
+def test_a_gradient_that_arrives_while_memory_is_given_back_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at gradients and their end, another thread may set one: it belongs to the next step."""
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    pair.train()
+    route, weight = pair.parking._route, pair.weights[0][0]
+    check, gradient = route.check_used, torch.ones_like(weight)
+
+    def look() -> None:
+        check()
+        weight.grad = gradient
+
+    monkeypatch.setattr(route, "check_used", look)
+    pair.parking.park()
+    assert weight.grad is gradient
+    assert all(other.grad is None for other in pair.weights[0][1:])
+    pair.close()
+
+
 def test_what_is_said_of_a_park(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     """How long memory and state take to come back: in the log, in metrics, and in the plan while memory is gone."""
     optimizer = pair.parking
