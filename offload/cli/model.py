@@ -105,11 +105,13 @@ def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed
         pad_token_id=None,
     )
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
-    # Parameters only: the rotary frequencies are buffers and need their fp32.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # never in fp32, which is the memory of a model twice as large
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(usual)
     return model.train()
 
 

@@ -1,0 +1,210 @@
+"""A spike: what it would cost to keep weights on a disk as well, and stream them by layer.
+
+The product does not do this. Blocks of two linear layers with a residual, in bf16, lie in a file each; three slots in
+memory take turns. Forward reads the blocks in order, backward in reverse and recomputes each block from its input
+before it goes back through it. Reading goes on in threads while blocks compute. The same blocks in memory, recomputed
+in the same way, take turns with it: outputs and gradients of inputs have to be equal bit for bit. Predicted is
+max(compute, bytes over the rate of reading alone), for forward and for backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Target, arguments, environment, progress, report
+
+SLOTS = 3
+READERS = 4
+
+Weights = list[torch.Tensor]
+
+
+def block(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    up, down = weights
+    return x + torch.nn.functional.gelu(x @ up) @ down
+
+
+class InMemory:
+    """All blocks in memory."""
+
+    def __init__(self, blocks: list[Weights]) -> None:
+        self._blocks = blocks
+
+    def begin(self, order: list[int]) -> None:
+        """Nothing has to come."""
+
+    def weights(self, number: int) -> Weights:
+        return self._blocks[number]
+
+
+class OnDisk:
+    """Blocks in files: `begin` says in which order they are needed, `weights` waits for one and asks for the next."""
+
+    def __init__(self, folder: Path, blocks: list[Weights]) -> None:
+        self._shapes = [weight.shape for weight in blocks[0]]
+        self._nbytes = sum(weight.nbytes for weight in blocks[0])
+        direct = getattr(os, "O_DIRECT", 0)
+        self._files = []
+        for number, weights in enumerate(blocks):
+            file = folder / f"{number}"
+            with file.open("wb") as out:
+                for weight in weights:
+                    out.write(weight.view(torch.uint8).numpy().tobytes())
+                os.fsync(out.fileno())
+            try:
+                self._files.append(os.open(file, os.O_RDONLY | direct))
+            except OSError:  # a file system without direct I/O
+                self._files.append(os.open(file, os.O_RDONLY))
+        self._slots = [mmap.mmap(-1, self._nbytes) for _ in range(SLOTS)]
+        self._pool = ThreadPoolExecutor(READERS)
+        self._coming: dict[int, tuple[int, list[Future[None]]]] = {}
+        self._left: list[int] = []
+        self._free = list(range(SLOTS))
+        self._current: int | None = None
+
+    def begin(self, order: list[int]) -> None:
+        self._release()
+        self._left = list(order)
+        self._read_ahead()
+
+    def weights(self, number: int) -> Weights:
+        if self._current != number:
+            self._release()
+            self._current = number
+        slot, parts = self._coming[number]
+        wait(parts)
+        for part in parts:
+            part.result()
+        self._read_ahead()
+        flat = torch.frombuffer(self._slots[slot], dtype=torch.bfloat16)
+        numels = [shape.numel() for shape in self._shapes]
+        return [run.view(shape) for run, shape in zip(flat.split(numels), self._shapes, strict=True)]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for file in self._files:
+            os.close(file)
+
+    def _release(self) -> None:
+        if self._current is not None:
+            self._free.append(self._coming.pop(self._current)[0])
+            self._current = None
+
+    def _read_ahead(self) -> None:
+        while self._left and self._free:
+            number, slot = self._left.pop(0), self._free.pop()
+            step = -(-self._nbytes // READERS // 4096) * 4096
+            starts = range(0, self._nbytes, step)
+            parts = [self._pool.submit(self._read, number, slot, start, step) for start in starts]
+            self._coming[number] = slot, parts
+
+    def _read(self, number: int, slot: int, start: int, step: int) -> None:
+        view = memoryview(self._slots[slot])[start : min(start + step, self._nbytes)]
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._files[number], [view[done:]], start + done)
+            if count == 0:
+                raise RuntimeError(f"block {number} ends after {start + done:,} bytes")
+            done += count
+
+
+def iteration(source: InMemory | OnDisk, count: int, x: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
+    """Return seconds of forward and of backward, and output and gradient of the input, as one tensor."""
+    start_s = time.perf_counter()
+    source.begin(list(range(count)))
+    inputs = []
+    with torch.no_grad():
+        for number in range(count):
+            inputs.append(x)
+            x = block(x, source.weights(number))
+    middle_s = time.perf_counter()
+    source.begin(list(reversed(range(count))))
+    gradient = torch.ones_like(x)
+    for number in reversed(range(count)):
+        weights = [weight.detach().requires_grad_() for weight in source.weights(number)]
+        given = inputs[number].detach().requires_grad_()
+        gradient = torch.autograd.grad(block(given, weights), [given, *weights], gradient)[0]
+    end_s = time.perf_counter()
+    return {"forward_s": middle_s - start_s, "backward_s": end_s - middle_s}, torch.cat([x, gradient])
+
+
+def reading_s(source: OnDisk, count: int) -> float:
+    """Return the seconds that reading all blocks takes, with nothing else to do."""
+    start_s = time.perf_counter()
+    source.begin(list(range(count)))
+    for number in range(count):
+        source.weights(number)
+    return time.perf_counter() - start_s
+
+
+def median(turns: list[dict[str, float]], value: Callable[[dict[str, float]], float]) -> float:
+    return statistics.median(map(value, turns))
+
+
+def main() -> None:
+    parser = arguments(__doc__, path=True)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 2048])
+    parser.add_argument("--pairs", type=int, default=7)
+    args = parser.parse_args()
+    if args.smoke:
+        args.width, args.blocks, args.tokens, args.pairs = 64, 4, [16], 2
+    described = environment(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((args.width, 4 * args.width), (4 * args.width, args.width))
+    blocks = [
+        [(torch.randn(shape, generator=generator) / 4 / args.width**0.5).bfloat16() for shape in shapes]
+        for _ in range(args.blocks)
+    ]
+    nbytes = args.blocks * sum(weight.nbytes for weight in blocks[0])
+    results: dict[str, Any] = {}
+    digest, same = hashlib.sha256(), True
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
+        memory, disk = InMemory(blocks), OnDisk(Path(folder), blocks)
+        for tokens in args.tokens:
+            x = torch.randn(tokens, args.width, generator=generator).bfloat16()
+            iteration(memory, args.blocks, x)
+            turns = []
+            for _ in range(args.pairs):
+                kept, expected = iteration(memory, args.blocks, x)
+                alone_s = reading_s(disk, args.blocks)
+                streamed, found = iteration(disk, args.blocks, x)
+                same = same and torch.equal(expected.view(torch.int16), found.view(torch.int16))
+                bound_s = sum(max(kept[part], alone_s) for part in ("forward_s", "backward_s"))
+                turn = {f"kept_{part}": s for part, s in kept.items()} | streamed
+                turns.append(turn | {"reading_s": alone_s, "bound_s": bound_s})
+            digest.update(expected.view(torch.uint8).numpy().tobytes())
+            row = {name: median(turns, lambda turn, name=name: turn[name]) for name in turns[0]}
+            row["over_bound"] = median(turns, lambda turn: (turn["forward_s"] + turn["backward_s"]) / turn["bound_s"])
+            row["over_memory"] = median(
+                turns, lambda t: (t["forward_s"] + t["backward_s"]) / (t["kept_forward_s"] + t["kept_backward_s"])
+            )
+            row["read_bytes_per_s"] = nbytes / row["reading_s"]
+            results[f"{tokens} tokens"] = row
+            print(
+                f"{tokens} tokens: {row['over_memory']:.2f} of the time with weights in memory, "
+                f"{row['over_bound']:.2f} of the bound; {row['read_bytes_per_s'] / 1e9:.2f} GB/s"
+            )
+            progress(f"{tokens} tokens")
+        disk.close()
+    targets = [
+        Target.at_most(f"{name}: iteration over its bound", row["over_bound"], 1.1) for name, row in results.items()
+    ]
+    targets.append(Target.at_least("outputs and gradients with weights on the disk, bit for bit", float(same), 1.0))
+    results["weight_bytes"], results["slot_bytes"] = nbytes, SLOTS * nbytes // args.blocks
+    report(args, described, results, digest.hexdigest()[:16], targets)
+
+
+if __name__ == "__main__":
+    main()
