@@ -59,6 +59,25 @@ def test_weights_depend_on_the_seed_only() -> None:
     assert {weight.dtype for weight in weights(1)} == {torch.bfloat16}
 
 
+def test_a_model_is_never_there_in_a_larger_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are those of the fp32 model, rounded; no parameter is made in fp32 and cast."""
+    made = set()
+    register = torch.nn.Module.register_parameter
+
+    def look(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        made.add(None if parameter is None else parameter.dtype)
+        register(module, name, parameter)
+
+    expected = build_model(Shape(2, 32), seq=16, dtype=torch.float32, device="cpu", seed=0)
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", look)
+    found = build_model(Shape(2, 32), seq=16, dtype=torch.bfloat16, device="cpu", seed=0)
+    assert torch.bfloat16 in made
+    assert torch.float32 not in made
+    assert torch.get_default_dtype() == torch.float32
+    for weight, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(weight, other.bfloat16())
+
+
 def test_rotary_frequencies_keep_their_precision() -> None:
     model = build_model(Shape(1, 32), seq=16, dtype=torch.bfloat16, device="cpu", seed=0)
     assert {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()} == {torch.float32}
