@@ -7,6 +7,7 @@ import difflib
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from offload.errors import ConfigError
 from offload.formats import STATE_FORMATS
-from offload.protocols import MAX_DEPTH
+from offload.protocols import MAX_DEPTH, MAX_NODES
 from offload.units import read_number
 
 T = TypeVar("T")
@@ -62,6 +63,39 @@ def parse_bytes(field: str, value: object) -> int:
     if not 0 <= size <= MAX_BYTES:  # before it is made an integer, which may have very many digits
         raise ConfigError(field, value, allowed)
     return int(size)
+
+
+_NODE = re.compile(r"node(0|[1-9]\d{0,3})", re.ASCII)
+
+
+def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
+    """Return a size in bytes, or a size for each memory node by its name, such as {"node0": 1 << 30}.
+
+    Args:
+        field: The name for errors.
+        value: A size, or a mapping of "node<number>", as Linux numbers NUMA nodes, to sizes.
+
+    Raises:
+        ConfigError: If it is neither; names `field`.
+    """
+    if not isinstance(value, Mapping):
+        return parse_bytes(field, value)
+    for name in value:
+        match = _NODE.fullmatch(name) if isinstance(name, str) else None
+        if match is None or int(match[1]) >= MAX_NODES:
+            raise ConfigError(field, name, 'name memory nodes as in {"node0": "200GiB", "node2": "400GiB"}')
+    if not value:
+        raise ConfigError(field, value, 'give a size, or one for each memory node: {"node0": "200GiB"}')
+    found = {str(name): parse_bytes(f"{field}.{name}", size) for name, size in value.items()}
+    if sum(found.values()) > MAX_BYTES:
+        raise ConfigError(field, value, f"give {MAX_BYTES:,} bytes in all at most")
+    return found
+
+
+def node_bytes(host_memory: int | dict[str, int] | None) -> dict[int, int]:
+    """Return the bytes of each memory node by its number, from what `parse_host_memory` gave; empty for one size."""
+    named = host_memory.items() if isinstance(host_memory, dict) else ()
+    return {int(name.removeprefix("node")): nbytes for name, nbytes in named}
 
 
 def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -161,7 +195,9 @@ class OffloadConfig:
     Attributes:
         host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
             otherwise up to half of the memory that is available (its part of that, where a launcher has started
-            several ranks on the node).
+            several ranks on the node). Where host memory is of several kinds (sockets, CXL cards), a size for each
+            memory node, by Linux's numbers: {"node0": "200GiB", "node2": "400GiB"}. Homes then lie where the step is
+            shortest, and all other memory of the session on the fastest of these nodes; memory is bound there.
         gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
             after the first backward pass; nothing if the state is asked for before that. "borrow": no state is at
             home there, and what the step needs of it (staging slots, as many as pay of those that the first backward
@@ -237,7 +273,7 @@ class OffloadConfig:
             shorter for it by the times of forward and backward and the rates that the first rank has seen so far.
     """
 
-    host_memory: int | str | None = None
+    host_memory: int | str | Mapping[str, int | str] | None = None
     gpu_memory: int | str = "auto"
     gradient_memory: int | str | None = None
     paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = ()
@@ -262,10 +298,10 @@ class OffloadConfig:
     overlap: str = "off"
 
     def __post_init__(self) -> None:
-        for field in ("host_memory", "staging_memory"):
+        for field, parse in (("host_memory", parse_host_memory), ("staging_memory", parse_bytes)):
             value = getattr(self, field)
             if value is not None:
-                self._set(field, parse_bytes(field, value))
+                self._set(field, parse(field, value))
         if self.gpu_memory not in ("auto", BORROW):
             self._set("gpu_memory", parse_bytes("gpu_memory", self.gpu_memory))
         if isinstance(self.paths, str | os.PathLike | Mapping) or not isinstance(self.paths, Sequence):
@@ -355,6 +391,16 @@ class OffloadConfig:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
+
+    @property
+    def node_bytes(self) -> dict[int, int]:
+        """Bytes of host memory for state on each memory node, by its number; empty where none is named."""
+        return node_bytes(self.host_memory)  # type: ignore[arg-type]
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of host memory for state, on all nodes together; None where nothing was said."""
+        return sum(self.node_bytes.values()) if self.node_bytes else self.host_memory  # type: ignore[return-value]
 
     @property
     def borrows(self) -> bool:

@@ -27,6 +27,9 @@ NORM_BLOCK_NUMEL = 4096
 MAX_DEPTH = 64
 """Most requests of a direction that a path may have in flight; csrc/io/engine.h has the same number."""
 
+MAX_NODES = 1024
+"""Memory nodes that Linux knows at most."""
+
 # Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers, except the last,
 # which native code never reports.
 ERROR_HEADER = -1

@@ -2,7 +2,7 @@
 
 from offload.measure.depth import choose_depth, tune_depth
 from offload.measure.full import full_probe
-from offload.measure.observe import HISTORY, lane_totals, observe, typical
+from offload.measure.observe import HISTORY, as_on_fastest, lane_totals, observe, typical
 from offload.measure.probe import quick_probe
 from offload.measure.rates_file import (
     Measurement,
@@ -18,6 +18,7 @@ __all__ = [
     "HISTORY",
     "Measurement",
     "RatesFile",
+    "as_on_fastest",
     "choose_depth",
     "default_rates_file",
     "find_rates",

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from offload.plan import PathRates, Rates
+from offload.plan import PathRates, Plan, Rates
+from offload.plan.cost import slower
 from offload.plan.rates import UPDATE_MEMORY_COST, Direction, cpu_speed
 from offload.schedule.timeline import ENGINE, Interval
 
@@ -122,6 +123,20 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
         gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor)
     return dataclasses.replace(observed, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
+
+
+def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Sequence[Interval]:
+    """Return a timeline in which work on homes on slower memory nodes has the bytes that the fastest would have."""
+    times = {(lane, f"subgroup {n}"): (n, factor) for (lane, n), factor in slower(plan, rates).items()}
+    if not times:
+        return timeline
+
+    def converted(interval: Interval) -> Interval:
+        number, factor = times.get((interval.lane, interval.label), (0, 1.0))
+        is_state = interval.nbytes == plan.layout.subgroups[number].state_bytes  # else weights, or gradients
+        return interval._replace(nbytes=round(interval.nbytes * factor)) if is_state else interval
+
+    return [converted(interval) for interval in timeline]
 
 
 def typical(history: Sequence[Rates]) -> Rates:
@@ -255,7 +270,7 @@ def _turns(timeline: Sequence[Interval]) -> _Turns:
     return _Turns(tuple(begin_s for begin_s, _ in found), tuple(end_s for _, end_s in found))
 
 
-def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, float]:
+def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
     """Return what the engine and its thread take, by the names of the rates.
 
     Its reaction is the mean time from when an operation was due until an idle lane took it up, less what the thread

@@ -19,7 +19,8 @@ import numpy as np
 import psutil
 
 from offload.errors import OffloadError, invariant
-from offload.memory.touching import Nodes, touch
+from offload.memory.nodes import bind
+from offload.memory.touching import Nodes, bound, touch
 from offload.protocols import SECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -93,20 +94,31 @@ class Arena:
         huge_pages: Ask for transparent huge pages.
         inherit: Let forked children see the memory, copied on write; without it they have no such addresses.
         prefault: Touch every page now, so that later use never waits and a shortage shows here.
+        node: The memory node to bind it to; None for wherever it is touched from. Where the system refuses that,
+            every page is touched now, by threads on the node's CPUs.
 
     Attributes:
         address: Memory address of the first byte.
         nbytes: The size asked for.
+        node: The memory node that it is for, if there is one.
 
     Raises:
         OffloadError: the system does not have that much memory.
     """
 
     def __init__(
-        self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False, inherit: bool = False
+        self,
+        nbytes: int,
+        *,
+        huge_pages: bool = True,
+        prefault: bool = False,
+        inherit: bool = False,
+        node: int | None = None,
     ) -> None:
         invariant(nbytes > 0, f"an arena of {nbytes} bytes")
         self.nbytes = nbytes
+        self.node = node
+        self._near: frozenset[int] = frozenset()  # CPUs to touch it from, where the kernel does not place it
         large = nbytes >= HUGE_PAGE_BYTES
         alignment = HUGE_PAGE_BYTES if large else SECTOR_BYTES
         # The kernel promises page alignment only; the rest is address space, not memory.
@@ -127,12 +139,14 @@ class Arena:
             except OSError as cause:
                 if cause.errno != errno.EINVAL:  # a kernel without huge pages: slower, not wrong
                     raise
-        if prefault:
-            try:
+        try:
+            if node is not None:
+                self._near = bind(start, nbytes + slack, node)
+            if prefault or self._near:
                 self.touch()
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def numpy(self, offset: int, numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return a one-dimensional view of `numel` elements from byte `offset` on; nothing is copied."""
@@ -198,6 +212,8 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory, or `given_up` says so.
         """
+        if self.node is not None and self._near:
+            nodes = {self.node: self._near}
         touch(self.touch_part, self.nbytes, nodes, given_up)
 
     def touch_part(self, offset: int, nbytes: int) -> None:
@@ -213,14 +229,15 @@ class Arena:
         libc = ctypes.CDLL(None, use_errno=True)
         # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
         length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        failed = libc.madvise(
-            ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
-        )
-        if failed == 0:
-            return
-        code = ctypes.get_errno()
-        if code == errno.EINVAL:  # a kernel that does not know this
-            pages = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
-            pages |= np.uint8(0)
-            return
+        with bound(self._near):
+            failed = libc.madvise(
+                ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
+            )
+            if failed == 0:
+                return
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:  # a kernel that does not know this
+                pages = self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE]
+                pages |= np.uint8(0)
+                return
         raise OffloadError(f"no memory for an arena of {self.nbytes} bytes: {os.strerror(code)}")

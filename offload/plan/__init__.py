@@ -1,10 +1,19 @@
 """Deciding where state lives and in which order it is visited. Pure: no clock, no I/O, no threads."""
 
-from offload.plan.budget import Budgets, Home, PathBudget, Placement, Plan, choose_subgroup_numel, make_plan
+from offload.plan.budget import (
+    Budgets,
+    Home,
+    NodeBudget,
+    PathBudget,
+    Placement,
+    Plan,
+    choose_subgroup_numel,
+    make_plan,
+)
 from offload.plan.cost import Estimate, estimate
 from offload.plan.order import visit_order
 from offload.plan.planner import choose_plan
-from offload.plan.rates import NO_GPU, GpuRates, PathRates, Rates
+from offload.plan.rates import NO_GPU, GpuRates, NodeRates, PathRates, Rates
 
 __all__ = [
     "NO_GPU",
@@ -12,6 +21,8 @@ __all__ = [
     "Estimate",
     "GpuRates",
     "Home",
+    "NodeBudget",
+    "NodeRates",
     "PathBudget",
     "PathRates",
     "Placement",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
+from typing import NamedTuple
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import InfeasiblePlanError
@@ -122,6 +123,13 @@ class PathBudget:
     share: float = 1.0
 
 
+class NodeBudget(NamedTuple):
+    """What one memory node offers: its number, and bytes for state at home there."""
+
+    node: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """What each tier offers.
@@ -147,6 +155,7 @@ class Budgets:
         mirrors: Whether checkpoints are copied elsewhere; the one that is being copied is kept besides.
         leftover_bytes: What stores of ended sessions take on the paths. A session that resumes goes on in them, or
             deletes them with its first checkpoint, so this is room for checkpoints.
+        nodes: What of `host_bytes` is on each memory node, the fastest first; empty where host memory is of one kind.
     """
 
     host_bytes: int
@@ -166,6 +175,12 @@ class Budgets:
     checkpoints_required: bool = False
     mirrors: bool = False
     leftover_bytes: int = 0
+    nodes: tuple[NodeBudget, ...] = ()
+
+    def with_more_host(self, nbytes: int) -> Budgets:
+        """Return budgets with so much more host memory for state, on the fastest memory node."""
+        nodes = self.nodes and (self.nodes[0]._replace(nbytes=self.nodes[0].nbytes + nbytes), *self.nodes[1:])
+        return replace(self, host_bytes=self.host_bytes + nbytes, nodes=nodes)
 
     def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold; the sum is 1.
@@ -191,6 +206,8 @@ class Plan:
         slot_bytes: Bytes of one staging slot.
         budgets: What the plan was made from.
         gpu_slots: Number of staging slots on the GPU.
+        nodes: For each subgroup, the memory node of its home; None for those that have none in host memory. Empty
+            where that is of one kind.
     """
 
     layout: Layout
@@ -200,6 +217,7 @@ class Plan:
     slot_bytes: int
     budgets: Budgets
     gpu_slots: int = 0
+    nodes: tuple[int | None, ...] = ()
 
     def is_resident(self, subgroup: int) -> bool:
         """Return whether a subgroup's state is at home in memory, of the host or the GPU."""
@@ -293,6 +311,30 @@ class Plan:
         for home, nbytes in zip(self.homes, self.layout.subgroup_bytes, strict=True):
             found[home] += nbytes
         return found
+
+    def node_of(self, subgroup: int) -> int | None:
+        """Return the memory node of a subgroup's home in host memory; None where it is of one kind."""
+        return self.nodes[subgroup] if self.nodes else None
+
+    @property
+    def buffer_node(self) -> int | None:
+        """The memory node of staging slots, gradients and all other buffers: the fastest."""
+        return self.budgets.nodes[0].node if self.budgets.nodes else None
+
+    @cached_property
+    def node_bytes(self) -> dict[int, int]:
+        """Bytes of state at home on each memory node."""
+        found = {budget.node: 0 for budget in self.budgets.nodes}
+        for node, nbytes in zip(self.nodes, self.layout.subgroup_bytes, strict=False):
+            if node is not None:
+                found[node] += nbytes
+        return found
+
+    @property
+    def bound_bytes(self) -> dict[int, int]:
+        """Host memory that is bound to each memory node: homes, and buffers."""
+        buffers = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
+        return {n: nbytes + buffers * (n == self.buffer_node) for n, nbytes in self.node_bytes.items()}
 
     @property
     def staging_bytes(self) -> int:
@@ -493,6 +535,10 @@ class Plan:
             *self._gpu_lines(),
             f"  host memory  {state[Home.HOST]:>10}  state of {at_home[Home.HOST]} at home there",
         ]
+        for node, offered in self.budgets.nodes:
+            beside = ", as is what follows but for tables and checkpoints" if node == self.buffer_node else ""
+            size, most = format_bytes(self.node_bytes[node]), format_bytes(offered)
+            lines.append(f"               {size:>10}  of that on node{node}, of {most}{beside}")
         if self.staging_slots:
             lines.append(
                 f"               {format_bytes(self.staging_bytes):>10}  staging, {self.staging_slots} slots of "
@@ -602,6 +648,7 @@ def make_plan(
     staging_slots: int = DEFAULT_STAGING_SLOTS,
     placements: Iterable[Placement] = (),
     gpu_slots: int = GPU_STAGING_SLOTS,
+    deal: Sequence[NodeBudget] | None = None,
 ) -> Plan:
     """Choose the home of every subgroup.
 
@@ -617,13 +664,15 @@ def make_plan(
         gpu_slots: The most staging slots on the GPU.
         kept: A plan for the first subgroups of `layout`, whose homes stay as they are; its staging slots stay
             too, though they may have to be larger and there may be more.
+        deal: What is used of each memory node, in their order: the first homes lie on the first one; None for all
+            that the budgets have.
 
     Raises:
         InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory not one subgroup
             (or not as many as `kept` has slots).
     """
     sizes = layout.subgroup_bytes
-    homes = _homes(sizes, budgets, kept.homes if kept else ())
+    homes, nodes = _homes(sizes, budgets, kept, budgets.nodes if deal is None else deal)
     asked = itertools.chain(placements, itertools.repeat(Placement.CPU))
     placed = [Placement.GPU if home is Home.GPU else device for home, device in zip(homes, asked, strict=False)]
     most_gpu_slots, gpu_slots = gpu_slots, 0
@@ -636,7 +685,7 @@ def make_plan(
                 "one staging slot on the GPU", largest, offers, "raise gpu_memory or lower subgroup_numel"
             )
     streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is Home.STREAMED]
-    plan = Plan(layout, tuple(homes), tuple(placed), 0, 0, budgets, gpu_slots)
+    plan = Plan(layout, homes, tuple(placed), 0, 0, budgets, gpu_slots, nodes if budgets.nodes else ())
     if streamed:
         slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
         slots = _staging_slots(budgets, slot_bytes, staging_slots, kept.staging_slots if kept else 0)
@@ -646,15 +695,20 @@ def make_plan(
     return _with_checkpoints(plan)
 
 
-def _homes(sizes: Sequence[int], budgets: Budgets, kept: Sequence[Home]) -> list[Home]:
-    """Return a home for each subgroup, the first ones' being kept."""
-    homes = [*kept]
-    left = {Home.GPU: budgets.gpu_bytes, Home.HOST: budgets.host_bytes, Home.STREAMED: math.inf}
+def _homes(
+    sizes: Sequence[int], budgets: Budgets, kept: Plan | None, deal: Sequence[NodeBudget]
+) -> tuple[tuple[Home, ...], tuple[int | None, ...]]:
+    """Return a home for each subgroup, the first ones' being kept, and the memory node that it lies on."""
+    homes = [(home, kept.node_of(n)) for n, home in enumerate(kept.homes)] if kept else []
+    left: dict[tuple[Home, int | None], float] = {(Home.GPU, None): budgets.gpu_bytes}
+    for node, nbytes in deal or ((None, budgets.host_bytes),):
+        left[Home.HOST, node] = nbytes
+    left[Home.STREAMED, None] = math.inf
     for number, nbytes in enumerate(sizes):
         if number == len(homes):
             homes.append(next(home for home, room in left.items() if nbytes <= room))
         left[homes[number]] -= nbytes
-    return homes
+    return tuple(home for home, _ in homes), tuple(node for _, node in homes)
 
 
 def _staging_slots(budgets: Budgets, slot_bytes: int, least: int, kept: int) -> int:

@@ -7,8 +7,8 @@ instead; a test bounds how far the two are apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from offload.dtypes import DtypeCode
 from offload.plan.budget import Home, Placement, Plan
@@ -75,6 +75,7 @@ class Mix:
         left_bytes: Gradients that are read from the paths in the step.
         tiles: Tiles of a mean streamed subgroup.
         segments: Segments of a mean subgroup.
+        nodes: Parts of what `host` has, likewise, by the memory node of their homes; empty where that is of one kind.
     """
 
     streamed: tuple[Part, Part]
@@ -87,14 +88,16 @@ class Mix:
     left_bytes: float
     tiles: float
     segments: float
+    nodes: Mapping[int, tuple[Part, Part]] = field(default_factory=dict)
 
 
 def mix_of(plan: Plan) -> Mix:
     """Return what `estimate` needs to know of a plan."""
-    subgroups, kinds = plan.layout.subgroups, list(zip(plan.homes, plan.placements, strict=True))
+    subgroups = plan.layout.subgroups
 
-    def part(*kind: Home | Placement) -> Part:
-        sizes = [s.state_bytes for found, s in zip(kinds, subgroups, strict=True) if found == kind]
+    def part(home: Home | int, placement: Placement, homes: Sequence[Home | int | None] = plan.homes) -> Part:
+        kinds = zip(homes, plan.placements, subgroups, strict=True)
+        sizes = [s.state_bytes for where, device, s in kinds if where == home and device == placement]
         return Part(len(sizes), sum(sizes))
 
     (_, gpu), host, streamed = ((part(home, Placement.CPU), part(home, Placement.GPU)) for home in Home)
@@ -107,7 +110,8 @@ def mix_of(plan: Plan) -> Mix:
     segments = sum(len(s.segments) for s in subgroups) / max(len(subgroups), 1)
     slots = plan.staging_slots, plan.gpu_slots
     left_bytes = plan.left_gradient_bytes
-    return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, left_bytes, mean_tiles, segments)
+    nodes = {n: (part(n, Placement.CPU, plan.nodes), part(n, Placement.GPU, plan.nodes)) for n in plan.node_bytes}
+    return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, left_bytes, mean_tiles, segments, nodes)
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
@@ -136,6 +140,9 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         shares: The part of all tiles on each path.
         rates: Speed of every lane.
     """
+    slower_bytes = -mix.host[0].nbytes
+    mix = _on_fastest(mix, rates)
+    slower_bytes += mix.host[0].nbytes
     lanes = _lanes(mix, shares, rates)
     costs = {
         **{f"{verb}:{n}": path.memory_cost for n, path in enumerate(rates.paths) for verb in ("read", "write")},
@@ -156,12 +163,33 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     lane_s = {lane: seconds for lane, (_, seconds) in lanes.items()}
     if rates.memory_bytes_per_s != math.inf:
         moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
-        lane_s["memory"] = (lanes["cpu"][0] * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
+        updated_bytes = lanes["cpu"][0] - slower_bytes
+        lane_s["memory"] = (updated_bytes * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
         step_s = max(step_s, lane_s["memory"])
     if rates.operation_s or rates.begin_s or rates.gpu.call_s:
         lane_s["engine"] = rates.begin_s + _engine_s(mix, rates)
         step_s = max(step_s, lane_s["engine"])
     return Estimate(step_s, lane_s)
+
+
+def slower(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
+    """Return how many times as long as on the fastest memory node work on homes takes, by lane and subgroup."""
+    slowness = rates.slowness(plan.node_bytes)
+    found: dict[tuple[str, int], float] = {}
+    for number, node in enumerate(plan.nodes):
+        if node in slowness:
+            update, copy = slowness[node]
+            found |= {("cpu", number): update, ("h2d", number): copy, ("d2h", number): copy}
+    return found
+
+
+def _on_fastest(mix: Mix, rates: Rates) -> Mix:
+    """Return a mix of so many bytes on the fastest memory node as take the time of those that lie on slower ones."""
+    slowness, host = rates.slowness(mix.nodes), list(mix.host)
+    for node, parts in mix.nodes.items():
+        for n, (part, times) in enumerate(zip(parts, slowness.get(node, (1.0, 1.0)), strict=True)):
+            host[n] = Part(host[n].count, host[n].nbytes + part.nbytes * (times - 1))
+    return replace(mix, host=(host[0], host[1])) if mix.nodes else mix
 
 
 def _mean_speed(rates: Rates, traffic: Mapping[str, tuple[float, float]], span_s: float) -> float:

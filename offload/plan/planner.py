@@ -1,20 +1,32 @@
 """Choosing a plan by its cost: what the GPU updates, and how far ahead state is fetched.
 
 Homes follow from the budgets (`make_plan`): whatever fits stays in the fastest tier. What is left to choose is
-searched by the closed form. Deterministic; the candidates hold all updates on the CPU and the fixed strides, so the
-plan is never predicted to be slower than one of those.
+searched by the closed form, with how many homes lie on each memory node, where there are several. Deterministic; the
+candidates hold all updates on the CPU, the fixed strides, and all nodes filled, the fastest first: the plan is never
+predicted to be slower than one of those.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Layout
-from offload.plan.budget import DEFAULT_STAGING_SLOTS, GPU_STAGING_SLOTS, Budgets, Home, Placement, Plan, make_plan
-from offload.plan.cost import Mix, Part, estimate_mix, mix_of
+from offload.plan.budget import (
+    DEFAULT_STAGING_SLOTS,
+    GPU_STAGING_SLOTS,
+    Budgets,
+    Home,
+    NodeBudget,
+    Placement,
+    Plan,
+    make_plan,
+)
+from offload.plan.cost import Mix, Part, estimate, estimate_mix, mix_of
 from offload.plan.rates import Rates
 
 STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
@@ -29,6 +41,12 @@ WORTH_THE_GPU = 0.0005
 
 COARSE_SHARES = 16
 """Shares of GPU updates that are tried at first; then finer ones about the best."""
+
+COARSE_DEALS = 4
+"""Shares of each memory node that are tried at first; each is a plan of its own."""
+
+WORTH_A_DEAL = 0.01
+"""Part of the time that leaving memory of a node unused has to save."""
 
 EVERY_STRIDE = 64
 
@@ -52,7 +70,7 @@ def choose_plan(
 
     Raises:
         ConfigError: If `placement` is none of these, or needs a GPU whose rates are missing, or `rates` has not one
-            entry for each path.
+            entry for each path, or none for a memory node.
         InfeasiblePlanError: If the state does not fit, or the GPU's staging memory does not hold one subgroup that
             `placement` sends there.
     """
@@ -61,7 +79,58 @@ def choose_plan(
         raise ConfigError("rates.paths", len(rates.paths), f"give one entry for each of {len(budgets.paths)} paths")
     if budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0):
         rates.gpu.check_used(planned=True)
-    plan = make_plan(layout, budgets, kept=kept)
+    budgets = in_order(budgets, rates)
+    deal = budgets.nodes if kept is not None else _dealt(layout, budgets, rates, placement)
+    return _placing(layout, budgets, rates, placement, kept, deal)
+
+
+def in_order(budgets: Budgets, rates: Rates) -> Budgets:
+    """Return budgets with memory nodes in the order of their rates.
+
+    Raises:
+        ConfigError: If one has no rates.
+    """
+    known = dict(budgets.nodes)
+    nodes = tuple(NodeBudget(node, known[node]) for node in rates.fastest_first(known))
+    return replace(budgets, nodes=nodes) if nodes else budgets
+
+
+def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Sequence[NodeBudget]:
+    """Return what to use of each memory node, as the closed form sees it: none that costs more than streaming does.
+
+    All of every node, the fastest first, unless a step is shorter with less of one.
+    """
+    nodes, size = budgets.nodes, max(layout.max_subgroup_bytes, 1)
+    if len(nodes) < 2 or not (budgets.paths or rates.gpu.lanes):
+        return nodes  # all state has to lie there, and the CPU updates it
+    most = [-(-min(node.nbytes, layout.state_bytes) // size) for node in nodes]
+
+    def deal(counts: Sequence[int]) -> list[NodeBudget]:
+        return [n._replace(nbytes=min(n.nbytes, count * size)) for n, count in zip(nodes, counts, strict=True)]
+
+    @functools.cache
+    def cost_s(counts: tuple[int, ...]) -> float:
+        try:
+            plan = _placing(layout, budgets, rates, placement, None, deal(counts))
+        except InfeasiblePlanError:
+            return math.inf
+        return estimate(plan, rates).step_s
+
+    best = _descended(min((tuple(most), *_coarse(most, COARSE_DEALS)), key=cost_s), most, COARSE_DEALS, cost_s)
+    return nodes if cost_s(tuple(most)) <= (1 + WORTH_A_DEAL) * cost_s(best) else deal(best)
+
+
+def _placing(
+    layout: Layout,
+    budgets: Budgets,
+    rates: Rates,
+    placement: str | float,
+    kept: Plan | None,
+    deal: Sequence[NodeBudget],
+) -> Plan:
+    """Return the plan with the shortest predicted step that uses so much of each memory node."""
+    planned = functools.partial(make_plan, layout, budgets, kept=kept, deal=deal)
+    plan = planned()
     on_cpu = mix = mix_of(plan)
     placements = plan.placements
     if placement == "auto":
@@ -69,7 +138,7 @@ def choose_plan(
     elif placement != "cpu":
         placements = _named(plan, placement)
         most = len(plan.homes) if budgets.borrows else GPU_STAGING_SLOTS
-        mix = mix_of(make_plan(layout, budgets, kept=kept, placements=placements, gpu_slots=most))
+        mix = mix_of(planned(placements=placements, gpu_slots=most))
     gpu_slots = _worth_borrowing(mix, plan.shares(rates), rates) if budgets.borrows else GPU_STAGING_SLOTS
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
@@ -80,12 +149,12 @@ def choose_plan(
     if slots == plan.staging_slots and placements == plan.placements:
         return plan
     try:
-        return make_plan(layout, budgets, kept=kept, placements=placements, staging_slots=slots, gpu_slots=gpu_slots)
+        return planned(placements=placements, staging_slots=slots, gpu_slots=gpu_slots)
     except InfeasiblePlanError:
         if slots <= plan.staging_slots:
             raise
         # The paths have no room for so many versions in flight.
-        return make_plan(layout, budgets, kept=kept, placements=placements, gpu_slots=gpu_slots)
+        return planned(placements=placements, gpu_slots=gpu_slots)
 
 
 def _worth_borrowing(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
@@ -150,7 +219,9 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...], Mix]:
     """Return what should update each subgroup, as the closed form sees it, and the mix that this makes of a plan."""
     sizes, count = plan.layout.subgroup_bytes, len(plan.homes)
-    kinds = [[number for number in range(count) if plan.homes[number] is home] for home in (Home.HOST, Home.STREAMED)]
+    places = list(zip(plan.homes, plan.nodes or (None,) * count, strict=True))
+    hosts = [(Home.HOST, node) for node in (mix.nodes or [None])]
+    kinds = [[n for n in range(count) if places[n] == kind] for kind in (*hosts, (Home.STREAMED, None))]
     largest = max((sizes[number] for kind in kinds for number in kind), default=0)
     slots = plan.budgets.gpu_staging_bytes // largest if largest else 0
     slots = slots if plan.budgets.borrows else min(GPU_STAGING_SLOTS, slots)
@@ -164,10 +235,13 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
         """Return the mix with so many resident and streamed subgroups, and their bytes, on the GPU."""
         on_cpu = base.host[0].nbytes + base.streamed[0].nbytes
         left = 1 - sum(nbytes for _, nbytes in parts) / on_cpu
+        *host, streamed = parts
+        nodes = {node: _split(here[0], *part) for (node, here), part in zip(base.nodes.items(), host, strict=False)}
         return replace(
             base,
-            host=_split(base.host[0], *parts[0]),
-            streamed=_split(base.streamed[0], *parts[1]),
+            host=_split(base.host[0], *map(sum, zip(*host, strict=True))),
+            streamed=_split(base.streamed[0], *streamed),
+            nodes=nodes,
             pushed_bytes=base.pushed_bytes * left,
             brought_bytes=base.brought_bytes * left,
         )
@@ -175,29 +249,21 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
     def cost_s(mix: Mix) -> float:
         return estimate_mix(mix, shares, rates).step_s
 
-    def spread(counts: tuple[int, int]) -> Mix:
-        totals = (base.host[0], base.streamed[0])
+    def spread(counts: Sequence[int]) -> Mix:
+        totals = (*(here[0] for here in base.nodes.values()), base.streamed[0])
+        totals = totals if base.nodes else (base.host[0], *totals)
         parts = [(n, total.nbytes * n / total.count if n else 0) for n, total in zip(counts, totals, strict=True)]
         return moved(parts)
 
     @functools.cache
-    def spread_cost_s(counts: tuple[int, int]) -> float:
+    def spread_cost_s(counts: tuple[int, ...]) -> float:
         return cost_s(spread(counts))
 
-    most = len(kinds[0]), len(kinds[1])
-    best = min(_coarse(*most), key=spread_cost_s)
-    step = max(most) // COARSE_SHARES // 2 + 1
-    while step:
-        near = [
-            (best[0] + a * step, best[1] + b * step)
-            for a, b in ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1), (1, -1), (-1, 1))
-            if 0 <= best[0] + a * step <= most[0] and 0 <= best[1] + b * step <= most[1]
-        ]
-        better = min(near, key=spread_cost_s)
-        step = step if better != best else step // 2
-        best = better
-    numbers = [*_spread(kinds[0], best[0]), *_spread(kinds[1], best[1])]
-    exact = [(len(part), sum(sizes[n] for n in part)) for part in (numbers[: best[0]], numbers[best[0] :])]
+    most = [len(kind) for kind in kinds]
+    best = _descended(min(_coarse(most, COARSE_SHARES), key=spread_cost_s), most, COARSE_SHARES, spread_cost_s)
+    chosen_of = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
+    numbers = [number for chosen in chosen_of for number in chosen]
+    exact = [(len(chosen), sum(sizes[n] for n in chosen)) for chosen in chosen_of]
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (moved(exact), numbers)]
     for k in _strides(count):
         picked = [[nbytes for nbytes in part[k - 1 :: k] if nbytes] for part in of_kind]
@@ -212,12 +278,31 @@ def _split(part: Part, count: int, nbytes: float) -> tuple[Part, Part]:
     return Part(part.count - count, part.nbytes - nbytes), Part(count, nbytes)
 
 
-def _coarse(resident: int, streamed: int) -> Iterator[tuple[int, int]]:
-    """Return how many of each to try first: nothing, and even shares of both, of either alone."""
-    yield 0, 0
-    for part in range(1, COARSE_SHARES + 1):
-        a, b = resident * part // COARSE_SHARES, streamed * part // COARSE_SHARES
-        yield from dict.fromkeys(((a, b), (a, 0), (0, b), (resident, b), (a, streamed)))
+def _coarse(most: Sequence[int], shares: int) -> Iterator[tuple[int, ...]]:
+    """Return how many of each kind to try first: nothing, even shares of all, of one alone, beside all of one."""
+    yield (0,) * len(most)
+    for part in range(1, shares + 1):
+        some = tuple(count * part // shares for count in most)
+        alone = [tuple(n * (i == k) for i, n in enumerate(some)) for k in range(len(most))]
+        beside = [tuple(most[i] if i == k else n for i, n in enumerate(some)) for k in range(len(most))]
+        yield from dict.fromkeys((some, *alone, *beside))
+
+
+def _descended(
+    best: tuple[int, ...], most: Sequence[int], shares: int, cost_s: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...]:
+    """Return how many of each kind cost least near the best of `_coarse`: one more or less, or of another kind."""
+    kinds = range(len(most))
+    moves = [{}, *({k: by} for k in kinds for by in (-1, 1))]
+    moves += [{a: by, b: -by} for a, b in itertools.combinations(kinds, 2) for by in (1, -1)]
+    step = max(most) // shares // 2 + 1
+    while step:
+        tried = [tuple(n + step * move.get(k, 0) for k, n in enumerate(best)) for move in moves]
+        near = [counts for counts in tried if all(0 <= n <= m for n, m in zip(counts, most, strict=True))]
+        better = min(near, key=cost_s)
+        step = step if better != best else step // 2
+        best = better
+    return best
 
 
 def _strides(count: int) -> list[int]:

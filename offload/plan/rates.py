@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from offload.errors import ConfigError
 from offload.formats import EXACT, EXACT_ADAMW, StateFormat
+from offload.protocols import MAX_NODES
 
 UPDATE_MEMORY_COST = EXACT_ADAMW.memory_cost
 """Bytes of memory traffic for each state byte of Adam's update of exact state. Other rules move up to 8% more
@@ -133,6 +134,25 @@ class PathRates:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRates:
+    """Speed of one memory node: what this session's cores, and the GPU, reach with memory there.
+
+    Attributes:
+        node: Its number.
+        update_bytes_per_s: State bytes that the CPU updates per second, of state that lies there.
+        read_bytes_per_s: What the cores read from there.
+        write_bytes_per_s: What they write to there.
+        link_bytes_per_s: What a GPU copies from or to there, whichever is less; 0 where unknown.
+    """
+
+    node: int
+    update_bytes_per_s: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    link_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class GpuRates:
     """Speed of one GPU and of its link, both directions running at the same time.
 
@@ -192,7 +212,7 @@ class Rates:
 
     Attributes:
         cpu_bytes_per_s: State bytes that the CPU updates per second, with all threads of the session and nothing else
-            running, in the formats that its state has (`mean_rate`).
+            running, in the formats that its state has (`mean_rate`), and on the fastest of `nodes`.
         paths: One entry per path, in the config's order.
         gpu: The GPU and its link; `NO_GPU` without one.
         memory_bytes_per_s: Host memory bandwidth of this session, reads and writes together; infinite where unknown,
@@ -206,6 +226,8 @@ class Rates:
             it, calls of the GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so
             this bounds how many operations there are in a second.
         begin_s: What the engine's thread takes, beside a step's operations, to begin it.
+        nodes: Memory nodes. Their rates are used beside each other alone (`slowness`): a step teaches what the
+            fastest one gives, and the proportions stay.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.
@@ -219,15 +241,20 @@ class Rates:
     reaction_s: float = 0.0
     operation_s: float = 0.0
     begin_s: float = 0.0
+    nodes: tuple[NodeRates, ...] = ()
 
     def __post_init__(self) -> None:
         parts: list[tuple[str, Any]] = [("", self), ("gpu.", self.gpu)]
         parts += [(f"paths[{number}].", path) for number, path in enumerate(self.paths)]
+        parts += [(f"nodes[{number}].", node) for number, node in enumerate(self.nodes)]
         for prefix, part in parts:
             for field in dataclasses.fields(part):
                 value = getattr(part, field.name)
-                if field.name not in ("paths", "gpu"):
+                if field.name not in ("paths", "gpu", "nodes"):
                     _check(f"rates.{prefix}{field.name}", field.name, value)
+        numbers = [node.node for node in self.nodes]
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError("rates.nodes", numbers, "give each memory node once")
 
     def cpu_speed(self, beside_bytes_per_s: float) -> float:
         """Return the part of its own rate that the update keeps beside others.
@@ -236,6 +263,39 @@ class Rates:
             beside_bytes_per_s: Memory traffic of what else runs: the sum of rate times `memory_cost`.
         """
         return cpu_speed(self.cpu_bytes_per_s, self.memory_bytes_per_s, beside_bytes_per_s)
+
+    def fastest_first(self, numbers: Iterable[int]) -> list[int]:
+        """Return memory nodes by number, the fastest first: by the update, then by what reads and writes reach.
+
+        Raises:
+            ConfigError: One has no rates; names it.
+        """
+        known = {rates.node: rates for rates in self.nodes}
+        wanted = sorted(numbers)
+        for number in wanted:
+            if number not in known:
+                have = ", ".join(f"node{each}" for each in known) or "no node"
+                raise ConfigError("host_memory", f"node{number}", f"the rates have {have}; run `offload probe`")
+
+        def speed(number: int) -> tuple[float, float]:
+            rates = known[number]
+            return rates.update_bytes_per_s, rates.read_bytes_per_s + rates.write_bytes_per_s
+
+        return sorted(wanted, key=speed, reverse=True)
+
+    def slowness(self, among: Iterable[int]) -> dict[int, tuple[float, float]]:
+        """Return, for each of some memory nodes, how many times as long as on the fastest of them a byte takes.
+
+        Of state that lies there: to be updated by the CPU; to be copied to the GPU or back. 1 where that is unknown.
+        """
+        known = [rates for rates in self.nodes if rates.node in set(among)]
+        update = max((rates.update_bytes_per_s for rates in known), default=1.0)
+        links = [min(x.link_bytes_per_s or math.inf, x.read_bytes_per_s, x.write_bytes_per_s) for x in known]
+        reached = self.gpu.lanes and min(self.gpu.h2d_bytes_per_s, self.gpu.d2h_bytes_per_s)
+        link = min(max(links, default=1.0), reached or math.inf)
+        return {
+            x.node: (update / x.update_bytes_per_s, max(1.0, link / y)) for x, y in zip(known, links, strict=True)
+        }
 
     def shared_by(self, ranks: int) -> Rates:
         """Return one rank's part of these rates where so many share a node: each has its own GPU, and link.
@@ -253,7 +313,7 @@ class Rates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all rates as JSON knows them; what is infinite or absent is left out."""
-        found, left_out = dataclasses.asdict(self), {"gpu": NO_GPU, "memory_bytes_per_s": math.inf}
+        found, left_out = dataclasses.asdict(self), {"gpu": NO_GPU, "memory_bytes_per_s": math.inf, "nodes": ()}
         return {name: value for name, value in found.items() if getattr(self, name) != left_out.get(name)}
 
     @classmethod
@@ -264,11 +324,12 @@ class Rates:
             ConfigError: If a rate is missing, unknown, or not a usable number; names it.
         """
         top = dict(_fields("rates", cls, values))
-        listed = top.get("paths", ())
-        if isinstance(listed, str | Mapping) or not hasattr(listed, "__iter__"):
-            raise ConfigError("rates.paths", listed, "give a list with an object for each path")
-        paths = [PathRates(**_fields(f"rates.paths[{n}]", PathRates, path)) for n, path in enumerate(listed)]
-        top["paths"] = tuple(paths)
+        for name, kind in (("paths", PathRates), ("nodes", NodeRates)):
+            listed = top.get(name, ())
+            if isinstance(listed, str | Mapping) or not hasattr(listed, "__iter__"):
+                raise ConfigError(f"rates.{name}", listed, f"give a list with an object for each {name[:-1]}")
+            parts = [kind(**_fields(f"rates.{name}[{n}]", kind, part)) for n, part in enumerate(listed)]
+            top[name] = tuple(parts)
         gpu = top.get("gpu")
         top["gpu"] = NO_GPU if gpu is None else GpuRates(**_fields("rates.gpu", GpuRates, gpu))
         return cls(**top)
@@ -285,13 +346,17 @@ _MAY_BE_ZERO = (
     "operation_s",
     "begin_s",
     "call_s",
+    "link_bytes_per_s",
 )
 
 
 def _check(name: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(name, value, "give a number")
-    if field in _MAY_BE_ZERO:
+    if field == "node":
+        if not (isinstance(value, int) and 0 <= value < MAX_NODES):
+            raise ConfigError(name, value, f"give the number of a memory node, below {MAX_NODES}")
+    elif field in _MAY_BE_ZERO:
         if not 0 <= value <= _MOST:
             raise ConfigError(name, value, f"give a finite number from 0 to {_MOST:g}")
     elif not _LEAST <= value <= _MOST and not (field == "memory_bytes_per_s" and value == math.inf):

@@ -40,7 +40,7 @@ def _changes(plan: Plan, rates: Rates) -> Iterator[tuple[str, Plan, Rates]]:
     streamed_bytes = plan.home_bytes[Home.STREAMED]
     if streamed_bytes:
         more = min(streamed_bytes, int(HOST_SHARE * plan.state_bytes))
-        roomy = replace(budgets, host_bytes=budgets.host_bytes + more)
+        roomy = budgets.with_more_host(more)
         # What a session has been given by hand need not be what the planner takes.
         with contextlib.suppress(ConfigError, InfeasiblePlanError):
             yield f"host_memory +{format_bytes(more)}", choose_plan(plan.layout, roomy, rates, placement), rates

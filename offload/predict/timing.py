@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 
 from offload.errors import InternalError
 from offload.plan.budget import BROUGHT_AHEAD, Plan
-from offload.plan.cost import CALLS, PASSING_CALLS
+from offload.plan.cost import CALLS, PASSING_CALLS, slower
 from offload.plan.rates import Rates
 from offload.predict.lanes import Lane, VirtualLanes
 from offload.predict.shared import Flow, SharedPath
@@ -52,6 +52,7 @@ class TimingExecutor(VirtualLanes):
             if path.is_shared or round(path.at_once) > 1:
                 self._shared.append(SharedPath(path))
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
+        self._slower = slower(plan, rates)
         # What the engine's thread does, one thing after the other.
         self._engine = Lane(ENGINE, 1.0)
         self._call_s = rates.gpu.call_s
@@ -134,6 +135,8 @@ class TimingExecutor(VirtualLanes):
         if started_s < may_start_s:
             started_s = may_start_s
         duration_s = lane.latency_s + nbytes * lane.s_per_byte
+        if self._slower:
+            duration_s *= self._times(lane, what)
         finished_s = lane.free_s[0] = started_s + duration_s
         lane.busy_s += duration_s
         lane.nbytes += nbytes
@@ -144,6 +147,14 @@ class TimingExecutor(VirtualLanes):
         if self.record_timeline:
             self._started.append((lane, what, started_s, finished_s, nbytes))
         return finished_s
+
+    def _times(self, lane: Lane, what: Operation | int) -> float:
+        """Return how many times as long as on the fastest memory node work on a subgroup's state takes."""
+        if isinstance(what, Run):
+            return self._slower.get((lane.name, what.visit.subgroup), 1.0)
+        if isinstance(what, Transfer) and what.what == "state":
+            return self._slower.get((lane.name, what.subgroup), 1.0)
+        return 1.0
 
     def _give_shared(
         self, lane: Lane, path: SharedPath[Operation], operation: Operation, nbytes: int, may_start_s: float
@@ -244,7 +255,7 @@ class TimingExecutor(VirtualLanes):
 
     def _start_update(self) -> None:
         run, may_start_s = self._updates[0]
-        self._update_left_s = self.lane_of(run)[1] * self._cpu.s_per_byte
+        self._update_left_s = self.lane_of(run)[1] * self._cpu.s_per_byte * self._times(self._cpu, run)
         self._update_from_s = max(self.now_s, may_start_s)
 
     def _update_starts_s(self) -> float:

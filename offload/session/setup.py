@@ -9,6 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator
+from itertools import starmap
 
 import torch
 
@@ -18,7 +19,7 @@ from offload.device.none import Lanes
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
-from offload.plan import Budgets, PathBudget
+from offload.plan import Budgets, NodeBudget, PathBudget
 from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
 from offload.protocols import Completion, Device, Tier, TileRequest
 from offload.tiers import StoreOptions, Turns, free_bytes, innermost, open_tier, tier_error
@@ -97,7 +98,7 @@ def first_budgets(
         gradient_bytes: Host memory that gradients take.
         leftover_bytes: What lies on its paths from sessions that have ended and gives way.
     """
-    host, staging = config.host_memory, config.staging_memory
+    host, staging = config.host_bytes, config.staging_memory
     if host is None:
         host = available_bytes() // 2 // _local_ranks() if config.paths else layout.state_bytes
     paths = []
@@ -105,7 +106,7 @@ def first_budgets(
     for path, free in zip(config.path_configs, free_each, strict=True):
         offered = free if path.max_bytes is None else min(free, path.max_bytes)
         paths.append(PathBudget(path.path, offered, path.share or 1.0))
-    invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
+    invariant(not isinstance(staging, str), "sizes are parsed by the config")
     device, gpu_slots_bytes = lanes.device, 0
     free_gpu_bytes = usable_bytes(device, layout)
     if config.placement not in ("cpu", 0):
@@ -125,7 +126,7 @@ def first_budgets(
         borrows=config.borrows,
         weights_on_gpu=lanes.on_gpu,
         gradients_on_gpu=lanes.on_gpu and config.keep_grads,
-        host_bytes=int(host),
+        host_bytes=host,
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),
         gradient_bytes=gradient_bytes,
@@ -137,6 +138,7 @@ def first_budgets(
         checkpoints_required=bool(config.checkpoints_kept),
         mirrors=config.mirror is not None,
         leftover_bytes=leftover_bytes,
+        nodes=tuple(starmap(NodeBudget, config.node_bytes.items())),
     )
 
 
@@ -148,7 +150,7 @@ def gradient_budget(config: OffloadConfig) -> int | None:
     if config.gradient_memory != "auto":
         return None if config.gradient_memory is None else int(config.gradient_memory)
     available = available_bytes() // _local_ranks()
-    state = available // 2 if config.host_memory is None else int(config.host_memory)
+    state = available // 2 if config.host_bytes is None else config.host_bytes
     return max(0, available - state) // 2
 
 

@@ -16,7 +16,7 @@ import torch
 from offload.engine.executor import nothing_comes
 from offload.errors import OffloadError
 from offload.layout import Segment
-from offload.measure import HISTORY, observe, typical
+from offload.measure import HISTORY, as_on_fastest, observe, typical
 from offload.plan import Rates, visit_order
 from offload.schedule.machine import update_visits
 from offload.schedule.operations import Begin, Lend, Reshare, Run, Stop, Sweep, Visit
@@ -225,7 +225,8 @@ class Visits:
         try:
             if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
                 observed = self._observed or [parts.rates]
-                self._observed = [*observed[1 - HISTORY :], observe(parts.rates, account.timeline)]
+                timeline = as_on_fastest(account.timeline, parts.plan, parts.rates)
+                self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]
                 parts.rates = typical(self._observed)
                 self.placement_review.learnt()
             shares = parts.plan.shares(parts.rates)
