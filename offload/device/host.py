@@ -12,6 +12,7 @@ from offload.device.none import Lanes
 from offload.errors import OffloadError
 from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
+from offload.memory.nodes import check_free, where
 from offload.plan import Home, Plan
 from offload.protocols import Tier
 
@@ -29,12 +30,14 @@ class HostMemory:
         arenas: All arenas that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
         take_bytes_per_s: How fast memory that was given back can be taken again, as seen at the last `park`.
+        buffer_node: The memory node of all arenas but those of homes (`Plan.buffer_node`).
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self.arenas: list[Arena] = []
         self.bounce: Arena | None = None
         self.take_bytes_per_s = 0.0
+        self.buffer_node: int | None = None
         self._lanes = lanes
         self._homes: dict[int, int] = {}
         self._home_arenas: list[Arena] = []
@@ -44,18 +47,22 @@ class HostMemory:
         self._weights: Arena | None = None
         self._checkpoints: Arena | None = None
 
-    def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+    def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return memory that lasts until it is given back or the session ends.
 
         Args:
             nbytes: Its size.
+            node: The memory node that it lies on; None for that of buffers.
             inherit: Whether forked processes see it, copied on write, unless it is for a device; otherwise it is not
                 mapped there.
 
         Raises:
             OffloadError: The system has no such memory.
         """
-        arena = self._lanes.arena(nbytes, inherit=inherit)
+        node = self.buffer_node if node is None else node
+        if node is not None:
+            check_free({node: nbytes}, "free some, or lower host_memory there")
+        arena = self._lanes.arena(nbytes, inherit=inherit, node=node)
         self.arenas.append(arena)
         return arena
 
@@ -98,14 +105,37 @@ class HostMemory:
     def adopt_homes(self, plan: Plan, before: Layout) -> None:
         """Take memory for the state at home here that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
-        added = [s for s in subgroups if plan.homes[s.index] is Home.HOST]
-        if added:
-            arena = self.arena(sum(subgroup.state_bytes for subgroup in added))
+        added: dict[int | None, list[Subgroup]] = {}
+        for subgroup in subgroups:
+            if plan.homes[subgroup.index] is Home.HOST:
+                added.setdefault(plan.node_of(subgroup.index), []).append(subgroup)
+        for node, there in added.items():
+            arena = self.arena(sum(subgroup.state_bytes for subgroup in there), node=node)
             self._home_arenas.append(arena)
             address = arena.address
-            for subgroup in added:
+            for subgroup in there:
                 self._homes[subgroup.index] = address
                 address += subgroup.state_bytes
+
+    def deal_again(self, plan: Plan) -> None:
+        """Take memory for homes as `plan` deals them, in place of that of homes in which nothing lies yet."""
+        while self._home_arenas:
+            self.give_back(self._home_arenas.pop())
+        self._homes.clear()
+        self.adopt_homes(plan, Layout((), ()))
+
+    def on_nodes(self) -> dict[int, tuple[int, int, int]]:
+        """Return the bytes that are meant for each memory node, and what of them lies there, and elsewhere, now.
+
+        What has not been touched lies nowhere. Any thread.
+        """
+        found: dict[int, tuple[int, int, int]] = {}
+        for arena in [*self.arenas]:
+            if arena.node is not None:
+                lies, (meant, here, elsewhere) = where(arena.address, arena.nbytes), found.get(arena.node, (0, 0, 0))
+                there = lies.get(arena.node, 0)
+                found[arena.node] = meant + arena.nbytes, here + there, elsewhere + sum(lies.values()) - there
+        return found
 
     def adopt_staging(self, plan: Plan, slots: Mapping[int, int], tiers: Sequence[Tier]) -> None:
         """Make staging slots as `plan` says; nothing is in flight.
@@ -211,7 +241,7 @@ class HostMemory:
         if nbytes:
             started_s = time.monotonic()
             with contextlib.suppress(OffloadError):  # less is free than a moment ago: what was seen before counts
-                sample = self._lanes.arena(nbytes)
+                sample = self._lanes.arena(nbytes, node=self.buffer_node)
                 try:
                     sample.touch()
                     self.take_bytes_per_s = nbytes / (time.monotonic() - started_s)

@@ -64,6 +64,7 @@ class GpuLanes(Lanes):
         weight_copies: `Tables.weight_copies`: returns the addresses of a subgroup's weights.
         cpu_updates: Whether the CPU may update some of the state.
         borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
+        named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
 
     on_gpu = pins = True
@@ -78,6 +79,7 @@ class GpuLanes(Lanes):
         *,
         cpu_updates: bool = True,
         borrows: bool = False,
+        named_nodes: bool = False,
     ) -> None:
         super().__init__(device)
         self.borrows = borrows
@@ -86,7 +88,7 @@ class GpuLanes(Lanes):
         self._borrowed_slots: list[int] = []
         self._caller: Hashable = None  # who made the last request
         self._shortages = 0
-        self._nodes = nodes_for(device.node, cpu_updates)
+        self._nodes = {} if named_nodes else nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
@@ -272,13 +274,13 @@ class GpuLanes(Lanes):
     def _state_bytes(self, subgroup: int) -> int:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
 
-    def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+    def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return host memory, pinned for the device as far as the system allows.
 
         Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node. Forked
         processes never see it: written to after a fork, a page would not be the one that is pinned.
         """
-        arena = Arena(nbytes)
+        arena = Arena(nbytes, node=node)
         try:
             arena.touch(self._nodes, lambda: self.given_up)
         except BaseException:

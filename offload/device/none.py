@@ -101,9 +101,9 @@ class Lanes:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
         return 0
 
-    def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+    def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return host memory for work of the device; `inherit` as for `Arena`, where the device has no use of it."""
-        return Arena(nbytes, inherit=inherit)
+        return Arena(nbytes, inherit=inherit, node=node)
 
     def give_back(self, arena: Arena) -> None:
         """Free an arena that `arena` returned; no work uses it any more."""

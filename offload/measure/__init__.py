@@ -2,6 +2,7 @@
 
 from offload.measure.depth import choose_depth, tune_depth
 from offload.measure.full import full_probe
+from offload.measure.nodes import probe_nodes
 from offload.measure.observe import HISTORY, as_on_fastest, lane_totals, observe, typical
 from offload.measure.probe import quick_probe
 from offload.measure.rates_file import (
@@ -26,6 +27,7 @@ __all__ = [
     "lane_totals",
     "load_rates",
     "observe",
+    "probe_nodes",
     "quick_probe",
     "save_rates",
     "session_rates",

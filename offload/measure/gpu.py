@@ -62,6 +62,7 @@ class GpuProbe:
         numel: Elements of an update.
         repeats: Copies, or updates, of one run.
         update: Runs the CPU's update for a while and returns its rate.
+        node: The memory node that copies come from and go to; None for wherever that is.
 
     Attributes:
         memory_bytes: Size of the GPU's memory, where that is known.
@@ -78,6 +79,7 @@ class GpuProbe:
         numel: int,
         repeats: int = 1,
         update: Callable[[], float] = lambda: 1.0,
+        node: int | None = None,
     ) -> None:
         self.memory_bytes = 0
         self._lanes = lanes
@@ -87,7 +89,7 @@ class GpuProbe:
         self.copy_bytes = size = min(nbytes // 2, COPY_BYTES)
         self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
         memory = self._memory = lanes.device.allocate(nbytes)
-        self._host = lanes.arena(2 * size)
+        self._host = lanes.arena(2 * size, node=node)
         host = self._host.address
         self._work = {
             H2D: partial(lanes.copy, H2D, memory, host, size),

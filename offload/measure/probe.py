@@ -148,7 +148,7 @@ class _HostProbe:
         """Return the rates of the update and of memory, reads and writes together."""
         if self.key not in _known:
             self.update()  # warms up
-            found = _rounds(lambda: (self.update(), self._open().stream_rate(self._kernel, *_VARIANTS)))
+            found = repeated(lambda: (self.update(), self._open().stream_rate(self._kernel, *_VARIANTS)))
             cpu, memory = (max(rates) for rates in zip(*found, strict=True))
             _known[self.key] = cpu, max(memory, cpu * self._spec.memory_cost)
             sizes = *_known[self.key], self._numel * trial_bytes(self._spec), cache_bytes()
@@ -209,12 +209,17 @@ def _host_numel(plan: Plan, spec: StateSpec) -> int:
     """
     beside = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
     nbytes = min(
-        max(ENOUGH_BYTES, CACHES * cache_bytes()),
+        enough_bytes(),
         max(beside, plan.staging_bytes - ALIGNMENT_BYTES, min(beside + plan.staging_bytes, SPARE_BYTES)),
         available_bytes() // SHARE_OF_AVAILABLE,
     )
     numel = nbytes // trial_bytes(spec)
     return max(SECTOR_NUMEL, numel // CHUNK_NUMEL * CHUNK_NUMEL or numel // SECTOR_NUMEL * SECTOR_NUMEL)
+
+
+def enough_bytes() -> int:
+    """Return the bytes that a pass has to go over to tell what memory gives."""
+    return max(ENOUGH_BYTES, CACHES * cache_bytes())
 
 
 def cache_bytes() -> int:
@@ -232,7 +237,7 @@ def cache_bytes() -> int:
     return sum(found.values())
 
 
-def _rounds(sample: Callable[[], T]) -> list[T]:
+def repeated(sample: Callable[[], T]) -> list[T]:
     """Take a sample a few times. The best counts: other work on the machine only ever slows one down."""
     taken, until_s = [sample()], time.perf_counter() + LONGEST_S
     while len(taken) < ROUNDS and time.perf_counter() < until_s:
@@ -254,7 +259,7 @@ def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates
             moves = [path.load(v, at, address + at.start * nbytes, len(at), count) for v, at in loads.items()]
             return rates_beside(drive(queue, moves))
 
-        return max(_rounds(sample), key=lambda rates: sum(rates.values()))
+        return max(repeated(sample), key=lambda rates: sum(rates.values()))
 
     with contextlib.ExitStack() as ends:
         if plan.staging_bytes < PROBE_TILES * nbytes:

@@ -17,9 +17,9 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
 from offload.memory import touching
 from offload.protocols import MAX_NODES
 
@@ -57,6 +57,15 @@ def free_bytes(number: int) -> int:
     """Return what is free on a node, the page cache that would give way included."""
     found = _meminfo(number)
     return sum(found.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+
+
+def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
+    """Raise `InfeasiblePlanError` if a memory node has less free than it is to hold; going on, one may be killed."""
+    for number, needed in needed_bytes.items():
+        free = free_bytes(number)
+        if needed > free:
+            name = f"node{number}"
+            raise InfeasiblePlanError(f"memory on {name}", needed, {f"what is free on {name}": free}, remedy)
 
 
 def cpus_near(numbers: Iterable[int]) -> frozenset[int]:

@@ -272,7 +272,7 @@ class Rates:
         """
         known = {rates.node: rates for rates in self.nodes}
         wanted = sorted(numbers)
-        for number in wanted:
+        for number in wanted if len(wanted) > 1 else ():
             if number not in known:
                 have = ", ".join(f"node{each}" for each in known) or "no node"
                 raise ConfigError("host_memory", f"node{number}", f"the rates have {have}; run `offload probe`")
@@ -281,7 +281,7 @@ class Rates:
             rates = known[number]
             return rates.update_bytes_per_s, rates.read_bytes_per_s + rates.write_bytes_per_s
 
-        return sorted(wanted, key=speed, reverse=True)
+        return sorted(wanted, key=speed, reverse=True) if len(wanted) > 1 else wanted
 
     def slowness(self, among: Iterable[int]) -> dict[int, tuple[float, float]]:
         """Return, for each of some memory nodes, how many times as long as on the fastest of them a byte takes.

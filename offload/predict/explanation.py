@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
@@ -42,11 +42,14 @@ class Explanation:
         prediction: Of a step in which all state is updated, by the rates known before it.
         measured_s: Seconds of the last step; NaN before the first.
         lanes: Each lane of that step; empty before the first.
+        nodes: For each memory node, by its number, the bytes that are meant to lie there, and what of them lies
+            elsewhere.
     """
 
     prediction: Prediction
     measured_s: float
     lanes: tuple[LaneSeconds, ...]
+    nodes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def largest(self) -> LaneSeconds | None:
@@ -54,8 +57,13 @@ class Explanation:
         return max(self.lanes, key=lambda lane: abs(lane.apart_s), default=None)
 
     def __str__(self) -> str:
+        nodes = [
+            f"  node{number:<6} {format_bytes(meant_bytes):>10} of host memory bound there"
+            + (f", of which {format_bytes(elsewhere_bytes)} lie on other nodes" if elsewhere_bytes else "")
+            for number, (meant_bytes, elsewhere_bytes) in self.nodes.items()
+        ]
         if not self.lanes or self.largest is None:
-            return str(self.prediction)
+            return "\n".join([str(self.prediction), *nodes])
         predicted_s = self.prediction.step_s
         lines = [
             f"a step takes {format_seconds(predicted_s)}, bound by {self.prediction.bound_by}; the last one took "
@@ -69,7 +77,7 @@ class Explanation:
         apart_s = self.largest.apart_s
         by = f"{format_seconds(abs(apart_s))} {'longer' if apart_s > 0 else 'shorter'}"
         lines.append(f"  furthest from its prediction: {self.largest.lane}, {by}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *nodes])
 
 
 def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanation:
@@ -85,12 +93,17 @@ def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanati
 
 def compare(prediction: Prediction, metrics: Mapping[str, float]) -> Explanation:
     """Return a prediction beside the step that `metrics` are about; see `explain`."""
+    meant = {key: int(value) for key, value in metrics.items() if key.startswith("node/") and key.endswith("/bytes")}
+    nodes = {
+        int(key.split("/")[1]): (nbytes, int(metrics[key.replace("/bytes", "/elsewhere_bytes")]))
+        for key, nbytes in meant.items()
+    }
     if not metrics.get("step"):
-        return Explanation(prediction, math.nan, ())
+        return Explanation(prediction, math.nan, (), nodes)
     lanes = tuple(
         LaneSeconds(
             lane, predicted_s, metrics.get(f"lane/{lane}/busy_s", 0.0), int(metrics.get(f"lane/{lane}/bytes", 0))
         )
         for lane, predicted_s in prediction.busy_s.items()
     )
-    return Explanation(prediction, metrics["step_s"], lanes)
+    return Explanation(prediction, metrics["step_s"], lanes, nodes)

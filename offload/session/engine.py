@@ -173,7 +173,9 @@ class Engine:
         Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
         `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
         `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
-        by itself), and where GPU memory is borrowed `borrowed_bytes` (by the last step); for each lane (`engine`, its
+        by itself), and where GPU memory is borrowed `borrowed_bytes` (by the last step); with memory nodes
+        `node/<number>/bytes` (host memory that is meant to lie there) and `node/<number>/elsewhere_bytes` (what of it
+        lies on others); for each lane (`engine`, its
         own thread; `cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`, `h2d`, `d2h`) `lane/<lane>/busy_s` and
         `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`, `path/<number>/write_bytes`,
         `path/<number>/live_bytes` (what lies there now) and `path/<number>/written_bytes` (since the session began,
@@ -199,6 +201,8 @@ class Engine:
             "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         figures |= parts.lanes.metrics()
+        for node, (meant_bytes, _, elsewhere_bytes) in parts.memory.on_nodes().items():
+            figures |= {f"node/{node}/bytes": meant_bytes, f"node/{node}/elsewhere_bytes": elsewhere_bytes}
         if self.config.mirror is not None:
             figures["mirrored_bytes"] = parts.mirror.copied_bytes
         if self.speculates:

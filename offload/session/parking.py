@@ -23,6 +23,7 @@ from offload.device.pieces import as_pieces
 from offload.engine.executor import visit_nothing
 from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
 from offload.memory.arenas import Arena, available_bytes
+from offload.memory.nodes import check_free
 from offload.plan import Home
 from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
@@ -388,6 +389,8 @@ class Parking:
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)
+        missing = {node: meant - here for node, (meant, here, _) in parts.memory.on_nodes().items()}
+        check_free(missing, "free memory there: the session stays parked, and nothing is lost")
         with contextlib.ExitStack() as undo:
             parts.lanes.unpark()
             undo.callback(parts.lanes.park, keeps_homes=self._keeps_gpu)

@@ -34,10 +34,13 @@ from offload.gradients.store import GradientSlots, GradientStore, HostGradients
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.limits import Limits
-from offload.measure import quick_probe, session_rates, tune_depth
+from offload.measure import probe_nodes, quick_probe, session_rates, tune_depth
 from offload.memory.arenas import available_bytes
-from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
+from offload.memory.nodes import check_free, check_nodes, cpus_near
+from offload.memory.touching import bound
+from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
 from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
+from offload.plan.planner import in_order
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
@@ -98,6 +101,7 @@ class SessionParts:
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
+        check_nodes("host_memory", config.node_bytes)
         paths = [path.path for path in config.path_configs]
         self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
@@ -108,7 +112,14 @@ class SessionParts:
             if config.gradient_memory is not None:
                 self.config = config = on_cpu_alone(config)
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-            self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates, borrows=config.borrows)
+            self.lanes = lanes = GpuLanes(
+                device,
+                self.queue,
+                copies,
+                cpu_updates=cpu_updates,
+                borrows=config.borrows,
+                named_nodes=bool(config.node_bytes),
+            )
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.fill_gradients: Callable[[int], int]
@@ -124,7 +135,10 @@ class SessionParts:
             exist=gradient_slots and not leaves,
             needs_buffers=not config.keep_grads,
         )
-        self._threads = config.threads or default_threads(self.lanes, sharing)
+        near, most = cpus_near(config.node_bytes), default_threads(self.lanes, sharing)
+        self._threads = config.threads or min(most, len(near) or most)
+        self._near = near if self._threads <= len(near) else frozenset[int]()
+        """CPUs that updates run on; empty for all."""
         self._store = uuid.uuid4()
 
     def _make_path_gradients(self, *parts: Any) -> PathGradients:
@@ -149,10 +163,13 @@ class SessionParts:
             parse_place(config.mirror, "mirror").check("mirror")
         parameters = self._with_formats(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
-        budgets = self._first_plan(parameters, known_rates)
+        nodes = self._node_rates(known_rates)
+        if known_rates is not None:
+            known_rates = dataclasses.replace(known_rates, nodes=nodes)
+        budgets = self._first_plan(parameters, known_rates, nodes)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
-        self._measure(known_rates, budgets, caller)
+        self._measure(known_rates, budgets, caller, nodes)
         self.plan = self._adopt_device(self.plan, NOTHING)
         self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
@@ -200,7 +217,20 @@ class SessionParts:
         known_rates = session_rates(str(self.config.rates), paths, self._threads, numels)
         return self.lanes.known_rates(known_rates) if known_rates is not None else None
 
-    def _first_plan(self, parameters: tuple[Parameter, ...], known_rates: Rates | None) -> Budgets:
+    def _node_rates(self, known_rates: Rates | None) -> tuple[NodeRates, ...]:
+        """Return the rates of the memory nodes that were named, of which at least one is: measured now if need be."""
+        wanted = self.config.node_bytes
+        known = known_rates.nodes if known_rates is not None else ()
+        if len(wanted) < 2 or {rates.node for rates in known} >= set(wanted):
+            return known
+        with bound(self._near), contextlib.closing(CpuUpdateKernel(self.queue, self._threads)) as kernel:
+            found = probe_nodes(kernel, self.queue, sorted(wanted), max(wanted.values()), self.lanes)
+        log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, found)))
+        return found
+
+    def _first_plan(
+        self, parameters: tuple[Parameter, ...], known_rates: Rates | None, nodes: tuple[NodeRates, ...]
+    ) -> Budgets:
         """Cut the state and plan it; return the budgets of the plan."""
         config = self.config
         paths = [path.path for path in config.path_configs]
@@ -214,7 +244,7 @@ class SessionParts:
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
         if known_rates is None:
-            self.plan = make_plan(layout, budgets)
+            self.plan = make_plan(layout, in_order(budgets, Rates(1.0, nodes=nodes)))
         else:
             self.plan = choose_plan(layout, budgets, known_rates, config.placement)
         self.plan = self.plan.counting_buffers(self.lanes.bounces)
@@ -233,6 +263,8 @@ class SessionParts:
             if self.plan.host_bytes - self.plan.image_bytes <= available:
                 advice = 'use overlap="auto", which takes for new weights what is left, or lower host_memory'
             raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
+        check_free(self.plan.bound_bytes, "lower host_memory there, or free some")
+        self.memory.buffer_node = self.plan.buffer_node
         return budgets
 
     def _open_lanes(self) -> None:
@@ -242,7 +274,8 @@ class SessionParts:
         self.ends.callback(self._close_tiers)
         for number, path in enumerate(config.path_configs):
             self.tiers.append(self.open_tier(number, self._store, path.depth))
-        self.kernel = CpuUpdateKernel(self.queue, self._threads)
+        with bound(self._near):  # threads that it starts stay there
+            self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
         self.gradients = self._make_gradients(self._gradient_slots, self.tables, self.kernel, self.memory)
         self.ends.callback(self.gradients.close)
@@ -262,7 +295,9 @@ class SessionParts:
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
+    def _measure(
+        self, known_rates: Rates | None, budgets: Budgets, caller: Mark, nodes: tuple[NodeRates, ...]
+    ) -> None:
         """Measure the lanes unless their rates are known, and plan again: with a GPU, placements follow the rates."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
@@ -272,10 +307,15 @@ class SessionParts:
             self.rates = known_rates
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
-        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
-        plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
+        rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
+        self.rates = dataclasses.replace(rates, nodes=nodes)
+        deals = len(nodes) > 1
+        kept = None if deals else self.plan
+        plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=kept)
         if plan != self.plan:
             self.plan = plan
+            if deals:
+                memory.deal_again(plan)
             log.info("%s", self.plan)
             self._adopt_staging(self.plan, {})
 

@@ -1,0 +1,91 @@
+"""Rates of memory nodes: the update, reads, writes and the GPU's link, with memory that is bound to each.
+
+All nodes are passed over by as many bytes, as caches would make one of less memory seem faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from offload import waits
+from offload.device.lanes import GpuLanes
+from offload.device.none import NO_LANES, Lanes
+from offload.formats import EXACT_ADAMW
+from offload.kernels import CpuUpdateKernel
+from offload.kernels.table import trial_bytes
+from offload.measure.drive import drive, lane_rates
+from offload.measure.gpu import D2H, H2D, GpuProbe
+from offload.measure.probe import ALIGNMENT_BYTES, enough_bytes, repeated
+from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, TrialState
+from offload.memory.arenas import Arena
+from offload.memory.nodes import free_bytes
+from offload.plan import GpuRates, NodeRates
+from offload.protocols import Queue
+from offload.waits import BackgroundWork
+
+
+def probe_nodes(
+    kernel: CpuUpdateKernel, queue: Queue, numbers: Sequence[int], most_bytes: int, lanes: Lanes = NO_LANES
+) -> tuple[NodeRates, ...]:
+    """Measure memory nodes, one after the other; half a second for each.
+
+    Args:
+        kernel: The session's kernel, on the cores that will update.
+        queue: What it reports to; nothing else does meanwhile.
+        numbers: The nodes' numbers.
+        most_bytes: Memory to take of each, at most, beside what a small trial needs.
+        lanes: The session's, with nothing on them.
+
+    Raises:
+        OffloadError: A node has no memory for it, or this process may not use it.
+    """
+    least = UPDATE_DEPTH * CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) + ALIGNMENT_BYTES
+    nbytes = max(least, min(most_bytes, enough_bytes(), *(free_bytes(number) // 8 for number in numbers)))
+    return tuple(_probe(kernel, queue, number, nbytes, lanes) for number in numbers)
+
+
+def _probe(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lanes: Lanes) -> NodeRates:
+    numel = (nbytes - ALIGNMENT_BYTES) // trial_bytes(EXACT_ADAMW) // CHUNK_NUMEL * CHUNK_NUMEL
+    with contextlib.closing(Arena(nbytes, prefault=True, node=number)) as arena:
+        state = TrialState(EXACT_ADAMW, numel, UPDATE_DEPTH, borrowed=(arena.address, arena.nbytes))
+
+        def update() -> float:
+            return lane_rates(drive(queue, [state.updates(kernel, state.chunks)]))["cpu"]
+
+        update()  # warms up
+        rate = max(repeated(update))
+        libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
+        write = partial(_passes, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
+        read = partial(_passes, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # there is none
+        writes, reads = max(repeated(write)), max(repeated(read))
+    link = lanes.rated(partial(_link, number=number))
+    return NodeRates(
+        number, rate, reads, writes, min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0
+    )
+
+
+def _passes(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:
+    """Return the bytes a second of threads that each pass over a part of an arena."""
+    size = arena.nbytes // threads
+
+    def part(number: int) -> None:
+        work(ctypes.c_void_p(arena.address + number * size), ctypes.c_size_t(size))
+
+    crew = [BackgroundWork(partial(part, number), "offload-probe") for number in range(threads)]
+    started_s = time.perf_counter()
+    for each in crew:
+        each.start()
+    for each in crew:
+        waits.wait_for(each.wait, lambda: "memory to be probed")
+    return threads * size / (time.perf_counter() - started_s)
+
+
+def _link(lanes: GpuLanes, number: int) -> GpuRates:
+    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, CHUNK_NUMEL, node=number)) as probe:
+        runs = [probe.rates(H2D, D2H) for _ in range(4)][1:]
+    h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("h2d", "d2h"))
+    return GpuRates(h2d, h2d, d2h)
