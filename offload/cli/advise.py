@@ -263,7 +263,8 @@ class Setting:
 
 def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
     """Return the fields of an `OffloadConfig` that a question is about; what is the default is left out."""
-    found: dict[str, Any] = {"host_memory": budget_text(question.host_memory)}
+    nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in question.nodes_memory.items()}
+    found: dict[str, Any] = {"host_memory": nodes or budget_text(question.host_memory)}
     if question.weights_on_gpu:
         found["gpu_memory"] = budget_text(question.gpu_memory)
     if question.rates.paths:

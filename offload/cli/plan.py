@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from offload.cli.values import (
     add_value,
     in_columns,
     parse_count,
+    parse_memory,
     parse_number,
     parse_output,
     parse_path,
@@ -45,7 +46,7 @@ from offload.cli.values import (
     read_values,
     tell,
 )
-from offload.config import EXACT_NAMES, parse_bytes
+from offload.config import EXACT_NAMES, node_bytes, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.formats import EXACT, STATE_FORMATS, StateSpec
 from offload.rules import RULES
@@ -159,7 +160,8 @@ def add_parser(commands: Any) -> None:
 
 def _add_budgets(sizes: Any) -> None:
     add = partial(add_value, sizes)
-    add("--host-memory", parse_bytes, "for state at home there (default: what the node can spare, if that is known)")
+    host = "for state at home there (default: what the node can spare, if that is known); of each memory node of the "
+    add("--host-memory", parse_memory, f"{host}rates as node0=200GiB,node2=400GiB")
     add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: what activations leave, if known)")
     add("--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)")
     leave = "for gradients; beyond it they leave for the paths during backward (default: for all of them)"
@@ -218,6 +220,8 @@ class Question:
         accumulate: Micro-steps that the tokens come in.
         guessed: What is known of no rate of the format, a sentence that is among the warnings.
         warnings: What the reader should know of the rates.
+        nodes_memory: What of `host_memory` each memory node has, by its number; less of the slowest where
+            `host_memory` is less than all, and more of the fastest where it is more. Empty where it is of one kind.
     """
 
     params: int
@@ -247,6 +251,7 @@ class Question:
     accumulate: int = 1
     guessed: str = ""
     warnings: tuple[str, ...] = ()
+    nodes_memory: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def gradients_leave(self) -> bool:
@@ -370,7 +375,7 @@ def _least_subgroup_numel(numel: int) -> int:
 
 def _budgets(question: Question) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and the bytes that each tier has for it."""
-    from offload.plan import Budgets, PathBudget, choose_subgroup_numel
+    from offload.plan import Budgets, NodeBudget, PathBudget, choose_subgroup_numel
 
     numel = math.ceil(question.params / question.all_ranks)
     if numel > MOST_NUMEL:
@@ -387,8 +392,15 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     exact_numel = math.ceil(question.exact_params / question.all_ranks)
     layout, rates = _layout(numel, exact_numel, subgroup_numel, state), question.rates
     gpu_staging_bytes = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
+    nodes, left = [], question.host_memory
+    for number in rates.fastest_first(question.nodes_memory):
+        nodes.append(NodeBudget(number, min(left, question.nodes_memory[number])))
+        left -= nodes[-1].nbytes
+    if nodes:
+        nodes[0] = nodes[0]._replace(nbytes=nodes[0].nbytes + left)
     return layout, Budgets(
         host_bytes=question.host_memory,
+        nodes=tuple(nodes),
         staging_bytes=question.staging_memory,
         paths=tuple(PathBudget(question.path_name(n), question.path_room(n)) for n in range(len(rates.paths))),
         gradient_bytes=GRADIENT_BYTES * numel,
@@ -504,12 +516,15 @@ def least(question: Question) -> Use | None:
     """Return what a rank takes with the least `host_memory` that works, or None if none does."""
     from offload.plan import make_plan
 
-    layout, budgets = _budgets(question)
+    layout, _ = _budgets(question)
     ends = [0, *itertools.accumulate(layout.subgroup_bytes)]
+
+    def planned(resident: int) -> Plan:
+        return make_plan(*_budgets(replace(question, host_memory=ends[resident])))
 
     def works(resident: int) -> bool:
         try:
-            make_plan(layout, replace(budgets, host_bytes=ends[resident]))
+            planned(resident)
         except InfeasiblePlanError:
             return False
         return True
@@ -518,7 +533,7 @@ def least(question: Question) -> Use | None:
     if few == len(ends):
         return None
     if not question.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(make_plan(layout, replace(budgets, host_bytes=ends[few])), question.beside)
+        return use_of(planned(few), question.beside)
     return use(replace(question, host_memory=ends[few]))
 
 
@@ -817,6 +832,12 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
         arguments.placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
     keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
     sizes = [facts.get("bytes") for facts in file.paths]
+    host_memory, memory = arguments.host_memory or 0, node_bytes(arguments.host_memory)
+    known_nodes = [f"node{each.node}" for each in rates.nodes]
+    for name in (f"node{number}" for number in memory):
+        if name not in known_nodes:
+            allowed = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
+            raise ConfigError("--host-memory", name, allowed)
     question = Question(
         params=params,
         rates=rates,
@@ -829,7 +850,8 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         path_sizes=tuple(None if size is None else parse_bytes("paths.bytes", size) for size in sizes),
         warnings=file.warnings if file.source else (),
-        host_memory=arguments.host_memory or 0,
+        host_memory=sum(memory.values()) if memory else host_memory,
+        nodes_memory=memory,
         gpu_memory=arguments.gpu_memory or 0,
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
     )
@@ -1026,6 +1048,7 @@ def _as_dict(
             "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.formats.items()},
             "gpu_bytes": plan.home_bytes[Home.GPU],
             "host_bytes": plan.home_bytes[Home.HOST],
+            "node_bytes": {f"node{number}": nbytes for number, nbytes in plan.node_bytes.items()},
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "staging_slots": plan.staging_slots,
             "staging_bytes": plan.staging_bytes,

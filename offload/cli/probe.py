@@ -98,6 +98,11 @@ def describe(found: RatesFile) -> str:
     ]
     lines.append(in_columns(rows, right=[1]))
     lines.append(f"host memory gives {format_bytes(found.rates.memory_bytes_per_s)}/s")
+    for node in found.rates.nodes:
+        reached = node.update_bytes_per_s, node.read_bytes_per_s, node.write_bytes_per_s, node.link_bytes_per_s
+        named = zip(("update", "reads", "writes", "GPU"), reached, strict=True)
+        rates = ", ".join(f"{name} {format_bytes(rate)}/s" for name, rate in named if rate)
+        lines.append(f"  memory node{node.node}: {rates}")
     for number, path in enumerate(found.rates.paths):
         lines.append(f"path {number} takes {path.memory_cost:.2g} bytes of that from updates for each byte moved")
     for lane, (_, cost) in found.rates.gpu.lanes.items():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from offload.config import check_text, parse_bytes
+from offload.config import check_text, parse_bytes, parse_host_memory
 from offload.errors import ConfigError
 from offload.units import DAY_S, format_seconds, read_number
 
@@ -68,7 +68,9 @@ def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: s
         help: What it is, for `--help`.
         more: Further arguments of `add_argument`. Where there may be several values, they are a list.
     """
-    metavar = "SIZE" if reads is parse_bytes else "FILE" if reads in (parse_path, parse_output) else "N"
+    metavar = (
+        "SIZE" if reads in (parse_bytes, parse_memory) else "FILE" if reads in (parse_path, parse_output) else "N"
+    )
     if name.isupper():
         name, metavar = name.lower(), name
     options.add_argument(name, action=_Reading, reads=reads, help=help, **{"metavar": metavar, **more})
@@ -181,6 +183,23 @@ def parse_seconds(field: str, value: str) -> float:
     if not 1e-6 <= seconds <= MOST_S:
         raise ConfigError(field, value, f"give a duration up to {format_seconds(MOST_S)}, such as 10s, 500ms or 2min")
     return seconds
+
+
+def parse_memory(field: str, value: str) -> int | dict[str, int]:
+    """Return a size of host memory, or those of memory nodes: node0=200GiB,node2=400GiB.
+
+    Raises:
+        ConfigError: It is neither, or names a node twice.
+    """
+    if "=" not in value:
+        return parse_bytes(field, value)
+    named: dict[str, str] = {}
+    for part in value.split(","):
+        name, equals, size = part.partition("=")
+        if not equals or name.strip() in named:
+            raise ConfigError(field, value, "give each memory node one size: node0=200GiB,node2=400GiB")
+        named[name.strip()] = size
+    return parse_host_memory(field, named)
 
 
 def parse_path(field: str, value: str) -> str:

@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from offload._native import CompletionQueue
+from offload.device.none import NO_LANES
 from offload.errors import ConfigError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat
 from offload.kernels import CpuUpdateKernel, StreamVariant
@@ -30,11 +31,13 @@ from offload.layout import MAX_TILE_BYTES
 from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive, lane_rates, rates_beside
 from offload.measure.gpu import GpuProbe, gpu_probe
+from offload.measure.nodes import probe_nodes
 from offload.measure.observe import at_once
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, versions
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.memory.arenas import Arena, available_bytes
+from offload.memory.nodes import memory_nodes
 from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES
@@ -126,9 +129,12 @@ def full_probe(
         found = _rounds(samples, seconds, report)
         measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
         result = _result(measurements, counts, probes, gpus)
+        report(1, 1, "memory nodes")
+        most_bytes, lanes = numel * trial_bytes(EXACT_ADAMW), gpus[0].lanes if gpus else NO_LANES
+        nodes = probe_nodes(kernels[counts[-1]], queue, memory_nodes(), most_bytes, lanes)
         engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, result.rates)
     costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
-    return dataclasses.replace(result, rates=dataclasses.replace(result.rates, **costs))
+    return dataclasses.replace(result, rates=dataclasses.replace(result.rates, nodes=nodes, **costs))
 
 
 def thread_counts(most: int) -> list[int]:

@@ -65,6 +65,7 @@ class GpuProbe:
         node: The memory node that copies come from and go to; None for wherever that is.
 
     Attributes:
+        lanes: As given.
         memory_bytes: Size of the GPU's memory, where that is known.
         copy_bytes: Size of one copy.
 
@@ -82,7 +83,7 @@ class GpuProbe:
         node: int | None = None,
     ) -> None:
         self.memory_bytes = 0
-        self._lanes = lanes
+        self.lanes = lanes
         self._repeats = repeats
         self._update = update
         nbytes = numel * trial_bytes(state)
@@ -112,12 +113,12 @@ class GpuProbe:
 
     def close(self) -> None:
         """Give all memory back."""
-        self._lanes.give_back(self._host)
-        self._lanes.device.release(self._memory)
+        self.lanes.give_back(self._host)
+        self.lanes.device.release(self._memory)
 
     def _begun(self, lanes: Sequence[DeviceLane], repeats: int) -> dict[DeviceLane, tuple[Mark, Mark]]:
         """Put work on lanes; return the marks around it."""
-        mark = self._lanes.device.mark
+        mark = self.lanes.device.mark
         began = {lane: mark(lane) for lane in lanes}
         for _ in range(repeats):
             for lane in lanes:

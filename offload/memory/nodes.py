@@ -18,10 +18,14 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
 from offload.memory import touching
 from offload.protocols import MAX_NODES
+
+STATUS = Path("/proc/self/status")
+"""Where Linux tells which nodes this process may have memory on."""
 
 MOST_ASKED = 4096
 """Pages of an arena whose node is asked for, spread evenly: about a millisecond."""
@@ -39,17 +43,21 @@ _told: set[str] = set()
 
 
 def memory_nodes() -> list[int]:
-    """Return the numbers of the nodes that have memory; none where the kernel does not tell."""
-    return [n for n in sorted(_folders()) if _meminfo(n).get("MemTotal")]
+    """Return the numbers of the nodes that have memory for this process; none where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", STATUS.read_text(), re.MULTILINE)
+        if allowed is not None:
+            return [n for n in sorted(touching.numbers_in(allowed[1])) if _meminfo(n).get("MemTotal")]
+    return []
 
 
 def check_nodes(field: str, numbers: Iterable[int]) -> None:
-    """Raise `ConfigError` if this machine has no memory node of one of these numbers."""
+    """Raise `ConfigError` if there is no memory node of one of these numbers for this process."""
     here = memory_nodes()
     for number in numbers:
         if number not in here:
             names = " and ".join(f"node{each}" for each in here)
-            allowed = f"this machine has {names}" if here else "its kernel tells of no nodes: give one size"
+            allowed = f"there is memory on {names}" if here else "the kernel tells of no memory nodes: give one size"
             raise ConfigError(field, f"node{number}", allowed)
 
 
@@ -141,11 +149,6 @@ def _tell(text: str, *parts: object) -> None:
     if text not in _told:
         _told.add(text)
         log.warning(f"{text} (said once)", *parts)
-
-
-def _folders() -> list[int]:
-    names = [folder.name.removeprefix("node") for folder in touching.NODES.glob("node[0-9]*")]
-    return [int(name) for name in names if name.isdecimal()]
 
 
 def _meminfo(number: int) -> dict[str, int]:

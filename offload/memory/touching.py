@@ -42,7 +42,7 @@ def nodes_here() -> Nodes:
     cpus, found = os.sched_getaffinity(0), {}
     for folder in NODES.glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            mine = frozenset(cpus & _numbers((folder / "cpulist").read_text()))
+            mine = frozenset(cpus & numbers_in((folder / "cpulist").read_text()))
             if mine:
                 found[int(folder.name.removeprefix("node"))] = mine
     return dict(sorted(found.items()))
@@ -193,7 +193,7 @@ def bound(cpus: frozenset[int]) -> Iterator[None]:
                 os.sched_setaffinity(0, before)
 
 
-def _numbers(text: str) -> set[int]:
+def numbers_in(text: str) -> set[int]:
     """Return the numbers in a list such as "0-3,8"."""
     ends = [part.split("-") for part in text.strip().split(",") if part]
     return {number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)}
