@@ -26,7 +26,7 @@ from offload.plan.budget import (
     Plan,
     make_plan,
 )
-from offload.plan.cost import Mix, Part, estimate, estimate_mix, mix_of
+from offload.plan.cost import Mix, Part, estimate_mix, mix_of
 from offload.plan.rates import Rates
 
 STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
@@ -81,7 +81,12 @@ def choose_plan(
         rates.gpu.check_used(planned=True)
     budgets = in_order(budgets, rates)
     deal = budgets.nodes if kept is not None else _dealt(layout, budgets, rates, placement)
-    return _placing(layout, budgets, rates, placement, kept, deal)
+    try:
+        return _placing(layout, budgets, rates, placement, kept, deal)
+    except InfeasiblePlanError:
+        if deal is budgets.nodes:
+            raise
+        return _placing(layout, budgets, rates, placement, kept, budgets.nodes)  # the paths have no room for more
 
 
 def in_order(budgets: Budgets, rates: Rates) -> Budgets:
@@ -98,26 +103,50 @@ def in_order(budgets: Budgets, rates: Rates) -> Budgets:
 def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Sequence[NodeBudget]:
     """Return what to use of each memory node, as the closed form sees it: none that costs more than streaming does.
 
-    All of every node, the fastest first, unless a step is shorter with less of one.
+    All of every node, the fastest first, unless a step is shorter with less of one. What the GPU updates is tried in
+    coarse shares; subgroups are taken as equally large.
     """
-    nodes, size = budgets.nodes, max(layout.max_subgroup_bytes, 1)
+    nodes = budgets.nodes
     if len(nodes) < 2 or not (budgets.paths or rates.gpu.lanes):
         return nodes  # all state has to lie there, and the CPU updates it
-    most = [-(-min(node.nbytes, layout.state_bytes) // size) for node in nodes]
+    filled = make_plan(layout, budgets)
+    base, shares, largest = mix_of(filled), filled.shares(rates), max(layout.max_subgroup_bytes, 1)
+    count, nbytes = (
+        sum(getattr(part, name) for part in (base.host[0], base.streamed[0])) for name in ("count", "nbytes")
+    )
+    slots = DEFAULT_STAGING_SLOTS if budgets.staging_bytes is None else budgets.staging_bytes // largest
+    gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
+    tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
 
-    def deal(counts: Sequence[int]) -> list[NodeBudget]:
-        return [n._replace(nbytes=min(n.nbytes, count * size)) for n, count in zip(nodes, counts, strict=True)]
+    def part(few: int) -> tuple[Part, Part]:
+        return Part(few, nbytes * few / max(count, 1)), Part()
 
     @functools.cache
     def cost_s(counts: tuple[int, ...]) -> float:
-        try:
-            plan = _placing(layout, budgets, rates, placement, None, deal(counts))
-        except InfeasiblePlanError:
+        streamed = count - sum(counts)
+        if streamed < 0 or (streamed and not (budgets.paths and slots)):
             return math.inf
-        return estimate(plan, rates).step_s
+        here = dict(zip((node.node for node in nodes), map(part, counts), strict=True))
+        mix = replace(base, host=part(sum(counts)), streamed=part(streamed), nodes=here, tiles=tiles)
+        mix = replace(mix, slots=min(slots, streamed), gpu_slots=gpu_slots)
+        kinds = (*counts, streamed)
+        if not gpu_slots or placement in ("cpu", 0):
+            tried: Iterable[tuple[int, ...]] = ((0,) * len(kinds),)
+        elif placement == "auto":
+            tried = _coarse(kinds, COARSE_DEALS)
+        else:
+            tried = (tuple(round(_share_of(placement) * n) for n in kinds),)
+        return min(estimate_mix(_spread_to_gpu(mix, each), shares, rates).step_s for each in tried)
 
-    best = _descended(min((tuple(most), *_coarse(most, COARSE_DEALS)), key=cost_s), most, COARSE_DEALS, cost_s)
-    return nodes if cost_s(tuple(most)) <= (1 + WORTH_A_DEAL) * cost_s(best) else deal(best)
+    most = [min(count, node.nbytes // largest) for node in nodes]
+    rest, full = count, []
+    for few in most:  # as `make_plan` fills them
+        full.append(min(few, rest))
+        rest -= full[-1]
+    best = _descended(min((tuple(full), *_coarse(most, COARSE_DEALS)), key=cost_s), most, COARSE_DEALS, cost_s)
+    if cost_s(tuple(full)) <= (1 + WORTH_A_DEAL) * cost_s(best):
+        return nodes
+    return [node._replace(nbytes=few * largest) for node, few in zip(nodes, best, strict=True)]
 
 
 def _placing(
@@ -186,9 +215,15 @@ def _named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
     if isinstance(placement, str) and placement != "gpu":
         k = int(placement.removeprefix(STRIDE))
         return _placed(plan, range(k - 1, count, k))
-    share = 1.0 if isinstance(placement, str) else placement
     open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
-    return _placed(plan, _spread(open_to, round(share * len(open_to))))
+    return _placed(plan, _spread(open_to, round(_share_of(placement) * len(open_to))))
+
+
+def _share_of(placement: str | float) -> float:
+    """Return the part that the GPU updates by a placement that says it."""
+    if not isinstance(placement, str):
+        return placement
+    return 1.0 if placement == "gpu" else 1 / int(placement.removeprefix(STRIDE))
 
 
 def _check_placement(placement: str | float) -> None:
@@ -231,47 +266,49 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
     base = replace(mix, gpu_slots=slots)
     of_kind = [[sizes[n] if n in members else 0 for n in range(count)] for members in map(frozenset, kinds)]
 
-    def moved(parts: Sequence[tuple[int, float]]) -> Mix:
-        """Return the mix with so many resident and streamed subgroups, and their bytes, on the GPU."""
-        on_cpu = base.host[0].nbytes + base.streamed[0].nbytes
-        left = 1 - sum(nbytes for _, nbytes in parts) / on_cpu
-        *host, streamed = parts
-        nodes = {node: _split(here[0], *part) for (node, here), part in zip(base.nodes.items(), host, strict=False)}
-        return replace(
-            base,
-            host=_split(base.host[0], *map(sum, zip(*host, strict=True))),
-            streamed=_split(base.streamed[0], *streamed),
-            nodes=nodes,
-            pushed_bytes=base.pushed_bytes * left,
-            brought_bytes=base.brought_bytes * left,
-        )
-
     def cost_s(mix: Mix) -> float:
         return estimate_mix(mix, shares, rates).step_s
 
-    def spread(counts: Sequence[int]) -> Mix:
-        totals = (*(here[0] for here in base.nodes.values()), base.streamed[0])
-        totals = totals if base.nodes else (base.host[0], *totals)
-        parts = [(n, total.nbytes * n / total.count if n else 0) for n, total in zip(counts, totals, strict=True)]
-        return moved(parts)
-
     @functools.cache
     def spread_cost_s(counts: tuple[int, ...]) -> float:
-        return cost_s(spread(counts))
+        return cost_s(_spread_to_gpu(base, counts))
 
     most = [len(kind) for kind in kinds]
     best = _descended(min(_coarse(most, COARSE_SHARES), key=spread_cost_s), most, COARSE_SHARES, spread_cost_s)
     chosen_of = [_spread(kind, few) for kind, few in zip(kinds, best, strict=True)]
     numbers = [number for chosen in chosen_of for number in chosen]
     exact = [(len(chosen), sum(sizes[n] for n in chosen)) for chosen in chosen_of]
-    choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (moved(exact), numbers)]
+    choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (_to_gpu(base, exact), numbers)]
     for k in _strides(count):
         picked = [[nbytes for nbytes in part[k - 1 :: k] if nbytes] for part in of_kind]
-        choices.append((moved([(len(part), sum(part)) for part in picked]), range(k - 1, count, k)))
+        choices.append((_to_gpu(base, [(len(part), sum(part)) for part in picked]), range(k - 1, count, k)))
     found, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
     if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(found):
         return plan.placements, mix
     return _placed(plan, chosen), found
+
+
+def _to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
+    """Return a mix whose GPU updates so much of what the CPU did: counts and bytes, of homes by node, streamed last."""
+    on_cpu = base.host[0].nbytes + base.streamed[0].nbytes
+    left = 1 - sum(nbytes for _, nbytes in parts) / on_cpu
+    *host, streamed = parts
+    nodes = {node: _split(here[0], *part) for (node, here), part in zip(base.nodes.items(), host, strict=False)}
+    return replace(
+        base,
+        host=_split(base.host[0], *map(sum, zip(*host, strict=True))),
+        streamed=_split(base.streamed[0], *streamed),
+        nodes=nodes,
+        pushed_bytes=base.pushed_bytes * left,
+        brought_bytes=base.brought_bytes * left,
+    )
+
+
+def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
+    """Return a mix with so many subgroups of each kind on the GPU, taken as equally large."""
+    homes = [here[0] for here in base.nodes.values()] or [base.host[0]]
+    totals = (*homes, base.streamed[0])
+    return _to_gpu(base, [(n, t.nbytes * n / t.count if n else 0) for n, t in zip(counts, totals, strict=True)])
 
 
 def _split(part: Part, count: int, nbytes: float) -> tuple[Part, Part]:
