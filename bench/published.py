@@ -1,10 +1,12 @@
 """Other people's measurements, predicted: fitted on some rows of published tables, tried on the others.
 
-The tables (`bench/published/`, see the README there) hold measurements of two systems on nodes that we do not have:
-updates shared by CPU and GPU (Deep Optimizer States) and state streamed over two storage paths (MLP-Offload).
-`_schedules.py` runs those systems' schedules on our simulator. Here the few constants of each machine (rates,
-bandwidths, fixed costs) are fitted by least squares on relative errors, and errors are reported of rows that were
-left out of the fit: each row, each stride, each model by itself. Last, what our planner would do with these rates.
+The tables (`bench/published/`, see the README there) hold measurements of three systems on nodes that we do not have:
+updates shared by CPU and GPU (Deep Optimizer States), state streamed over two storage paths (MLP-Offload), and
+DeepSpeed's offloading to DDR, to DDR and CXL, and to drives. `_schedules.py` runs those systems' schedules on our
+simulator; state on memory nodes is planned and predicted as that of a session. Here the few constants of each
+machine (rates, bandwidths, fixed costs) are fitted by least squares on relative errors, and errors are reported of
+rows that were left out of the fit: each row, each stride, each model by itself. Last, what our planner would do with
+these rates.
 
 `--evaluate DIR` predicts the rows of tables of the same names and columns (any subset) with the constants fitted on
 `--fit DIR`; what they measured is used for nothing but the error.
@@ -33,6 +35,7 @@ from _schedules import (
     Drive,
     Node,
     Streamed,
+    exact_layout,
     interleaved_update_s,
     streamed_update,
 )
@@ -40,7 +43,17 @@ from _schedules import (
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan
+from offload.plan import (
+    Budgets,
+    GpuRates,
+    NodeBudget,
+    NodeRates,
+    PathBudget,
+    PathRates,
+    Plan,
+    Rates,
+    choose_plan,
+)
 from offload.predict import predict
 from offload.units import format_seconds
 
@@ -144,6 +157,7 @@ COLUMNS = {
     "multipath_iterations": ("model_B", "approach", "num_params", "ranks", "subgroups_per_rank", "slots_per_path"),
     "multipath_subgroup_numel": ("model_B", "subgroup", "numel_per_rank"),
     "multipath_subgroup_waits_52B": ("iter", "rank", "subgroup", "read_wait_s", "write_wait_s"),
+    "cxl_runs": ("model_b", "num_params", "ranks", "memory", "run"),
 }
 
 
@@ -569,15 +583,143 @@ def predict_paths(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+# Kinds of memory ----------------------------------------------------------------------------------------------------
+
+DDR, CXL, DRIVES = "ddr", "ddr+cxl", "nvme"
+MEMORY = {
+    "ddr_params_per_s": Constant(5e9, "parameters/s", "CPU update of all ranks, state in DDR"),
+    "cxl_params_per_s": Constant(1.5e9, "parameters/s", "... in CXL memory"),
+    "ddr_params": Constant(4e10, "parameters", "whose state finds room in DDR where there is CXL memory, too"),
+    "firmware_times": Constant(1.1, "", "how many times as long an update in DDR takes after the change of firmware"),
+}
+DRIVE = {
+    "drives_bytes_per_s": Constant(2.5e10, "bytes/s", "five drives, reads and writes together"),
+}
+MEMORY_REST = {
+    "forward_params_per_s": Constant(1.1e10, "parameters/s", "forward pass"),
+    "backward_params_per_s": Constant(4e9, "parameters/s", "backward pass without gradient traffic"),
+    "gradient_params_per_s": Constant(5e9, "parameters/s", "fp32 gradients to host memory, where state lies there"),
+    "other_s": Constant(0.5, "s", "rest of an iteration"),
+}
+SUBGROUP_NUMEL, MOST_SUBGROUPS = 10**8, 24
+"""Of a rank, by the logs, and how many are simulated at most: what more change is the first and the last of them."""
+
+NODE_PARTS = 8
+"""Subgroups that state on one memory node is cut into: the engine's own costs are left out, so few are enough."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A row of the table of kinds of memory, understood."""
+
+    model: str
+    memory: str
+    new_firmware: bool
+    row: Mapping[str, str]
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return _count(self.row, "num_params")
+
+    def step_s(self, values: Mapping[str, float]) -> float:
+        """Return the seconds of the step."""
+        ddr = values["ddr_params_per_s"] / (values["firmware_times"] if self.new_firmware else 1.0)
+        if self.memory == DRIVES:
+            ranks = _count(self.row, "ranks")
+            return drives_update_s(self.numel // ranks, ddr / ranks, values["drives_bytes_per_s"] / ranks)
+        in_ddr = self.numel if self.memory == DDR else min(self.numel, int(values["ddr_params"]))
+        return nodes_update_s(in_ddr, self.numel - in_ddr, ddr, values["cxl_params_per_s"])
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def drives_update_s(numel: int, params_per_s: float, bytes_per_s: float) -> float:
+    """Return the seconds of a rank's update with all state and fp32 gradients on drives, as DeepSpeed does it."""
+    count = min(MOST_SUBGROUPS, -(-numel // SUBGROUP_NUMEL))
+    drive = Drive(bytes_per_s, bytes_per_s, bytes_per_s)
+    numels = (numel // count,) * count
+    return streamed_update(numels, [range(count)], [drive], params_per_s, 0, read_scale=16 / 12).update_s
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def nodes_update_s(first: int, second: int, first_params_per_s: float, second_params_per_s: float) -> float:
+    """Return the seconds of a step with the state of so many parameters on two memory nodes, the first one full."""
+    numels = (*_parts(first), *_parts(second))
+    layout, full = exact_layout(numels), len(_parts(first))
+    sizes = layout.subgroup_bytes
+    nodes = NodeBudget(0, sum(sizes[:full])), NodeBudget(2, sum(sizes[full:]))
+    speeds = first_params_per_s * STATE_BYTES, second_params_per_s * STATE_BYTES
+    rates = Rates(
+        speeds[0], nodes=tuple(NodeRates(n, each, each, each) for n, each in zip((0, 2), speeds, strict=True))
+    )
+    plan = choose_plan(layout, Budgets(sum(sizes), nodes=nodes), rates)
+    return predict(plan, rates, steps=2, timeline=False).step_s
+
+
+def _parts(numel: int) -> tuple[int, ...]:
+    return (numel // NODE_PARTS,) * NODE_PARTS if numel >= NODE_PARTS else ()
+
+
+def memory_rows(tables: Tables) -> list[Memory]:
+    """Return the rows of the table of kinds of memory."""
+    found = []
+    for row in tables.rows.get("cxl_runs", []):
+        if row["memory"] not in (DDR, CXL, DRIVES):
+            raise ConfigError("memory", row["memory"], f"known are {DDR}, {CXL}, {DRIVES}")
+        found.append(Memory(_model(row["model_b"]), row["memory"], row["run"].startswith("newbios"), row))
+    return found
+
+
+def memory_rest(row: Memory, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of an iteration besides the step."""
+    backward_s = row.numel / values["backward_params_per_s"]
+    if row.memory != DRIVES:
+        backward_s += row.numel / values["gradient_params_per_s"]
+    forward_s = row.numel / values["forward_params_per_s"]
+    return {"forward_s": forward_s, "backward_s": backward_s, "other_s": values["other_s"]}
+
+
+def fit_memory(rows: Sequence[Memory], rounds: int) -> dict[str, float]:
+    """Return the constants of the kinds of memory, fitted on these rows: those of drives behind those of memory."""
+    values: dict[str, float] = {}
+
+    def relative(chosen: Sequence[Memory]) -> Callable[[dict[str, float]], list[float]]:
+        known = dict(values)
+        return lambda tried: [row.step_s(known | tried) / _needed(row.row, "step_s") - 1 for row in chosen]
+
+    values |= fit(MEMORY, relative([row for row in rows if row.memory != DRIVES]), rounds)
+    values |= fit(DRIVE, relative([row for row in rows if row.memory == DRIVES]), rounds)
+
+    def rest(tried: dict[str, float]) -> list[float]:
+        found = []
+        for row in rows:
+            predicted = memory_rest(row, tried)
+            measured = {name: _needed(row.row, name) for name in ("forward_s", "backward_s", "step_s", "iteration_s")}
+            other_s = measured["iteration_s"] - sum(measured[name] for name in list(measured)[:3])
+            found += [predicted[name] / measured[name] - 1 for name in ("forward_s", "backward_s")]
+            found.append((predicted["other_s"] - other_s) / measured["backward_s"])
+        return found
+
+    return values | fit(MEMORY_REST, rest, 40)
+
+
+def predict_memory(row: Memory, values: Mapping[str, float]) -> dict[str, float]:
+    """Return what a row says, by column."""
+    rest, step_s = memory_rest(row, values), row.step_s(values)
+    found = {"forward_s": rest["forward_s"], "backward_s": rest["backward_s"], "step_s": step_s}
+    return found | {"iteration_s": sum(found.values()) + rest["other_s"]}
+
+
 # All of it ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Fitted:
-    """Constants of all machines: of the interleaved ones by name, and of the storage paths."""
+    """Constants of all machines: of the interleaved ones by name, of the storage paths, of the kinds of memory."""
 
     machines: dict[str, dict[str, float]] = field(default_factory=dict)
     paths: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 def fit_machines(rows: Sequence[Interleaved], rounds: int) -> dict[str, dict[str, float]]:
@@ -599,22 +741,26 @@ def fit_machines(rows: Sequence[Interleaved], rounds: int) -> dict[str, dict[str
 Judged = dict[str, Any]
 
 
-def judge(row: Interleaved | Paths, predicted: Mapping[str, float]) -> Judged:
+def judge(row: Interleaved | Paths | Memory, predicted: Mapping[str, float]) -> Judged:
     """Return a row with its prediction, what was measured, and the error of the update in percent."""
     measured = {name: _number(row.row, name) for name in predicted}
     errors = {name: 100 * (predicted[name] / value - 1) for name, value in measured.items() if value}
     told = {name: value for name, value in row.row.items() if name not in measured}
     return {
-        "table": row.table if isinstance(row, Interleaved) else "multipath_iterations",
+        "table": row.table
+        if isinstance(row, Interleaved)
+        else ("multipath_iterations" if isinstance(row, Paths) else "cxl_runs"),
         "row": told,
         "predicted": dict(predicted),
         "measured": {name: value for name, value in measured.items() if value is not None},
         "errors_percent": errors,
-        "error_percent": errors.get("update_s"),
+        "error_percent": errors.get("update_s", errors.get("step_s")),
     }
 
 
-def evaluate(fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Paths]) -> list[Judged]:
+def evaluate(
+    fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Paths], memory: Sequence[Memory]
+) -> list[Judged]:
     """Return every row with its prediction."""
     judged = []
     for row in interleaved:
@@ -626,6 +772,10 @@ def evaluate(fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence
         if not fitted.paths:
             raise ConfigError("multipath_iterations", each.model, "there were no rows to fit the paths on")
         judged.append(judge(each, predict_paths(each, fitted.paths)))
+    for run_of in memory:
+        if not fitted.memory:
+            raise ConfigError("cxl_runs", run_of.model, "there were no rows to fit the kinds of memory on")
+        judged.append(judge(run_of, predict_memory(run_of, fitted.memory)))
     return judged
 
 
@@ -638,6 +788,7 @@ def show(judged: Sequence[Judged]) -> None:
             "interleaved_iterations": "{testbed} {model_B}B, tp {tp} dp {dp}, batch {global_batch}, "
             "{subgroups_per_rank} subgroups, {approach}",
             "multipath_iterations": "{model_B}B, {approach}",
+            "cxl_runs": "{model_b}B, {run}",
         }[each["table"]].format(**row)
         parts = []
         for name, value in each["predicted"].items():
@@ -654,8 +805,16 @@ def update_errors(judged: Iterable[Judged], table: str = "") -> list[float]:
     return [each["error_percent"] / 100 for each in wanted if each["error_percent"] is not None]
 
 
+MEMORY_ROWS = "memory, each row by itself"
+
+
 def held_out(
-    interleaved: Sequence[Interleaved], paths: Sequence[Paths], waits_s: Sequence[float], full: Fitted, rounds: int
+    interleaved: Sequence[Interleaved],
+    paths: Sequence[Paths],
+    waits_s: Sequence[float],
+    memory: Sequence[Memory],
+    full: Fitted,
+    rounds: int,
 ) -> dict[str, list[Judged]]:
     """Return predictions of rows that the fit has not seen, by how they were left out."""
     found: dict[str, list[Judged]] = {}
@@ -670,7 +829,7 @@ def held_out(
                     progress(f"{name}: {machine}, {group}")
                     fitted = Fitted(fit_machines(rest, rounds))
                     out = [row for row in mine if groups(row) == group]
-                    found.setdefault(name, []).extend(evaluate(fitted, out, []))
+                    found.setdefault(name, []).extend(evaluate(fitted, out, [], []))
 
     leave_out("sweep, each row by itself", sweep, id)
     leave_out("sweep, each stride by itself", sweep, lambda row: row.stride)
@@ -682,7 +841,7 @@ def held_out(
         "iterations, each model by itself", [row for row in earlier if row.machine == "A100"], lambda row: row.model
     )
     found["iterations at a static share, from the sweep"] = evaluate(
-        full, [row for row in earlier if row.cpu_ratio < 1], []
+        full, [row for row in earlier if row.cpu_ratio < 1], [], []
     )
     for model in dict.fromkeys(row.model for row in paths):
         rest = [row for row in paths if row.model != model]
@@ -690,7 +849,15 @@ def held_out(
             progress(f"paths: {model}")
             fitted = Fitted(paths=fit_paths(rest, waits_s, rounds))
             out = [row for row in paths if row.model == model]
-            found.setdefault("paths, each model by itself", []).extend(evaluate(fitted, [], out))
+            found.setdefault("paths, each model by itself", []).extend(evaluate(fitted, [], out, []))
+    for run_of in memory:
+        progress(f"memory: {run_of.row['run']}")
+        fitted = Fitted(memory=fit_memory([row for row in memory if row is not run_of], rounds))
+        found.setdefault(MEMORY_ROWS, []).extend(evaluate(fitted, [], [], [run_of]))
+    for model in dict.fromkeys(row.model for row in memory):
+        fitted = Fitted(memory=fit_memory([row for row in memory if row.model != model], rounds))
+        out_of = [row for row in memory if row.model == model]
+        found.setdefault("memory, each model by itself", []).extend(evaluate(fitted, [], [], out_of))
     return {name: judged for name, judged in found.items() if update_errors(judged)}
 
 
@@ -762,13 +929,19 @@ def _compared(what: str, plan: Plan, rates: Rates, best: str, best_s: float, pla
 
 def constants_said(fitted: Fitted) -> list[str]:
     """Return a line for each fitted constant."""
-    known = NODE | FORWARD | BACKWARD | OTHER | PATHS | PATHS_REST
+    known = [NODE | FORWARD | BACKWARD | OTHER] * len(fitted.machines)
+    known += [PATHS | PATHS_REST, MEMORY | DRIVE | MEMORY_REST]
+    named = [
+        *fitted.machines.items(),
+        ("storage paths of the 4xH100 nodes", fitted.paths),
+        ("the node with CXL memory", fitted.memory),
+    ]
     lines = []
-    for machine, values in [*fitted.machines.items(), ("storage paths of the 4xH100 nodes", fitted.paths)]:
+    for (machine, values), meant in zip(named, known, strict=True):
         lines += [f"  {machine}"] if values else []
         for name, value in values.items():
-            told = "" if abs(value / known[name].start - 1) > 1e-4 else " (assumed: these rows do not tell)"
-            lines.append(f"    {name:<32} {value:>10.4g} {known[name].unit:<13} {known[name].meaning}{told}")
+            told = "" if abs(value / meant[name].start - 1) > 1e-4 else " (assumed: these rows do not tell)"
+            lines.append(f"    {name:<32} {value:>10.4g} {meant[name].unit:<13} {meant[name].meaning}{told}")
     return lines
 
 
@@ -781,7 +954,8 @@ def picture(file: Path, held: Mapping[str, Sequence[Judged]]) -> None:
 
     figure, axis = pyplot.subplots(figsize=(6, 5), layout="constrained")
     for name, judged in held.items():
-        pairs = [(each["measured"]["update_s"], each["predicted"]["update_s"]) for each in judged]
+        update = "step_s" if "step_s" in judged[0]["predicted"] else "update_s"
+        pairs = [(each["measured"][update], each["predicted"][update]) for each in judged]
         axis.scatter(*zip(*pairs, strict=True), s=14, label=name, alpha=0.7)
     ends = [0.35, 450.0]
     axis.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0)
@@ -809,16 +983,23 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
     rounds = 2 if args.smoke else 25
     tables = read_tables(args.fit)
     interleaved, paths, waits_s = interleaved_rows(tables, [tables]), paths_rows(tables, [tables]), mean_waits(tables)
-    asked: tuple[list[Interleaved], list[Paths]] | None = None
+    memory = memory_rows(tables)
+    asked: tuple[list[Interleaved], list[Paths], list[Memory]] | None = None
     if args.evaluate is not None:
         given = read_tables(args.evaluate)
-        asked = interleaved_rows(given, [given, tables]), paths_rows(given, [given, tables])
+        asked = interleaved_rows(given, [given, tables]), paths_rows(given, [given, tables]), memory_rows(given)
     if args.smoke:
         interleaved = [row for row in interleaved if len(row.numels) < 30]
-    fitted = Fitted(fit_machines(interleaved, rounds), fit_paths(paths, waits_s, rounds) if paths else {})
+    fitted = Fitted(
+        fit_machines(interleaved, rounds),
+        fit_paths(paths, waits_s, rounds) if paths else {},
+        fit_memory(memory, rounds) if memory else {},
+    )
     print("constants:", *constants_said(fitted), sep="\n")
     targets: list[Target] = []
-    results: dict[str, Any] = {"constants": {"machines": fitted.machines, "paths": fitted.paths}}
+    results: dict[str, Any] = {
+        "constants": {"machines": fitted.machines, "paths": fitted.paths, "memory": fitted.memory}
+    }
     if asked is not None:
         judged = evaluate(fitted, *asked)
         print(f"rows of {args.evaluate}, none of which was fitted:")
@@ -836,18 +1017,18 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
         worst = max(map(abs, errors), default=None)
         targets.append(Target.at_most("evaluated multi-path updates, worst error", worst, 0.06, note))
     else:
-        judged = evaluate(fitted, interleaved, paths)
+        judged = evaluate(fitted, interleaved, paths, memory)
         print("rows that were fitted:")
         show(judged)
         results["fitted"] = results["rows"] = judged
-        held = {} if args.smoke else held_out(interleaved, paths, waits_s, fitted, rounds)
+        held = {} if args.smoke else held_out(interleaved, paths, waits_s, memory, fitted, rounds)
         results["held_out"] = held
         print("updates that were not fitted (rows of that kind left out, the rest fitted):")
         for name, each in held.items():
             errors = update_errors(each)
             median = sorted(map(abs, errors))[len(errors) // 2]
             print(f"  {name:<46} RMS {rms(errors):.1%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}")
-            for column in ("fwd_s", "bwd_s", "iter_s"):
+            for column in ("fwd_s", "bwd_s", "iter_s", "forward_s", "backward_s", "iteration_s"):
                 others = sorted(abs(row["errors_percent"][column]) for row in each if column in row["errors_percent"])
                 if others:
                     print(f"    {column:<6} median {others[len(others) // 2]:.1f}%, worst {others[-1]:.1f}%")
@@ -869,6 +1050,10 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
         name = "paths, each model by itself"
         value = max(map(abs, update_errors(held[name]))) if name in held else None
         targets.append(Target.at_most(f"{name}: worst error", value, 0.06, note))
+        errors = update_errors(held[MEMORY_ROWS]) if MEMORY_ROWS in held else []
+        worst = max(map(abs, errors), default=None)
+        targets.append(Target.at_most(f"{MEMORY_ROWS}: worst error", worst, 0.1, note))
+        targets.append(Target.at_most(f"{MEMORY_ROWS}: RMS error", rms(errors) if errors else None, 0.06, note))
         if args.picture and held:
             picture(args.picture, held)
     digest = hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
