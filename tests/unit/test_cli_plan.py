@@ -484,3 +484,65 @@ def test_gradients_that_leave_make_room_for_state(capsys: pytest.CaptureFixture[
     assert leaves["host_memory_bytes"]["gradients"] < 0.05 * stays["host_memory_bytes"]["gradients"]
     gained = leaves["host_memory_bytes"]["state"] - stays["host_memory_bytes"]["state"]
     assert gained > 0.9 * stays["host_memory_bytes"]["gradients"]
+
+
+# Memory nodes
+
+NODES = [
+    {"node": 0, "update_bytes_per_s": 60 * GB, "read_bytes_per_s": 200 * GB, "write_bytes_per_s": 150 * GB},
+    {"node": 2, "update_bytes_per_s": 20 * GB, "read_bytes_per_s": 60 * GB, "write_bytes_per_s": 30 * GB},
+]
+
+
+@pytest.fixture
+def with_nodes(tmp_path: Path) -> list[str]:
+    file = tmp_path / "nodes.json"
+    file.write_text(json.dumps({"format": 2, "rates": RATES | {"nodes": NODES, "paths": []}}))
+    return ["--params", "8e9", "--rates", str(file), "--weights-on", "cpu", "--placement", "cpu"]
+
+
+def test_homes_are_dealt_to_memory_nodes(with_nodes, capsys):
+    arguments = [*with_nodes, "--host-memory", "node2=100GiB,node0=30GiB"]
+    found = plan_json(capsys, *arguments)
+    first, second = found["rank"]["node_bytes"]["node0"], found["rank"]["node_bytes"]["node2"]
+    assert first + second == found["rank"]["host_bytes"] == found["rank"]["state_bytes"]
+    assert 29 * GIB < first <= 30 * GIB
+    assert found["step_s"] == pytest.approx(first / (60 * GB) + second / (20 * GB), rel=0.01)
+    assert found["closed_form_step_s"] == pytest.approx(found["step_s"], rel=0.01)
+    assert found["config"]["host_memory"] == {"node0": "30GiB", "node2": "100GiB"}
+    assert cli.main(["plan", *arguments]) == 0
+    assert "of that on node2, of 100.0 GiB" in capsys.readouterr().out
+
+
+def test_a_sweep_gives_the_fastest_nodes_first(with_nodes, capsys):
+    """Less is taken from the slowest node, more is given to the fastest."""
+    sizes = "90GiB,100GiB,150GiB"
+    memory = ["--host-memory", "node0=30GiB,node2=70GiB", "--sweep", f"host_memory={sizes}"]
+    rows = plan_json(capsys, *with_nodes, *memory)["rows"]
+    assert rows[0]["step_s"] == pytest.approx(rows[1]["step_s"])
+    assert rows[2]["step_s"] == pytest.approx(rows[1]["step_s"] - 50 * GIB * (1 / 20 - 1 / 60) / GB, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ("node0=30GiB,node1=30GiB", "--host-memory: 'node1' cannot be used; the rates have node0, node2"),
+        ("node7=30GiB", "'node7' cannot be used; the rates have node0, node2"),
+        ("node0=30GiB,node0=1GiB", "give each memory node one size"),
+        ("node0=30GiB,100GiB", "give each memory node one size"),
+        ("node0=", "--host-memory.node0"),
+        ("node0=-1", "--host-memory.node0"),
+        ("=1GiB", "name memory nodes as in"),
+        ("node0=1GiB,", "give each memory node one size"),
+        ("node0=0,node2=0", "the optimizer state"),
+    ],
+)
+def test_memory_nodes_that_make_no_sense_are_refused(with_nodes, capsys, memory, words):
+    assert cli.main(["plan", *with_nodes, "--host-memory", memory]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_rates_without_nodes_are_refused_by_name(rates, capsys):
+    arguments = ["plan", "--params", "8e9", "--rates", rates, "--host-memory", "node0=100GiB"]
+    assert cli.main(arguments) != 0
+    assert "'node0' cannot be used; the rates have no memory nodes" in capsys.readouterr().err
