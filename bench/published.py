@@ -601,14 +601,14 @@ MEMORY_REST = {
     "gradient_params_per_s": Constant(5e9, "parameters/s", "fp32 gradients to host memory, where state lies there"),
     "other_s": Constant(0.5, "s", "rest of an iteration"),
 }
-SUBGROUP_NUMEL, MOST_SUBGROUPS = 10**8, 24
+SUBGROUP_NUMEL, MOST_SUBGROUPS = 10**8, 16
 """Of a rank, by the logs, and how many are simulated at most: what more change is the first and the last of them."""
 
-NODE_PARTS = 8
+NODE_PARTS = 2
 """Subgroups that state on one memory node is cut into: the engine's own costs are left out, so few are enough."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Memory:
     """A row of the table of kinds of memory, understood."""
 
@@ -679,16 +679,21 @@ def memory_rest(row: Memory, values: Mapping[str, float]) -> dict[str, float]:
     return {"forward_s": forward_s, "backward_s": backward_s, "other_s": values["other_s"]}
 
 
+@functools.cache
+def _fit_steps(rows: tuple[Memory, ...], rounds: int, known: tuple[tuple[str, float], ...] = ()) -> dict[str, float]:
+    """Return constants fitted on steps: those of memory, or with these known those of drives."""
+
+    def residuals(tried: dict[str, float]) -> list[float]:
+        return [row.step_s(dict(known) | tried) / _needed(row.row, "step_s") - 1 for row in rows]
+
+    return fit(DRIVE if known else MEMORY, residuals, rounds)
+
+
 def fit_memory(rows: Sequence[Memory], rounds: int) -> dict[str, float]:
     """Return the constants of the kinds of memory, fitted on these rows: those of drives behind those of memory."""
-    values: dict[str, float] = {}
-
-    def relative(chosen: Sequence[Memory]) -> Callable[[dict[str, float]], list[float]]:
-        known = dict(values)
-        return lambda tried: [row.step_s(known | tried) / _needed(row.row, "step_s") - 1 for row in chosen]
-
-    values |= fit(MEMORY, relative([row for row in rows if row.memory != DRIVES]), rounds)
-    values |= fit(DRIVE, relative([row for row in rows if row.memory == DRIVES]), rounds)
+    values = _fit_steps(tuple(row for row in rows if row.memory != DRIVES), rounds)
+    known = tuple(values.items())
+    values = values | _fit_steps(tuple(row for row in rows if row.memory == DRIVES), rounds, known)
 
     def rest(tried: dict[str, float]) -> list[float]:
         found = []

@@ -92,12 +92,6 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
     return found
 
 
-def node_bytes(host_memory: int | dict[str, int] | None) -> dict[int, int]:
-    """Return the bytes of each memory node by its number, from what `parse_host_memory` gave; empty for one size."""
-    named = host_memory.items() if isinstance(host_memory, dict) else ()
-    return {int(name.removeprefix("node")): nbytes for name, nbytes in named}
-
-
 def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in values:
         if key not in known:
@@ -395,7 +389,8 @@ class OffloadConfig:
     @property
     def node_bytes(self) -> dict[int, int]:
         """Bytes of host memory for state on each memory node, by its number; empty where none is named."""
-        return node_bytes(self.host_memory)  # type: ignore[arg-type]
+        named = self.host_memory if isinstance(self.host_memory, dict) else {}
+        return {int(name.removeprefix("node")): nbytes for name, nbytes in named.items()}
 
     @property
     def host_bytes(self) -> int | None:

@@ -46,7 +46,7 @@ from offload.cli.values import (
     read_values,
     tell,
 )
-from offload.config import EXACT_NAMES, node_bytes, parse_bytes
+from offload.config import EXACT_NAMES, OffloadConfig, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.formats import EXACT, STATE_FORMATS, StateSpec
 from offload.rules import RULES
@@ -832,7 +832,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
         arguments.placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
     keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
     sizes = [facts.get("bytes") for facts in file.paths]
-    host_memory, memory = arguments.host_memory or 0, node_bytes(arguments.host_memory)
+    memory = OffloadConfig(host_memory=arguments.host_memory).node_bytes
     known_nodes = [f"node{each.node}" for each in rates.nodes]
     for name in (f"node{number}" for number in memory):
         if name not in known_nodes:
@@ -850,7 +850,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         path_sizes=tuple(None if size is None else parse_bytes("paths.bytes", size) for size in sizes),
         warnings=file.warnings if file.source else (),
-        host_memory=sum(memory.values()) if memory else host_memory,
+        host_memory=sum(memory.values()) if memory else arguments.host_memory or 0,
         nodes_memory=memory,
         gpu_memory=arguments.gpu_memory or 0,
         **{name: getattr(arguments, name) for name in _AS_GIVEN},

@@ -43,7 +43,7 @@ COARSE_SHARES = 16
 """Shares of GPU updates that are tried at first; then finer ones about the best."""
 
 COARSE_DEALS = 4
-"""Shares of each memory node that are tried at first; each is a plan of its own."""
+"""Shares of each memory node that are tried at first, each with as many shares of GPU updates."""
 
 WORTH_A_DEAL = 0.01
 """Part of the time that leaving memory of a node unused has to save."""
@@ -103,19 +103,17 @@ def in_order(budgets: Budgets, rates: Rates) -> Budgets:
 def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Sequence[NodeBudget]:
     """Return what to use of each memory node, as the closed form sees it: none that costs more than streaming does.
 
-    All of every node, the fastest first, unless a step is shorter with less of one. What the GPU updates is tried in
-    coarse shares; subgroups are taken as equally large.
+    All of every node, the fastest first, unless a step is shorter with less of one. Subgroups are taken as equally
+    large. Where a placement names what the GPU updates, nothing is searched.
     """
     nodes = budgets.nodes
-    if len(nodes) < 2 or not (budgets.paths or rates.gpu.lanes):
-        return nodes  # all state has to lie there, and the CPU updates it
+    if len(nodes) < 2 or not (budgets.paths or rates.gpu.lanes) or placement not in ("auto", "cpu", 0):
+        return nodes  # without either all state has to lie there, and the CPU updates it
     filled = make_plan(layout, budgets)
     base, shares, largest = mix_of(filled), filled.shares(rates), max(layout.max_subgroup_bytes, 1)
-    count, nbytes = (
-        sum(getattr(part, name) for part in (base.host[0], base.streamed[0])) for name in ("count", "nbytes")
-    )
+    count, nbytes = base.host[0].count + base.streamed[0].count, base.host[0].nbytes + base.streamed[0].nbytes
     slots = DEFAULT_STAGING_SLOTS if budgets.staging_bytes is None else budgets.staging_bytes // largest
-    gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
+    gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest) if placement == "auto" else 0
     tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
 
     def part(few: int) -> tuple[Part, Part]:
@@ -129,22 +127,13 @@ def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | floa
         here = dict(zip((node.node for node in nodes), map(part, counts), strict=True))
         mix = replace(base, host=part(sum(counts)), streamed=part(streamed), nodes=here, tiles=tiles)
         mix = replace(mix, slots=min(slots, streamed), gpu_slots=gpu_slots)
-        kinds = (*counts, streamed)
-        if not gpu_slots or placement in ("cpu", 0):
-            tried: Iterable[tuple[int, ...]] = ((0,) * len(kinds),)
-        elif placement == "auto":
-            tried = _coarse(kinds, COARSE_DEALS)
-        else:
-            tried = (tuple(round(_share_of(placement) * n) for n in kinds),)
+        tried = _coarse((*counts, streamed), COARSE_DEALS if gpu_slots else 0)
         return min(estimate_mix(_spread_to_gpu(mix, each), shares, rates).step_s for each in tried)
 
     most = [min(count, node.nbytes // largest) for node in nodes]
-    rest, full = count, []
-    for few in most:  # as `make_plan` fills them
-        full.append(min(few, rest))
-        rest -= full[-1]
-    best = _descended(min((tuple(full), *_coarse(most, COARSE_DEALS)), key=cost_s), most, COARSE_DEALS, cost_s)
-    if cost_s(tuple(full)) <= (1 + WORTH_A_DEAL) * cost_s(best):
+    full = tuple(min(few, max(0, count - sum(most[:n]))) for n, few in enumerate(most))  # as `make_plan` fills them
+    best = _descended(min((full, *_coarse(most, COARSE_DEALS)), key=cost_s), most, COARSE_DEALS, cost_s)
+    if cost_s(full) <= (1 + WORTH_A_DEAL) * cost_s(best):
         return nodes
     return [node._replace(nbytes=few * largest) for node, few in zip(nodes, best, strict=True)]
 
@@ -215,15 +204,9 @@ def _named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
     if isinstance(placement, str) and placement != "gpu":
         k = int(placement.removeprefix(STRIDE))
         return _placed(plan, range(k - 1, count, k))
+    share = 1.0 if isinstance(placement, str) else placement
     open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
-    return _placed(plan, _spread(open_to, round(_share_of(placement) * len(open_to))))
-
-
-def _share_of(placement: str | float) -> float:
-    """Return the part that the GPU updates by a placement that says it."""
-    if not isinstance(placement, str):
-        return placement
-    return 1.0 if placement == "gpu" else 1 / int(placement.removeprefix(STRIDE))
+    return _placed(plan, _spread(open_to, round(share * len(open_to))))
 
 
 def _check_placement(placement: str | float) -> None:
@@ -289,7 +272,7 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
 
 
 def _to_gpu(base: Mix, parts: Sequence[tuple[int, float]]) -> Mix:
-    """Return a mix whose GPU updates so much of what the CPU did: counts and bytes, of homes by node, streamed last."""
+    """Return a mix whose GPU updates so much of what the CPU did: counts and bytes, by node, of streamed last."""
     on_cpu = base.host[0].nbytes + base.streamed[0].nbytes
     left = 1 - sum(nbytes for _, nbytes in parts) / on_cpu
     *host, streamed = parts

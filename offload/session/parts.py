@@ -163,13 +163,13 @@ class SessionParts:
             parse_place(config.mirror, "mirror").check("mirror")
         parameters = self._with_formats(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
-        nodes = self._node_rates(known_rates)
+        self._nodes = nodes = self._node_rates(known_rates)
         if known_rates is not None:
             known_rates = dataclasses.replace(known_rates, nodes=nodes)
-        budgets = self._first_plan(parameters, known_rates, nodes)
+        budgets = self._first_plan(parameters, known_rates)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
-        self._measure(known_rates, budgets, caller, nodes)
+        self._measure(known_rates, budgets, caller)
         self.plan = self._adopt_device(self.plan, NOTHING)
         self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
@@ -228,9 +228,7 @@ class SessionParts:
         log.info("memory nodes reach, in bytes a second: %s", ", ".join(map(str, found)))
         return found
 
-    def _first_plan(
-        self, parameters: tuple[Parameter, ...], known_rates: Rates | None, nodes: tuple[NodeRates, ...]
-    ) -> Budgets:
+    def _first_plan(self, parameters: tuple[Parameter, ...], known_rates: Rates | None) -> Budgets:
         """Cut the state and plan it; return the budgets of the plan."""
         config = self.config
         paths = [path.path for path in config.path_configs]
@@ -244,7 +242,7 @@ class SessionParts:
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
         if known_rates is None:
-            self.plan = make_plan(layout, in_order(budgets, Rates(1.0, nodes=nodes)))
+            self.plan = make_plan(layout, in_order(budgets, Rates(1.0, nodes=self._nodes)))
         else:
             self.plan = choose_plan(layout, budgets, known_rates, config.placement)
         self.plan = self.plan.counting_buffers(self.lanes.bounces)
@@ -295,9 +293,7 @@ class SessionParts:
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(
-        self, known_rates: Rates | None, budgets: Budgets, caller: Mark, nodes: tuple[NodeRates, ...]
-    ) -> None:
+    def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
         """Measure the lanes unless their rates are known, and plan again: with a GPU, placements follow the rates."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
@@ -308,8 +304,7 @@ class SessionParts:
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
         rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
-        self.rates = dataclasses.replace(rates, nodes=nodes)
-        deals = len(nodes) > 1
+        self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
         kept = None if deals else self.plan
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=kept)
         if plan != self.plan:
