@@ -520,6 +520,20 @@ def errors(table: str, what: str, of: Callable[[list[float]], float]) -> Find:
     return find
 
 
+def rms(values: list[float]) -> float:
+    return statistics.fmean(value * value for value in values) ** 0.5
+
+
+def fitted_memory(of: Callable[[list[float]], float]) -> Find:
+    """Read one number from the errors, in percent, of steps on kinds of memory that were fitted."""
+
+    def find(report: Report) -> list[float]:
+        rows = (row for row in report["results"]["fitted"] if row["table"] == "cxl_runs")
+        return [of([abs(row["error_percent"]) for row in rows])]
+
+    return find
+
+
 def worst_of_sweep(report: Report) -> list[float]:
     tables = [name for name in report["results"]["held_out"] if name.startswith("sweep")]
     return [max(errors(table, "update_s", max)(report)[0] for table in tables)]
@@ -533,6 +547,7 @@ def speedups(paths: bool) -> Find:
 
 ITERATIONS = "iterations, each model by itself"
 PATHS = "paths, each model by itself"
+MEMORY = "memory, each row by itself"
 PUBLISHED = (
     Row(
         "stride sweep, 28 rows: each row, each model, each stride left out in turn",
@@ -563,6 +578,17 @@ PUBLISHED = (
             Figure(("published",), errors(ITERATIONS, "update_s", statistics.median), ".1f"),
             Figure(("published",), errors(ITERATIONS, "iter_s", statistics.median), ".1f"),
             Figure(("published",), errors(ITERATIONS, "update_s", max), ".0f"),
+        ),
+    ),
+    Row(
+        "29 runs on DDR, DDR with CXL memory, drives: step of fitted rows; of each row from the others; iteration",
+        ("RMS {}%, worst {}%; RMS {}%, worst {}%; worst {}%",),
+        (
+            Figure(("published",), fitted_memory(rms), ".1f"),
+            Figure(("published",), fitted_memory(max), ".1f"),
+            Figure(("published",), errors(MEMORY, "step_s", rms), ".1f"),
+            Figure(("published",), errors(MEMORY, "step_s", max), ".1f"),
+            Figure(("published",), errors(MEMORY, "iteration_s", max), ".1f"),
         ),
     ),
     Row(
@@ -862,6 +888,10 @@ WHY_MISSED = (
     ("saves: stall beyond the floor over an iteration, in_place", HANDED),
     ("capacity: exact: parameters, times", ROOM),
     ("capacity: compact8: parameters, times", ROOM),
+    (
+        "published: memory, each row by itself: worst",
+        "the two runs of 40B with CXL memory alone tell where DDR ends, and differ by 20%: the other predicts each",
+    ),
     (
         "published: sweep, each stride",
         "stride 2 alone tells the speed of the link: without it the fit does not know it",
