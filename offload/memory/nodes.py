@@ -39,7 +39,8 @@ _REFUSED = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
 log = logging.getLogger("offload")
 
-_told: set[str] = set()
+told: set[str] = set()
+"""What this process has been told once."""
 
 
 def memory_nodes() -> list[int]:
@@ -72,8 +73,8 @@ def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
     for number, needed in needed_bytes.items():
         free = free_bytes(number)
         if needed > free:
-            name = f"node{number}"
-            raise InfeasiblePlanError(f"memory on {name}", needed, {f"what is free on {name}": free}, remedy)
+            offers = {f"what is free on node{number}": free}
+            raise InfeasiblePlanError(f"memory on node{number}", needed, offers, remedy)
 
 
 def cpus_near(numbers: Iterable[int]) -> frozenset[int]:
@@ -100,7 +101,7 @@ def bind(address: int, nbytes: int, number: int) -> frozenset[int]:
     """
     mask = (ctypes.c_ulong * (MAX_NODES // 64))()
     mask[number // 64] = 1 << number % 64
-    code = _call(
+    code = system_call(
         0, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_BIND, mask, ctypes.c_ulong(MAX_NODES + 1), 0
     )
     if code in _REFUSED:
@@ -128,7 +129,7 @@ def where(address: int, nbytes: int) -> dict[int, int]:
     asked = range(0, count, -(-count // MOST_ASKED)) if count else range(0)
     pages = (ctypes.c_void_p * len(asked))(*(address + page * mmap.PAGESIZE for page in asked))
     status = (ctypes.c_int * len(asked))()
-    code = _call(1, 0, ctypes.c_ulong(len(asked)), pages, None, status, 0) if asked else 0
+    code = system_call(1, 0, ctypes.c_ulong(len(asked)), pages, None, status, 0) if asked else 0
     if code:
         _tell("the system does not say on which node memory lies (move_pages: %s)", os.strerror(code))
         return {}
@@ -136,7 +137,7 @@ def where(address: int, nbytes: int) -> dict[int, int]:
     return {node: counts[node] * nbytes // len(asked) for node in sorted(counts)}
 
 
-def _call(which: int, *arguments: object) -> int:
+def system_call(which: int, *arguments: object) -> int:
     """Return the error of a system call, 0 for none."""
     numbers: Sequence[int] = _SYSCALLS.get(platform.machine(), ())
     if not numbers:
@@ -146,8 +147,8 @@ def _call(which: int, *arguments: object) -> int:
 
 
 def _tell(text: str, *parts: object) -> None:
-    if text not in _told:
-        _told.add(text)
+    if text not in told:
+        told.add(text)
         log.warning(f"{text} (said once)", *parts)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(nodes.memory_nodes()[:1] != [0], reason="the ker
 
 @pytest.fixture(autouse=True)
 def _two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = nodes._call
+    call = nodes.system_call
 
     def on_the_first(which: int, *arguments: Any) -> int:
         if which == 0 and arguments[3][0] == 2:  # the mask of node1
@@ -33,7 +33,7 @@ def _two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     def rates(kernel: object, queue: object, numbers: Sequence[int], *rest: object) -> tuple[NodeRates, ...]:
         return tuple(NodeRates(number, (60e9, 20e9)[number], 1e11, 1e11, 5e10) for number in numbers)
 
-    monkeypatch.setattr(nodes, "_call", on_the_first)
+    monkeypatch.setattr(nodes, "system_call", on_the_first)
     monkeypatch.setattr(nodes, "memory_nodes", lambda: [0, 1])
     monkeypatch.setattr(nodes, "free_bytes", lambda number: 1 << 32)
     monkeypatch.setattr(parts, "probe_nodes", rates)

@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(nodes.memory_nodes()[:1] != [0], reason="the ker
 
 @pytest.fixture(autouse=True)
 def _untold() -> Iterator[None]:
-    nodes._told.clear()
+    nodes.told.clear()
     yield
-    nodes._told.clear()
+    nodes.told.clear()
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, *, code: int) -> list[int]:
@@ -43,7 +43,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, *, code: int) -> list[int]:
         asked.append(which)
         return code
 
-    monkeypatch.setattr(nodes, "_call", refused)
+    monkeypatch.setattr(nodes, "system_call", refused)
     return asked
 
 
