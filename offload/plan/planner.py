@@ -107,7 +107,7 @@ def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | floa
     large. Where a placement names what the GPU updates, nothing is searched.
     """
     nodes = budgets.nodes
-    if len(nodes) < 2 or not (budgets.paths or rates.gpu.lanes) or placement not in ("auto", "cpu", 0):
+    if len(nodes) < 2 or not (budgets.paths or budgets.gpu_staging_bytes) or placement not in ("auto", "cpu", 0):
         return nodes  # without either all state has to lie there, and the CPU updates it
     filled = make_plan(layout, budgets)
     base, shares, largest = mix_of(filled), filled.shares(rates), max(layout.max_subgroup_bytes, 1)
