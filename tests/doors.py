@@ -143,13 +143,13 @@ def check(door: Door, python: str, folder: Path) -> list[tuple[int, float, float
     return rows
 
 
-def make(door: Door, folder: Path, torch: str) -> str:
-    """Make an environment, and return its interpreter."""
+def make(door: Door, folder: Path, torch: str, ours: str) -> str:
+    """Make an environment, and return its interpreter; `ours` is what pip installs of this project."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     install = [python, "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, torch, "setuptools"], check=True)
-    subprocess.run([*install, str(ROOT), *door.packages], check=True)
+    subprocess.run([*install, ours, *door.packages], check=True)
     if door.alone:
         subprocess.run([*install, "--no-deps", *door.alone], check=True)
     site = subprocess.run(
@@ -164,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("door", nargs="*", choices=[*DOORS, []], help="all of them, if none is named")
     parser.add_argument("--folder", type=Path, help="where environments are made, and stay")
+    parser.add_argument("--wheel", default=str(ROOT), help="a wheel of this checkout that is there already")
     parser.add_argument("--python", help="an environment that is there already")
     makefile = (ROOT / "Makefile").read_text()
     arguments = parser.parse_args()
@@ -171,7 +172,9 @@ def main() -> None:
     for name in arguments.door or DOORS:
         with tempfile.TemporaryDirectory(prefix="door-") as temporary:
             folder = Path(temporary)
-            python = arguments.python or make(DOORS[name], (arguments.folder or folder) / name, torch)
+            python = arguments.python or make(
+                DOORS[name], (arguments.folder or folder) / name, torch, arguments.wheel
+            )
             rows = check(DOORS[name], python, folder / "runs")
         print(
             f"{name}\n| step | its own, in memory | ours, on disk | killed at {KILLED}, resumed |\n|---|---|---|---|"

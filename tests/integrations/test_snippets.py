@@ -40,8 +40,8 @@ HERE, README, BACK, DOORS = (
 RUN_BY = {
     r"offload (plan|machine) ": README,
     r"\.venv/bin/offload probe ": README,
-    r"pip install ": "wheels.py",
-    r"DS_BUILD_OPS=0 pip install ": HERE,
+    r"pip install (torch|dist/)": "wheels.py",
+    r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,
     r"make ": HERE,
     r"bench/gpu/(pack|run)\.sh ": "test_gpu_stages.py",
     r'(\{|"multi_tier_offload")': HERE,
