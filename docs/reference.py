@@ -16,6 +16,7 @@ HEAD = """# API reference
 
 Written by `python docs/generate.py` from docstrings; change those. All settings are in
 [configuration.md](configuration.md), the DeepSpeed object is in [deepspeed.md](deepspeed.md).
+Words such as subgroup, tier and home are explained in [step.md](step.md#words).
 """
 
 OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")

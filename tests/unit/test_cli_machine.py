@@ -78,7 +78,7 @@ def test_what_is_known_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["machine", "--gpu", "rtx-4090", "--host", "64GiB"]) == 0
     printed = capsys.readouterr().out
     assert "1 x RTX 4090" in printed
-    assert "Ada GPU architecture white paper" in printed
+    assert "NVIDIA Ada white paper" in printed
 
 
 @pytest.mark.parametrize(
