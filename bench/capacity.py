@@ -78,7 +78,8 @@ class Contender:
         weight: Predicted bytes of memory a parameter.
         disk: Predicted bytes on the disk a parameter.
         needs: What has to be installed.
-        same: Contenders with the same word train the same models and have get the same weights.
+        same: Contenders with the same word get the same weights from the same model. Their models are equally wide,
+            and the two smallest equally deep.
     """
 
     name: str
@@ -408,12 +409,12 @@ def summary(contender: Contender, trials: Sequence[Trial]) -> dict[str, Any]:
 
 def same_weights(found: Mapping[str, Sequence[Trial]], chosen: Sequence[Contender]) -> float | None:
     """Return 1 if all that must compute the same did, at every size that two trained; None if there is none."""
-    compared: dict[tuple[str, int], set[tuple[Any, ...]]] = {}
+    compared: dict[tuple[str, int], set[tuple[Any, ...]]] = {}  # by their word, and parameters
     counts: dict[tuple[str, int], int] = {}
     for contender in chosen:
-        for layers, trial in {t.layers: t for t in found.get(contender.name, ()) if t.fits}.items():
+        for numel, trial in {t.numel: t for t in found.get(contender.name, ()) if t.fits}.items():
             if contender.same:
-                key = contender.same, layers
+                key = contender.same, numel
                 compared.setdefault(key, set()).add((*trial.found["losses"], trial.found["digest"]))
                 counts[key] = counts.get(key, 0) + 1
     shared = [key for key, count in counts.items() if count > 1]
@@ -551,8 +552,10 @@ def contest(
     contender: Contender, smoke: bool, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path | None
 ) -> list[Trial]:
     """Return the trials of one contender."""
-    predicted = min(memory_bytes / contender.weight, disk_bytes / contender.disk if contender.disk else math.inf)
-    shape = Shape(LAYERS, 64 if smoke else width(memory_bytes / contender.weight))
+    alike = [each for each in CONTENDERS if each.same == contender.same] if contender.same else [contender]
+    weight, disk = max(each.weight for each in alike), max(each.disk for each in alike)
+    predicted = min(memory_bytes / weight, disk_bytes / disk if disk else math.inf)
+    shape = Shape(LAYERS, 64 if smoke else width(memory_bytes / weight))
 
     def attempt(layers: int) -> Trial:
         progress(f"{contender.name}: {layers} layers")
