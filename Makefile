@@ -18,7 +18,7 @@ OLDEST_TRITON := triton==3.6.0
 WORKERS := $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: try train check test test-full sanitize wheels docs bench lint clean
+.PHONY: try train check test test-full sanitize wheels docs bench bench-all lint clean
 
 # A minute of training with state on a disk, the same in memory, compared bit for bit; without DeepSpeed.
 try: $(if $(wildcard $(VENV)/.core),$(VENV)/.core,$(VENV)/.try)
@@ -58,6 +58,10 @@ docs: $(VENV)/.core
 
 bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)
+
+# Every benchmark at full size, some five hours; goes on where it was stopped. ARGS names some, and the disk (--path).
+bench-all: $(VENV)/.ready
+	$(BIN)/python bench/_all.py $(ARGS)
 
 lint: $(VENV)/.core
 	$(BIN)/ruff check

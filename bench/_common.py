@@ -43,7 +43,12 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def arguments(
-    description: str | None, *, path: bool = False, picture: bool = False, sections: Collection[str] = ()
+    description: str | None,
+    *,
+    path: bool = False,
+    picture: bool = False,
+    runs: bool = False,
+    sections: Collection[str] = (),
 ) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has; a script may add its own.
 
@@ -51,6 +56,7 @@ def arguments(
         description: What the benchmark is about.
         path: Whether it writes to a disk, so that the user may choose which.
         picture: Whether it can draw its results.
+        runs: Whether it can go on where a run of it was stopped (see `Kept`).
         sections: Parts that can be run alone.
     """
     parser = Parser(
@@ -68,6 +74,9 @@ def arguments(
         parser.add_argument("--path", type=Path, metavar="DIRECTORY", help=where)
     if picture:
         parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
+    if runs:
+        what = "keep there what each part has found; go on from what is there of the same commit and sizes"
+        parser.add_argument("--runs", type=Path, metavar="FILE", help=what)
     if sections:
 
         def chosen(text: str) -> list[str]:
@@ -219,6 +228,30 @@ def run_sections(
         with tempfile.TemporaryDirectory(dir=args.path) as folder:
             results[name] = sections[name](Path(folder), size, targets)
     return results, targets
+
+
+class Kept:
+    """What the parts of a benchmark have found, kept in a file from where a run that was stopped goes on.
+
+    Args:
+        file: A line of JSON for each part; None to keep nothing.
+        of: What has to be the same for what is there to count: the commit, and sizes.
+    """
+
+    def __init__(self, file: Path | None, *of: Any) -> None:
+        self._file, self._of = file, json.loads(json.dumps(of))
+        lines = file.read_text().splitlines() if file and file.exists() else []
+        self._found = {part: found for of_then, part, found in map(json.loads, lines) if of_then == self._of}
+
+    def find(self, part: str, make: Callable[[], Any]) -> Any:
+        """Return what a part has found, as JSON knows it: what is kept, else what `make` returns."""
+        if part not in self._found:
+            line = json.dumps([self._of, part, make()])
+            if self._file:
+                with self._file.open("a") as file:
+                    print(line, file=file)
+            self._found[part] = json.loads(line)[2]
+        return self._found[part]
 
 
 def huge_tensors(*sizes: tuple[int, torch.dtype]) -> list[torch.Tensor]:

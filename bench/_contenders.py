@@ -97,17 +97,18 @@ def memory_group(numel: int, smoke: bool) -> list[Contender]:
     ]
 
 
-def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contender]:
-    def stock(name: str, pipelined: bool) -> Contender:
-        place = {"device": "nvme", "nvme_path": "{path}", "buffer_count": BUFFERS[pipelined], "pin_memory": False}
-        place |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
-        settings = {"zero": {"offload_optimizer": place}, "aio": dict(aio)}
-        return deepspeed(name, settings, smoke=smoke, left_out=NATIVE_SKIPPED if smoke else "")
+def stock_on_disk(name: str, pipelined: bool, smoke: bool, aio: Mapping[str, Any], **zero: Any) -> Contender:
+    place = {"device": "nvme", "nvme_path": "{path}", "buffer_count": BUFFERS[pipelined], "pin_memory": False}
+    place |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
+    settings = {"zero": {"offload_optimizer": place, **zero}, "aio": dict(aio)}
+    return deepspeed(name, settings, smoke=smoke, left_out=NATIVE_SKIPPED if smoke else "")
 
+
+def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contender]:
     return [
         deepspeed_baseline(smoke),
-        stock(STOCK_NVME, False),
-        stock(STOCK_PIPELINED, True),
+        stock_on_disk(STOCK_NVME, False, smoke, aio),
+        stock_on_disk(STOCK_PIPELINED, True, smoke, aio),
         in_deepspeed(OURS_DISK, ON_DISK, smoke=smoke),
         *(in_deepspeed(ours, ON_DISK, smoke=smoke, equal_to=stock) for stock, ours in EQUAL.items()),
         in_deepspeed(OURS_COMPACT, {**ON_DISK, "state_format": "compact8"}, smoke=smoke),

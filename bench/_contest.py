@@ -198,6 +198,7 @@ class Outcome:
         peak_bytes: Most resident memory ever.
         gpu_peak_bytes: Most GPU memory ever allocated.
         pinned_bytes: Host memory that is locked or pinned, at the end.
+        resident_bytes: Resident memory at the end of each round that counts.
     """
 
     name: str
@@ -211,6 +212,7 @@ class Outcome:
     peak_bytes: int = 0
     gpu_peak_bytes: int = 0
     pinned_bytes: int = 0
+    resident_bytes: list[int] = field(default_factory=list)
 
     def values(self, name: str, tokens: int) -> list[float]:
         """Return one figure, a median for each round."""
@@ -303,6 +305,7 @@ def run_group(
         outcome.losses += [iteration["loss"] for iteration in found["iterations"]]
         if number:
             outcome.iterations.append([i for i in found["iterations"] if i["number"] > 0])
+            outcome.resident_bytes.append(found["resident_bytes"])
 
     speeds: list[dict[str, float]] = []
     try:

@@ -36,6 +36,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
+from offload.schedule.staging import Phase
 
 STATE_BYTES = 12
 """Of a parameter: fp32 master and two moments."""
@@ -149,6 +150,28 @@ class SharedExecutor(VirtualLanes):
                 done.append(Done(work.operation.op))
             if done:
                 return done
+
+
+class Forgetting(Machine):
+    """Our machine without reuse of staging memory: all of it is flushed, and fetched again by the next sweep.
+
+    Subgroups whose flushes have not ended when a sweep begins are visited where they are.
+    """
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Begin):
+            for number in self.staging.slots.owners:
+                if number is not None and self._subgroups[number].phase is Phase.READY:
+                    self.staging.vacate(number)
+        super().handle(event)
+
+    def _assign_slots(self) -> None:
+        super()._assign_slots()
+        if self.staging.line or self.is_open or self.broken is not None:
+            return
+        for number in list(self.staging.dirty):
+            if self._subgroups[number].phase is Phase.DIRTY and self._subgroups[number].visit is None:
+                self._flush(number)
 
 
 # Interleaved updates ------------------------------------------------------------------------------------------------

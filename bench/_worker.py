@@ -77,18 +77,24 @@ class Plain:
 class Torch(Plain):
     """torch.optim.AdamW over fp32 masters, as mixed precision without offloading does it.
 
-    The fp32 gradients are kept, so that nothing is allocated in a step.
+    The fp32 gradients are kept, so that nothing is allocated in a step. With `save_on_cpu`, backward's tensors are
+    copied as torch does it where they lie on a device.
     """
 
     has_optimizer = True
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__(request)
+        self.saves = request["settings"].pop("save_on_cpu", False)
         self.weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.masters = [torch.nn.Parameter(weight.detach().float()) for weight in self.weights]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self.optimizer = torch.optim.AdamW(self.masters, **SETTINGS, **request["settings"])
+
+    def forward(self, window: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu() if self.saves else contextlib.nullcontext():
+            return super().forward(window)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -131,6 +137,37 @@ class TorchAO(Plain):
 
         super().__init__(request)
         self.optimizer = CPUOffloadOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Fsdp(Plain):
+    """FSDP2 of one rank: fp32 parameters computed with in bf16, and torch's AdamW over them."""
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        alone()
+        torch.distributed.init_process_group("gloo")
+        super().__init__(request)
+        self.model.float()
+        offloads = request["settings"]["offloads"]
+        policies = {
+            "mesh": torch.distributed.device_mesh.init_device_mesh("cpu", (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
+        }
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.ModuleList):
+                for layer in module:
+                    fully_shard(layer, **policies)
+        fully_shard(self.model, **policies)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **SETTINGS, foreach=True)
 
     def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -207,6 +244,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "torch": Torch,
     "torchao": TorchAO,
     "offload": Offloaded,
+    "fsdp": Fsdp,
     "deepspeed": DeepSpeed,
 }
 
@@ -357,7 +395,32 @@ def run(contender: Any, parts: list[list[int]], device: str) -> list[dict[str, A
                     for verb in ("read", "write")
                 ]
             found.append({"tokens": tokens, "number": step - first, **one, **extra})
+    if contender.engine is not None:
+        contender.engine.finish()  # a step that goes on would take its time from whoever is next
     return found
+
+
+def change(changes: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Take something away from ours, which no setting does; for the rest of this process.
+
+    Args:
+        changes: "forgets": what staging memory holds is of no use to the next step. "paces": MB/s each way of each
+            path, which is emulated.
+        settings: What the contender is given.
+    """
+    from offload.session import parts, setup
+
+    if changes.get("forgets"):
+        from _schedules import Forgetting
+
+        parts.Machine = Forgetting  # type: ignore[misc]
+    if "paces" in changes:
+        from paths import Pace, Throttles
+
+        throttles = Throttles(Path(), ())
+        ours = settings.get("multi_tier_offload", settings)
+        throttles.rates = {path: Pace(pace, pace) for path, pace in zip(ours["paths"], changes["paces"], strict=True)}
+        setup.open_tier = throttles.open  # type: ignore[assignment]
 
 
 def serve() -> None:
@@ -380,6 +443,7 @@ def serve() -> None:
         bounds.close()
         return
     started_s = time.perf_counter()
+    change(request["settings"].pop("changes", {}), request["settings"])
     contender = KINDS[request["kind"]](request)
     answer({"set_up_s": time.perf_counter() - started_s, **memory()})
     for line in sys.stdin:

@@ -119,12 +119,12 @@ class Mixer:
                 more(*flying.pop(op))
 
 
-def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str) -> float | None:
-    """Return fio's mixed read and write bytes per second, or None without fio."""
+def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str, way: str = "rw") -> float | None:
+    """Return fio's bytes per second, reads and writes mixed or as `way` says ("read"); None without fio."""
     if shutil.which("fio") is None:
         return None
     jobs = depth if engine == "psync" else 1
-    command = ["fio", "--name=mixed", "--rw=rw", "--rwmixread=50", "--direct=1", "--output-format=json"]
+    command = ["fio", "--name=mixed", f"--rw={way}", "--rwmixread=50", "--direct=1", "--output-format=json"]
     command += [f"--ioengine={engine}", f"--bs={block_bytes}", f"--iodepth={1 if engine == 'psync' else depth}"]
     command += [f"--numjobs={jobs}", f"--size={total_bytes // jobs}", f"--directory={folder}", "--group_reporting"]
     # Huge pages behind fio's buffers too: they decide its throughput as much as ours.

@@ -505,17 +505,21 @@ class SerialLoop:
         for number in range(buckets):
             self._fill(number)
 
+    def _stays(self, number: int) -> bool:
+        """Return whether a bucket stays in memory."""
+        return number < self._kept
+
     def _place(self, number: int) -> int:
         """Return which memory a bucket is in."""
-        return number if number < self._kept else self._kept
+        return number if self._stays(number) else self._kept
 
     def _fill(self, number: int) -> None:
         master, *moments = self._tensors(number)
         master.copy_(self._part(self.weight, number))
         for moment in moments:
             moment.zero_()
-        if number >= self._kept:
-            self._file.write(self._memory[-1], number * self.bucket_bytes)
+        if not self._stays(number):
+            self._file.write(self._memory[self._place(number)], number * self.bucket_bytes)
 
     def _tensors(self, number: int) -> list[torch.Tensor]:
         arena = self._arenas[self._place(number)]
@@ -523,6 +527,13 @@ class SerialLoop:
 
     def _part(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         return tensor[number * self.numel : (number + 1) * self.numel]
+
+    def _update(self, number: int) -> None:
+        master, *moments = self._tensors(number)
+        row = scalars(self._steps, decoupled=True, grad_scale=1.0, **SETTINGS)
+        gradient, weight = self._part(self.gradient, number), self._part(self.weight, number)
+        flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
+        self._kernel.run(segment_table([SegmentTensors(master, moments, gradient, weight, flags, row)]))
 
     def step(self) -> None:
         self._steps += 1
@@ -535,16 +546,12 @@ class SerialLoop:
             spent_s[what] += time.perf_counter() - started_s
 
         for number in range(self._buckets):
-            moves, at = number >= self._kept, number * self.bucket_bytes
+            moves, at = not self._stays(number), number * self.bucket_bytes
             if moves:
                 with timed("read"):
                     self._file.read(self._memory[-1], at)
             with timed("update"):
-                master, *moments = self._tensors(number)
-                row = scalars(self._steps, decoupled=True, grad_scale=1.0, **SETTINGS)
-                gradient, weight = self._part(self.gradient, number), self._part(self.weight, number)
-                flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
-                self._kernel.run(segment_table([SegmentTensors(master, moments, gradient, weight, flags, row)]))
+                self._update(number)
             if moves:
                 with timed("write"):
                     self._file.write(self._memory[-1], at)

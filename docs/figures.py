@@ -801,6 +801,82 @@ def large(page: Path) -> str:
     return "\n".join([*lines, "", f"Report: {source('large', page)}."])
 
 
+# docs/benchmarks.md: what each mechanism is worth, and others' figures
+
+
+def none_yet(kind: str) -> str:
+    return f"No report yet: `make bench-all ARGS={kind}` writes one."
+
+
+def worth(figure: dict[str, Any] | None) -> str:
+    """Return what a mechanism brings: times, spread, in bold where it pays."""
+    if figure is None:
+        return ""
+    text = f"{figure['times']:.2f}" + (f" ± {figure['spread']:.2f}" if figure["spread"] else "")
+    return f"**{text}**" if figure["pays"] else text
+
+
+def ablation(page: Path) -> str:
+    """Return what each mechanism is worth."""
+    if not dated("ablation", "json"):
+        return none_yet("ablation")
+    found = read("ablation")["results"]
+    places: dict[str, None] = {}
+    figures: dict[str, dict[str, dict[str, Any]]] = {}
+    for each in found["comparisons"]:
+        places[each["where"]] = None
+        figures.setdefault(each["mechanism"], {})[each["where"]] = each
+    lines = [f"| mechanism | {' | '.join(places)} |", "|---|" + "---|" * len(places)]
+    for mechanism, there in figures.items():
+        lines.append(f"| {mechanism} | {' | '.join(worth(there.get(place)) for place in places)} |")
+    lines += ["", f"| row | {' | '.join(f'{size} tokens, s' for size in found['tokens'])} | memory, MB |"]
+    lines.append("|---|" + "---|" * (len(found["tokens"]) + 1))
+    for rows in found["rows"].values():
+        for name, row in rows.items():
+            seconds = [f"{each['iteration_s']:.3f}" for each in row["tokens"].values()]
+            lines.append(f"| {name} | {' | '.join(seconds)} | {row['memory_bytes'] / 1e6:.0f} |")
+    simulated = found.get("simulated", {})
+    if simulated:
+        lines += ["", f"| simulated, s | {' | '.join(simulated)} |", "|---|" + "---|" * len(simulated)]
+        for which, title in (("deepspeed_s", "DeepSpeed's NVMe offload"), ("multipath_s", "MLP-Offload")):
+            cells = [
+                f"{each['published'][which]:.3g} ({each['their_schedules'][which]:.3g})"
+                for each in simulated.values()
+            ]
+            lines.append(f"| {title}: published (its schedule, simulated) | {' | '.join(cells)} |")
+        for name in next(iter(simulated.values()))["rows"]:
+            cells = [f"{each['rows'][name]:.3g}" for each in simulated.values()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Report: {source('ablation', page)}."])
+
+
+def others(page: Path) -> str:
+    """Return what others published, and ours on the same work."""
+    if not dated("others", "json"):
+        return none_yet("others")
+    found = read("others")["results"]
+    told = found["published"]
+    lines = [
+        f"| a cold step, published {told['foreground_s']} s + {told['drain_s']} s at {told['bytes_each']} bytes a parameter | foreground, s | drain, s | GB/s, of fio's |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found["cold"]["contenders"].items():
+        of_fio = "" if row["of_fio"] is None else f"{row['of_fio']:.2f}"
+        lines.append(f"| {name} | {row['foreground_s']:.3f} | {row['drain_s']:.3f} | {of_fio} |")
+    lines += ["", "| a step in memory | ours, s | torch, a tensor at a time, s | published, s |", "|---|---|---|---|"]
+    for case in ("one process", "eight processes"):
+        row = found["threads"][case]
+        seconds = [f"{each:.2f}" for each in row["whole_s"].values()]
+        lines.append(f"| {case} | {' | '.join(seconds)} | {told[f'{case}_s']} |")
+    lines += ["", "| an iteration | s | memory, MB |", "|---|---|---|"]
+    for name, each in found["offloads"]["rows"].items():
+        lines.append(f"| {name} | {each['iteration_s']:.3f} | {each['peak_bytes'] / 1e6:.0f} |")
+    for name, each in found["offloads"]["contenders"].items():
+        if each["failed"]:
+            lines.append(f"| {name} | {each['failed'].splitlines()[0]} | |")
+    return "\n".join([*lines, "", f"Report: {source('others', page)}."])
+
+
 # docs/benchmarks.md: command, question, full run, reports
 
 BENCHMARKS = (
@@ -811,7 +887,10 @@ BENCHMARKS = (
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
-    ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ()),
+    ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
+    ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "15 min", ("ablation",)),
+    ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
+    ("`python bench/weights.py`", "a spike: what would it cost to stream weights from a disk, too?", "2 min", ("weights",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "1 h", ("capacity",)),
     ("`python bench/large.py`", "3 billion parameters on one machine: what was predicted, and what happened", "10 min", ("large",)),
@@ -835,9 +914,10 @@ def benchmarks(page: Path) -> str:
     """Return the index of all benchmarks, with the newest report of each."""
     lines = ["| command | question | full run | last full report |", "|---|---|---|---|"]
     for command, question, minutes, kinds in BENCHMARKS:
-        links = [source(kind, page) for kind in kinds]
+        links = [source(kind, page) for kind in kinds if dated(kind, "json")]
         links += [link(drawn, "picture", page) for kind in kinds for drawn in dated(kind, "png")[-1:]]
-        lines.append(f"| {command} | {question} | {minutes} | {', '.join(links) or 'exit status'} |")
+        without = "none yet" if kinds else "exit status"
+        lines.append(f"| {command} | {question} | {minutes} | {', '.join(links) or without} |")
     return "\n".join(lines)
 
 
@@ -845,7 +925,7 @@ def targets(page: Path) -> str:
     """Return every target of every newest report: what was measured, what was aimed at, why it was missed."""
     lines = ["| | target | measured | aim | |", "|---|---|---|---|---|"]
     for kind in dict.fromkeys(kind for *_, kinds in BENCHMARKS for kind in kinds):
-        for row in read(kind).get("targets", ()):
+        for row in read(kind).get("targets", ()) if dated(kind, "json") else ():
             name, value = row["name"], row["value"]
             met = "not measured" if value is None else "met" if row["met"] else "**missed**"
             why = row["note"] if value is None else ""

@@ -126,6 +126,8 @@ PARTS = {
         "measured": figures.measured,
         "capacity": figures.capacity,
         "large": figures.large,
+        "ablation": figures.ablation,
+        "others": figures.others,
         "targets": figures.targets,
     },
     DOCS / "planning.md": {"commands": machines.commands, "nodes": figures.nodes},

@@ -1,0 +1,565 @@
+"""What each mechanism is worth: added one by one from DeepSpeed's NVMe offload on, and taken away from the whole.
+
+All train the same model under DeepSpeed's ZeRO-3 on one disk (`_contest.py` says how), at two batch sizes. Rounds are
+three interleaved runs: every third round belongs to the same one. What a mechanism brings is the median over all
+rounds of an iteration without it over one with it; its spread is the distance between the least and the largest of
+the three runs' medians. It pays where it brings more than twice the spread. What saves memory and no time is judged
+by the memory that the process holds, in the same way.
+
+Sections, each of which can be run alone:
+
+  added      DeepSpeed's NVMe offload, its pipelining off and on; then ours with one mechanism more in each row
+  taken      the whole, and the same without each mechanism. On one disk a second path brings nothing, so there are
+             also one and two emulated paths, in the proportion of the published machine's
+  simulated  the same rows on a published machine with 4 GPUs, its drive and its file system (`offload plan --rates
+             h100-node-nvme-pfs`), beside what was published of it. Nothing varies there: a mechanism pays if it
+             brings one part in a hundred. Checksums are not in that model
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+
+import published
+from _common import Kept, Target, arguments, environment, progress, report
+from _contenders import (
+    SMOKE_PARAMS,
+    STOCK_NVME,
+    STOCK_PIPELINED,
+    aio_settings,
+    deepspeed,
+    deepspeed_baseline,
+    needs,
+    same_losses,
+    stock_on_disk,
+)
+from _contest import BASELINE, STATE_BYTES, Contender, Outcome, Schedule, run_group, work_folder
+from _needs import require
+from _schedules import Forgetting
+
+from offload.cli.model import choose_shape
+from offload.cli.plan import Question, ask
+from offload.cli.values import parse_count, parse_number
+from offload.errors import ConfigError
+from offload.measure import find_rates
+from offload.predict.predict import with_backward_s, with_forward_s
+from offload.schedule.machine import Machine
+from offload.units import format_seconds
+
+MACHINE = "h100-node-nvme-pfs"
+RUNS = 3
+SUBGROUPS = 16
+RESIDENT = 0.25
+"""Part of the bytes of exact state that may be at home in memory, whatever the format."""
+
+SHRUNK = 6
+"""Part of the published machine's rates that the emulated paths have."""
+
+WORTH = 0.01
+"""What a mechanism has to bring where nothing is measured, and nothing varies."""
+
+WHOLE = "compact8"
+GRADIENTS = "gradients on paths"
+ONE_PATH, TWO_PATHS = "one path, emulated", "two paths, emulated"
+DISK = "added", "taken"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Which mechanisms are there.
+
+    Attributes:
+        gradients: Gradients stay in memory. Else backward writes them and the step reads them, as in DeepSpeed.
+        order: What staging memory holds when a step ends is what the next one begins with.
+        resident: A part of the state is at home in memory.
+        second_path: There are two paths.
+        checksum: Tiles carry one, which every read verifies.
+        forward: A step goes on in the next forward pass.
+        backward: Updates are made in backward.
+        form: Format of state.
+    """
+
+    gradients: bool = False
+    order: bool = False
+    resident: bool = False
+    second_path: bool = False
+    checksum: bool = False
+    forward: bool = False
+    backward: bool = False
+    form: str = "exact"
+
+    def contender(self, name: str, numel: int, smoke: bool, paces: Sequence[float] = ()) -> Contender:
+        """Return what trains so, under DeepSpeed."""
+        ours: dict[str, Any] = {
+            "host_memory": int(RESIDENT * STATE_BYTES * numel) if self.resident else 0,
+            "paths": ["{path}"] * (1 + self.second_path),
+            "subgroup_numel": subgroup_numel(numel),
+            "checksum": self.checksum,
+            "state_format": self.form,
+            "overlap": {(0, 0): "off", (1, 0): "forward", (0, 1): "backward", (1, 1): "both"}[
+                self.forward, self.backward
+            ],
+        }
+        if not self.gradients:
+            ours["gradient_memory"] = 0
+        changes: dict[str, Any] = {} if self.order else {"forgets": True}
+        if paces:
+            changes["paces"] = list(paces)
+        settings: dict[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu"}, **pieces(numel)}}
+        return deepspeed(name, {**settings, "multi_tier_offload": ours, "changes": changes}, smoke=smoke)
+
+
+LADDER: dict[str, Parts] = {}
+"""Rows that have one mechanism more than the one before, by that mechanism."""
+for _name, _more in (
+    ("one path", {}),
+    ("no gradient I/O", {"gradients": True}),
+    ("order", {"order": True}),
+    ("residency", {"resident": True}),
+    ("a second path", {"second_path": True}),
+    ("checksums", {"checksum": True}),
+    ("forward", {"forward": True}),
+    ("backward", {"backward": True}),
+    ("compact16", {"form": "compact16"}),
+    ("compact8", {"form": "compact8"}),
+    # Which excludes updates in backward: their new weights are as many bytes in memory.
+    (GRADIENTS, {"gradients": False, "backward": False}),
+):
+    LADDER[_name] = replace(list(LADDER.values())[-1] if LADDER else Parts(), **_more)  # type: ignore[arg-type]
+
+TAKEN = {
+    "order": {"order": False},
+    "residency": {"resident": False},
+    "a second path": {"second_path": False},
+    "checksums": {"checksum": False},
+    "forward": {"forward": False},
+    "backward": {"backward": False},
+    "compact8": {"form": "exact"},
+}
+WITHOUT: dict[str, Parts] = {
+    f"without {name}": replace(LADDER[WHOLE], **less)  # type: ignore[arg-type]
+    for name, less in TAKEN.items()
+}
+SMOKE = {
+    "added": (BASELINE, "one path", GRADIENTS),
+    "taken": (WHOLE, "without order", TWO_PATHS),
+    "simulated": ("one path", "no gradient I/O", "a second path", WHOLE, "without order"),
+}
+"""What runs at smoke size."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two rows that differ in one mechanism.
+
+    Attributes:
+        mechanism: What it is.
+        where: The section.
+        without: The row that lacks it.
+        with_: The row that has it.
+        memory: Whether memory is what it saves, and not time.
+    """
+
+    mechanism: str
+    where: str
+    without: str
+    with_: str
+    memory: bool = False
+
+
+def comparisons() -> Iterator[Comparison]:
+    """Return what is compared."""
+    names = list(LADDER)
+    yield Comparison("ours", "added", STOCK_NVME, names[0])
+    yield Comparison("ours, beside pipelining", "added", STOCK_PIPELINED, names[0])
+    for before, name in itertools.pairwise(names[:-1]):
+        yield Comparison(name, "added", before, name)
+    for name in TAKEN:
+        yield Comparison(name, "taken", f"without {name}", WHOLE)
+    # Gradients on paths are what "no gradient I/O" does without; neither has updates in backward.
+    yield Comparison("no gradient I/O", "taken", GRADIENTS, "without backward")
+    yield Comparison(GRADIENTS, "taken", "without backward", GRADIENTS, memory=True)
+    yield Comparison("a second path", "taken", ONE_PATH, TWO_PATHS)
+
+
+def subgroup_numel(numel: int) -> int:
+    return max(1024, numel // SUBGROUPS)
+
+
+def pieces(numel: int) -> dict[str, int]:
+    return {"sub_group_size": subgroup_numel(numel), "reduce_bucket_size": subgroup_numel(numel)}
+
+
+def field_of(section: str, numel: int, smoke: bool, aio: dict[str, Any]) -> list[Contender]:
+    """Return who trains beside whom."""
+    if section == "added":
+        stock = [
+            stock_on_disk(name, name == STOCK_PIPELINED, smoke, aio, **pieces(numel))
+            for name in (STOCK_NVME, STOCK_PIPELINED)
+        ]
+        ours = [parts.contender(name, numel, smoke) for name, parts in LADDER.items()]
+        return [deepspeed_baseline(smoke), *stock, *ours]
+    paces = [path.read_bytes_per_s / SHRUNK / 1e6 for path in find_rates(MACHINE).rates.paths]
+    rows = {WHOLE: LADDER[WHOLE], GRADIENTS: LADDER[GRADIENTS], **WITHOUT}
+    ours = [parts.contender(name, numel, smoke) for name, parts in rows.items()]
+    before, after = LADDER["residency"], LADDER["a second path"]
+    return [
+        *ours,
+        before.contender(ONE_PATH, numel, smoke, paces[:1]),
+        after.contender(TWO_PATHS, numel, smoke, paces),
+    ]
+
+
+# Measured
+
+
+def measured_rows(outcomes: dict[str, Outcome], tokens: Sequence[int]) -> dict[str, Any]:
+    """Return a row of figures for each contender that ran."""
+    names = ("iteration_s", "forward_s", "backward_s", "step_s", "kernel_read_bytes", "kernel_write_bytes")
+    return {
+        name: {
+            "memory_bytes": statistics.median(outcome.resident_bytes),
+            "peak_bytes": outcome.peak_bytes,
+            "tokens": {str(size): {each: outcome.median(each, size) for each in names} for size in tokens},
+        }
+        for name, outcome in outcomes.items()
+        if outcome.iterations and not outcome.failed
+    }
+
+
+def brought(without: Sequence[float], with_: Sequence[float]) -> dict[str, Any]:
+    """Return what is brought by what the second has and the first lacks, from a figure of each round."""
+    ratios = [a / b for a, b in zip(without, with_, strict=False)]
+    runs = [statistics.median(ratios[run::RUNS]) for run in range(min(RUNS, len(ratios)))]
+    times, spread = statistics.median(ratios), max(runs) - min(runs)
+    return {"times": times, "runs": runs, "spread": spread, "pays": times - 1 > 2 * spread}
+
+
+def compared(outcomes: dict[str, Outcome], section: str, tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what each mechanism brings in a section."""
+    found = []
+    for one in comparisons():
+        pair = [outcomes.get(name) for name in (one.without, one.with_)]
+        if one.where != section or any(each is None or each.failed or not each.iterations for each in pair):
+            continue
+        without, with_ = [each for each in pair if each is not None]
+        head = {"mechanism": one.mechanism, "without": one.without, "with": one.with_}
+        if one.memory:
+            figures = brought(without.resident_bytes, with_.resident_bytes)
+            found.append({**head, "where": f"{section}, memory", **figures})
+            continue
+        for size in tokens:
+            figures = brought(without.values("iteration_s", size), with_.values("iteration_s", size))
+            found.append({**head, "where": f"{section}, {size} tokens", **figures})
+    return found
+
+
+def shown(rows: dict[str, Any], figures: Sequence[dict[str, Any]], failed: dict[str, str]) -> None:
+    for name, row in rows.items():
+        seconds = ", ".join(f"{each['iteration_s']:.3f} s at {size}" for size, each in row["tokens"].items())
+        print(f"  {name:<34} {seconds} tokens, {row['memory_bytes'] / 1e6:.0f} MB")
+    for each in figures:
+        verdict = "pays" if each["pays"] else "does not pay"
+        print(f"    {each['mechanism']}, {each['where']}: {each['times']:.3f} ± {each['spread']:.3f}: {verdict}")
+    for name, why in failed.items():
+        print(f"  {name}: {why}")
+
+
+# Simulated
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model that was trained on the machine.
+
+    Attributes:
+        params: Of it.
+        numels: Subgroup sizes of a rank.
+        cached: Subgroups of each path that MLP-Offload kept in memory.
+        forward_s, backward_s: Of MLP-Offload's iterations, whose gradients stay in memory.
+        deepspeed_s, multipath_s: Iterations that were measured.
+        source: Where they are from.
+    """
+
+    params: int
+    numels: tuple[int, ...]
+    cached: int
+    forward_s: float
+    backward_s: float
+    deepspeed_s: float
+    multipath_s: float
+    source: str
+
+    @property
+    def subgroup_bytes(self) -> int:
+        """State of the largest subgroup."""
+        return max(self.numels) * STATE_BYTES
+
+    @property
+    def cached_bytes(self) -> int:
+        """What MLP-Offload kept in the memory of a rank, on two paths."""
+        return 2 * self.cached * self.subgroup_bytes
+
+
+RANKS, SLOTS = published.RANKS_PER_NODE, 4
+PAPER = {"params": 40_000_000_000, "subgroups": 60, "deepspeed_s": 242.3, "multipath_s": 102.0}
+"""The 40B model, of which the paper has iterations and no logs are public: MLP-Offload (SC '25, arXiv 2509.02480)."""
+
+
+def models(rows: Sequence[published.Paths]) -> dict[str, Published]:
+    """Return the published models."""
+    found = {}
+    for multi in (row for row in rows if row.multi):
+        stock = next(row for row in rows if row.model == multi.model and not row.multi)
+        seconds = {name: float(multi.row[f"{name}_s"]) for name in ("fwd", "bwd", "iter")}
+        found[multi.model] = Published(
+            int(multi.row["num_params"]),
+            multi.numels,
+            multi.cached,
+            seconds["fwd"],
+            seconds["bwd"],
+            float(stock.row["iter_s"]),
+            seconds["iter"],
+            "logs, bench/published",
+        )
+    like = min(found.values(), key=lambda model: model.params)
+    params, count = int(PAPER["params"]), int(PAPER["subgroups"])
+    scale = params / like.params
+    paper = Published(
+        params,
+        (params // RANKS // count,) * count,
+        like.cached,
+        scale * like.forward_s,
+        scale * like.backward_s,
+        PAPER["deepspeed_s"],
+        PAPER["multipath_s"],
+        "arXiv 2509.02480; forward, backward and cache as of the next larger model",
+    )
+    return {"40B": paper, **found}
+
+
+def simulated_s(parts: Parts, model: Published) -> float:
+    """Return the seconds of an iteration of ours on the published machine, in no more memory than MLP-Offload's."""
+    staging_bytes = SLOTS * model.subgroup_bytes
+    rates = find_rates(MACHINE).rates
+    question = Question(
+        params=model.params,
+        rates=replace(rates, paths=rates.paths[: 1 + parts.second_path]),
+        ranks=RANKS,
+        host_memory=model.cached_bytes - staging_bytes if parts.resident else 0,
+        staging_memory=staging_bytes,
+        subgroup_numel=max(model.numels),
+        gradient_memory=None if parts.gradients else 0,
+        placement="cpu",
+        weights_on_gpu=True,
+        state_format=parts.form,
+    )
+    machine = Machine if parts.order else Forgetting
+    with mock.patch.object(importlib.import_module("offload.predict.predict"), "Machine", machine):
+        answer = ask(question, timeline=True)
+    prediction = answer.prediction
+    if prediction is None:
+        raise SystemExit(f"a step of {model.params:,} parameters has too many tiles to be simulated")
+    forward_s, backward_s = model.forward_s, max(model.backward_s, prediction.gradients_s)
+    if parts.backward:
+        return with_backward_s(prediction, answer.plan, forward_s, backward_s, follows=parts.forward)
+    if parts.forward:
+        return backward_s + with_forward_s(prediction, forward_s, on_cpu=False)
+    return forward_s + backward_s + prediction.step_s
+
+
+def theirs_s(model: Published, multi: bool, constants: dict[str, float]) -> float:
+    """Return the seconds of an iteration of their schedule, by constants that were fitted on all logs."""
+    told = {"num_params": str(model.params)}
+    row = published.Paths("", model.numels, RANKS, multi, model.cached if multi else 0, told)
+    return published.predict_paths(row, constants)["iter_s"]
+
+
+def simulate(smoke: bool) -> dict[str, Any]:
+    """Return every row of every published model, and what each mechanism brings there."""
+    tables = published.read_tables(published.TABLES)
+    logged = published.paths_rows(tables, [tables])
+    progress("fitting the published machine")
+    constants = published.fit_paths(logged, published.mean_waits(tables), 1 if smoke else 25)
+    known = models(logged)
+    found: dict[str, Any] = {}
+    for name in list(known)[:1] if smoke else known:
+        model = known[name]
+        rows: dict[str, float] = {}
+        for row, parts in {**LADDER, **WITHOUT}.items():
+            if smoke and row not in SMOKE["simulated"]:
+                continue
+            progress(f"{name}: {row}")
+            rows[row] = simulated_s(parts, model)
+        figures = [
+            {
+                "mechanism": one.mechanism,
+                "without": one.without,
+                "with": one.with_,
+                "where": f"simulated, {name}, {one.where}",
+                "times": rows[one.without] / rows[one.with_],
+                "spread": 0.0,
+                "pays": rows[one.without] / rows[one.with_] - 1 > WORTH,
+            }
+            for one in comparisons()
+            if {one.without, one.with_} <= rows.keys() and not one.memory and one.mechanism != "checksums"
+        ]
+        schedules = {
+            "deepspeed_s": theirs_s(model, False, constants),
+            "multipath_s": theirs_s(model, True, constants),
+        }
+        found[name] = {"rows": rows, "published": asdict(model), "their_schedules": schedules, "comparisons": figures}
+        print(
+            f"  {name}: DeepSpeed {format_seconds(model.deepspeed_s)} published, "
+            f"{format_seconds(schedules['deepspeed_s'])} simulated; MLP-Offload {format_seconds(model.multipath_s)}, "
+            f"{format_seconds(schedules['multipath_s'])}"
+        )
+        for row, seconds in rows.items():
+            print(f"    {row:<34} {format_seconds(seconds)}")
+    return found
+
+
+# All of it
+
+
+def pays(figures: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return where each mechanism pays."""
+    found: dict[str, list[str]] = {each["mechanism"]: [] for each in figures}
+    for each in figures:
+        if each["pays"]:
+            found[each["mechanism"]].append(each["where"])
+    return found
+
+
+def targets_of(results: dict[str, Any]) -> list[Target]:
+    """Return the promises."""
+    figures, found = results["comparisons"], []
+    for mechanism, places in results["pays"].items():
+        if mechanism == "checksums":  # which find torn and misdirected tiles, and cannot be faster
+            cost = [1 / each["times"] for each in figures if each["mechanism"] == mechanism]
+            found.append(Target.at_most("checksums: an iteration with them over one without", max(cost), 1.05))
+        elif not mechanism.startswith("ours"):
+            name = f"{mechanism}: places where it pays by more than twice the spread"
+            found.append(Target.at_least(name, len(places), 1))
+    for form, same in results.get("same_losses", {}).items():
+        found.append(Target.at_least(f"losses of ours ({form}) are the same, bit for bit", same, 1.0, "none ran"))
+    for name, model in results.get("simulated", {}).items():
+        theirs = model["published"]
+        for row in ("a second path", WHOLE):
+            times = theirs["multipath_s"] / model["rows"][row]
+            what = f"simulated, {name}, ours up to {row}: iterations, times as fast as MLP-Offload's published"
+            found.append(Target.at_least(what, times, 1.0))
+        for which in model["their_schedules"] if "logs" in theirs["source"] else ():
+            off = abs(model["their_schedules"][which] / theirs[which] - 1)
+            what = f"simulated, {name}: {which.removesuffix('_s')}'s own schedule, off what was published by"
+            found.append(Target.at_most(what, off, 0.15))
+    return found
+
+
+def losses_agree(outcomes: Sequence[dict[str, Outcome]]) -> dict[str, float | None]:
+    """Return for each format whether all of ours came to the same losses."""
+    forms: dict[str, list[Outcome]] = {}
+    for group in outcomes:
+        for outcome in group.values():
+            ours = outcome.settings.get("multi_tier_offload")
+            if ours and outcome.losses and not outcome.failed:
+                forms.setdefault(ours["state_format"], []).append(outcome)
+    return {form: same_losses(those) for form, those in forms.items()}
+
+
+def main() -> None:
+    parser = arguments(__doc__, path=True, runs=True, sections=(*DISK, "simulated"))
+    parser.add_argument("--params", default="40M", help="parameters of the model (default: %(default)s)")
+    parser.add_argument("--tokens", default="16,128", help="tokens of a batch, each size")
+    parser.add_argument("--rounds", default="9", help="most rounds, a multiple of three")
+    parser.add_argument("--minutes", default="13", help="in which what is measured is through")
+    args = parser.parse_args()
+    try:
+        sizes = [parse_count("--tokens", size, most=1 << 20) for size in args.tokens.split(",")]
+        rounds = parse_count("--rounds", args.rounds, most=1_000)
+        minutes = parse_number("--minutes", args.minutes, least=0.01, most=10_000)
+        shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params, most=10**12))
+    except ConfigError as error:
+        parser.error(str(error))
+    if args.smoke:
+        sizes, rounds = [8, 16], RUNS
+    described = environment(device="cpu")
+    run(args, described, sizes, rounds, minutes, shape.numel, {"layers": shape.layers, "hidden": shape.hidden})
+
+
+def run(
+    args: argparse.Namespace,
+    described: dict[str, Any],
+    sizes: list[int],
+    rounds: int,
+    minutes: float,
+    numel: int,
+    shape: dict[str, int],
+) -> None:
+    """Do it."""
+    measured = [name for name in args.sections if name in DISK]
+    fields = [contender for name in measured for contender in field_of(name, numel, args.smoke, {})]
+    missing = require(args, {contender.name: needs(contender) for contender in fields})
+    common = {"shape": shape, "numel": numel, "seq": max(sizes), "device": "cpu", "smoke": args.smoke}
+    kept = Kept(args.runs, described["commit"], numel, sizes, rounds)
+    results: dict[str, Any] = {"model": {**shape, "numel": numel}, "tokens": sizes, "rows": {}, "comparisons": []}
+    groups: list[dict[str, Outcome]] = []
+
+    def trained(section: str, seconds: float) -> dict[str, Any]:
+        with work_folder(args.path) as folder:
+            aio: dict[str, Any] = {"best": {}}
+            if section == "added" and not args.smoke and STOCK_NVME not in missing:
+                aio = aio_settings(common, folder)
+            field = [
+                replace(each, left_out=missing.get(each.name, each.left_out))
+                for each in field_of(section, numel, args.smoke, aio["best"])
+                if not args.smoke or each.name in SMOKE[section] or each.left_out
+            ]
+            schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
+            outcomes, speeds = run_group(field, schedule, common, folder, print)
+        return {
+            "contenders": {name: asdict(outcome) for name, outcome in outcomes.items()},
+            "speeds": speeds,
+            "aio": aio,
+        }
+
+    ends_s = time.monotonic() + 60 * minutes
+    for number, section in enumerate(measured):
+        seconds = (ends_s - time.monotonic()) / (len(measured) - number)
+        found = kept.find(section, lambda section=section, seconds=seconds: trained(section, seconds))  # type: ignore[misc]
+        outcomes = {name: Outcome(**each) for name, each in found["contenders"].items()}
+        figures, rows = compared(outcomes, section, sizes), measured_rows(outcomes, sizes)
+        results[section] = found
+        results["rows"][section] = rows
+        results["comparisons"] += figures
+        groups.append(outcomes)
+        print(f"{section}, {len(found['speeds'])} rounds:")
+        shown(rows, figures, {name: outcome.failed for name, outcome in outcomes.items() if outcome.failed})
+    if groups:
+        results["same_losses"] = losses_agree(groups)
+    if "simulated" in args.sections:
+        print("simulated:")
+        results["simulated"] = kept.find("simulated", lambda: simulate(args.smoke))
+        for model in results["simulated"].values():
+            results["comparisons"] += model["comparisons"]
+    results["pays"] = pays(results["comparisons"])
+    for mechanism, places in results["pays"].items():
+        print(f"{mechanism}: {', '.join(places) or 'pays nowhere'}")
+    digest = hashlib.sha256()
+    for outcome in (outcome for group in groups for outcome in group.values()):
+        digest.update(json.dumps([outcome.name, outcome.losses[:4]]).encode())
+    report(args, described, results, digest.hexdigest()[:16], targets_of(results))
+
+
+if __name__ == "__main__":
+    main()
