@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("reports of tiny sizes are worth nothing among the others: name a folder by --reports")
     if args.path is not None and not os.path.isdir(args.path):
         parser.error(f"--path {args.path!r} is no directory")
-    if git("status", "--porcelain", "--untracked-files=no"):
+    if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/reports"):
         print(
             "there are changes that are not committed: reports would name a commit that they are not of", flush=True
         )
@@ -165,9 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if there:
             print(f"{said}: {shown(there[-1])} is of this state, skipped", flush=True)
             continue
-        print(
-            f"{said}: {benchmark.minutes or 'how long is not known'}, {shown(kept)}/{benchmark.name}.log", flush=True
-        )
+        takes, busy = benchmark.minutes or "no time known", f"load {os.getloadavg()[0]:.1f}"
+        print(f"{said}: {takes}, {busy}, output in {shown(kept)}/{benchmark.name}.log", flush=True)
         started_s = time.monotonic()
         why = run(benchmark, kept, args, reports)
         took = f"{(time.monotonic() - started_s) / 60:.1f} min"

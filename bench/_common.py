@@ -158,7 +158,9 @@ def environment(*, device: str | None = None) -> dict[str, Any]:
         # `bench/gpu/run.sh` knows of a copy what it was copied from.
         "commit": git("rev-parse", "HEAD") or os.environ.get("OFFLOAD_COMMIT") or None,
         "uncommitted_changes": bool(
-            git("status", "--porcelain", "--untracked-files=no") or os.environ.get("OFFLOAD_CHANGED")
+            # Reports that are written again are no change of what is measured.
+            git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/reports")
+            or os.environ.get("OFFLOAD_CHANGED")
         ),
         "command": shlex.join(["python", *map(_without_place, sys.argv)]),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ablation
 import pytest
 from _contenders import STOCK_NVME, STOCK_PIPELINED
@@ -21,7 +23,7 @@ def test_spread_is_of_three_interleaved_runs() -> None:
 
 def test_each_row_has_one_mechanism_more_than_the_one_before() -> None:
     rows = list(ablation.LADDER.values())
-    for before, after in zip(rows[:-2], rows[1:-1], strict=True):
+    for before, after in itertools.pairwise(rows[:-1]):
         assert sum(vars(before)[name] != vars(after)[name] for name in vars(before)) == 1
     whole = ablation.LADDER[ablation.WHOLE]
     for row in ablation.WITHOUT.values():

@@ -1,4 +1,4 @@
-"""`make bench-all` skips what has a report of this state, keeps those of what ends well, and goes on after a failure."""
+"""`make bench-all` skips what has a report of this state, keeps what ends well, and goes on after a failure."""
 
 from __future__ import annotations
 
