@@ -829,9 +829,9 @@ def ablation(page: Path) -> str:
     lines = [f"| mechanism | {' | '.join(places)} |", "|---|" + "---|" * len(places)]
     for mechanism, there in figures.items():
         lines.append(f"| {mechanism} | {' | '.join(worth(there.get(place)) for place in places)} |")
-    lines += ["", f"| row | {' | '.join(f'{size} tokens, s' for size in found['tokens'])} | memory, MB |"]
-    lines.append("|---|" + "---|" * (len(found["tokens"]) + 1))
-    for rows in found["rows"].values():
+    for section, rows in found["rows"].items():
+        lines += ["", f"| {section} | {' | '.join(f'{size} tokens, s' for size in found['tokens'])} | memory, MB |"]
+        lines.append("|---|" + "---|" * (len(found["tokens"]) + 1))
         for name, row in rows.items():
             seconds = [f"{each['iteration_s']:.3f}" for each in row["tokens"].values()]
             lines.append(f"| {name} | {' | '.join(seconds)} | {row['memory_bytes'] / 1e6:.0f} |")
