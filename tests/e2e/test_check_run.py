@@ -183,7 +183,7 @@ def test_a_script_that_cannot_be_checked(check: Any, text: str, status: int, say
     assert says in said
 
 
-def test_bad_input(check: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["check-run", "nothing.py"]) == 2
     assert check(name="a.json", text='{"pats": []}')[0] == 2
     monkeypatch.setenv("WORLD_SIZE", "2")
