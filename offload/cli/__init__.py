@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from offload.cli import bench, export, gc, machine, plan, probe, report, settings, trace, verify
+from offload.cli import bench, check_run, export, gc, machine, plan, probe, report, settings, trace, verify
 from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 _COMMANDS = {
     "train": settings,
+    "check-run": check_run,
     "probe": probe,
     "machine": machine,
     "plan": plan,

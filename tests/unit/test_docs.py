@@ -159,3 +159,13 @@ def test_messages_that_are_explained_exist() -> None:
     pattern = re.compile(r"\{[^{}]*\}")
     missing = [h for h in headings if h not in said and h not in pattern.sub("", said)]
     assert not missing
+
+
+def test_wrong_numbers_and_their_tests_are_the_same() -> None:
+    """A test that has cases is named with the case that a report is about."""
+    file = (ROOT / "tests" / "e2e" / "test_wrong_numbers.py").read_text()
+    shown = re.findall(
+        r"\| `(test_\w+)(?:\[(.*?)\])?` \|$", (ROOT / "docs" / "wrong-numbers.md").read_text(), re.MULTILINE
+    )
+    assert {name for name, _ in shown} == set(re.findall(r"^def (test_\w+)", file, re.MULTILINE))
+    assert not [case for _, case in shown if f'"{case}"' not in file and case]

@@ -1,0 +1,227 @@
+"""`offload check-run`: a few steps of a training beside the same in memory, and beside torch's own optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offload.cli.progress import Progress
+from offload.cli.values import add_output, add_value, parse_count, parse_path, read_values, tell
+from offload.config import OffloadConfig, parse_bytes
+from offload.errors import ConfigError, OffloadError
+from offload.units import format_bytes
+
+SEEN, TENSOR, MADE = "seen", "tensor.pt", "made"
+"""Files of a run: what was seen, the tensor that was asked for, and which folders were made on paths."""
+ROOM = {"exact": 1e-4, "compact16": 0.02, "compact8": 0.2}
+"""By state format: how far from torch's a master may be, as a part of how far it has moved (both as norms)."""
+ROOM_A_STEP = 2.0**-22
+"""And for each step, as a part of its norm: four roundings of fp32."""
+REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Variables of a run where the user has not set them, read when Python and CUDA's matrix library start."""
+
+_EPILOG = """\
+examples:
+  offload check-run train.py --layers 2 --batch 1   five steps of your script, on a model that is cut down
+  offload check-run --host-memory 0 train.py        with all state on its paths, as most of a larger model's would be
+  offload check-run offload.json                    settings (OffloadConfig's fields, in JSON) under `offload train`
+
+The script runs as it is, and again with state in memory and nothing hidden: gradients and weights of each step, and
+state after the last, must have the same bits. Torch's own optimizer, given the gradients of the second run over fp32
+masters, rounds otherwise: a master may be apart by 1/10,000 of how far it has moved (1/50 with compact16, 1/5 with
+compact8), and four roundings a step. If anything differs, both run again, to tell a script that differs from itself.
+State lies in folders of its own on the script's paths, checkpoints in a temporary one; all are removed. What else the
+script writes it writes each time. Exit status: 0 the same, 1 something differs, 2 bad input.
+"""
+_MODEL = ["--params", "1M", "--seq", "32", "--batch", "2", "--subgroup-numel", "32k", "--quiet"]
+_MODEL_HOST_MEMORY = 3 << 20  # a quarter of its state
+_TAIL_CHARACTERS = 4000
+
+
+class Request(msgspec.Struct):
+    """One run: of a script (None: `offload train`) with its arguments.
+
+    Settings and host memory take the place of the script's, if given. `dump`: step and name of a tensor to keep.
+    """
+
+    script: str | None
+    arguments: list[str]
+    config: Any
+    host_memory: int | None
+    reference: bool
+    steps: int
+    dump: tuple[int, str] | None = None
+
+
+class Seen(msgspec.Struct):
+    """What a run showed.
+
+    Attributes:
+        steps: How many were taken.
+        tensors: In order: step, name, and a digest of the bits.
+        beside: Of each step and parameter: its master's distance from torch's, and the room for that.
+        metrics: Of the optimizer, after the last step.
+    """
+
+    steps: int = 0
+    tensors: list[tuple[int, str, str]] = []
+    beside: list[tuple[int, str, float, float]] = []
+    metrics: dict[str, float] = {}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `check-run` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "check-run",
+        help="run a few steps of your script beside the same in memory, and torch's; say what differs first",
+        description="Run a few steps of a training as it is, and again in memory beside torch's own optimizer; say "
+        "which tensor differs first, and by how much.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_value(parser, "--steps", partial(parse_count, most=10**6), "of each run (default: %(default)s)", default=5)
+    memory = "for state, in place of the script's setting (with a file: a quarter of the state)"
+    add_value(parser, "--host-memory", parse_bytes, memory)
+    add_output(parser, "print the outcome as JSON", "no progress; print differences only")
+    what = "a Python script, or a .json file of settings"
+    add_value(parser, "SCRIPT", parse_path, what, metavar="SCRIPT_OR_CONFIG")
+    given = "of the script, or of `offload train`"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help=given)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script as often as it takes, compare, and say what was found.
+
+    Returns:
+        The exit status: 0 if all is the same, 1 if something differs.
+
+    Raises:
+        ConfigError: There is no such script, the settings cannot be used, or it takes fewer steps.
+        OffloadError: The script failed, or has no optimizer of this package.
+    """
+    script, steps = arguments.script, arguments.steps
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], "check one process, without a launcher")
+    if not os.path.isfile(script):
+        raise ConfigError("SCRIPT_OR_CONFIG", script, "there is no such file")
+    with tempfile.TemporaryDirectory(prefix="offload-check-run-") as folder:
+        request = Request(script, arguments.arguments, None, arguments.host_memory, False, steps)
+        if script.endswith(".json"):
+            request.config = read_values("SCRIPT_OR_CONFIG", script)
+            overlap = OffloadConfig.from_dict(request.config, "SCRIPT_OR_CONFIG").overlap
+            output = ["--steps", str(steps), "--overlap", overlap, "--output", f"{folder}/output"]
+            request.script, request.arguments = None, ["train", *_MODEL, *output, *request.arguments]
+            if request.host_memory is None:
+                request.host_memory = _MODEL_HOST_MEMORY
+        with closing(Progress(2, title="check-run", quiet=arguments.quiet, unit="run")) as progress:
+            outcome = _compare(request, Path(folder), progress)
+    state, streamed = (format_bytes(outcome["metrics"].get(f"{kind}_bytes", 0)) for kind in ("state", "streamed"))
+    about = f"{steps} steps of {script}: {streamed} of {state} of state went through paths in a step"
+    text = "\n".join([about, *outcome["found"]])
+    if outcome["different"] and arguments.quiet and not arguments.json:
+        print(text)
+    tell(arguments, {"script": script, "steps": steps, **outcome}, text)
+    return int(outcome["different"])
+
+
+def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Run what is asked for, twice or four times; return what was found, in words and figures."""
+    kinds = {"as it is": False, "in memory": True}
+
+    def both(first: int, total: int) -> list[Seen]:
+        seen = []
+        for number, (name, reference) in enumerate(kinds.items(), first):
+            progress.show(number, total, name)
+            own = folder / f"{number}"
+            own.mkdir()
+            seen.append(_run(msgspec.structs.replace(request, reference=reference), own, name))
+            shutil.rmtree(folder / "output", ignore_errors=True)
+        return seen
+
+    seen = both(0, 2)
+    first = request.dump = _first_difference(*seen)
+    beyond = next((row for row in seen[1].beside if not row[2] <= row[3]), None)
+    found = [
+        f"as it is and in memory: the same bits in {len(seen[0].tensors)} gradients, weights and tensors of state"
+    ]
+    if first is not None or beyond is not None:
+        again = both(2, 4)
+        unlike = {name: _first_difference(*pair) for name, *pair in zip(kinds, seen, again, strict=True)}
+        if first is not None:
+            apart = "" if any(unlike.values()) else _distance(folder / "2" / TENSOR, folder / "3" / TENSOR)
+            found = [f"as it is and in memory DIFFER, first in {first[1]} in step {first[0]}{apart}"]
+        for name, tensor in unlike.items():
+            if tensor is not None:
+                why = (
+                    "the script is not deterministic (seeds? the order of data?), so this says nothing of offloading"
+                )
+                found.append(f"two runs {name} differ, first in {tensor[1]} in step {tensor[0]}: {why}")
+    share = max((apart / room for _, _, apart, room in seen[1].beside if room), default=None)
+    if beyond is not None:
+        where = "the master of {1} in step {0}: {2:.3g} apart, {3:.3g} allowed".format(*beyond)
+        found.append(f"torch's optimizer DIFFERS, first in {where}")
+    elif share is not None:
+        found.append(f"torch's optimizer: no master is further apart than {share:.2g} of what is allowed")
+    else:
+        found.append("torch has no such optimizer to compare with")
+    different = first is not None or beyond is not None
+    return {"different": different, "found": found, "share_of_allowed": share, "metrics": seen[0].metrics}
+
+
+def _run(request: Request, folder: Path, name: str) -> Seen:
+    """Run a script in a process of its own; return what was seen."""
+    (folder / "request").write_bytes(msgspec.msgpack.encode(request))
+    environment = {**REPEATABLE, **os.environ}
+    command = [sys.executable, "-m", "offload.cli.checked", str(folder / "request")]
+    try:
+        with (folder / "printed").open("wb") as printed:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=environment, check=False
+            )
+    finally:
+        for made in (folder / MADE).read_text().splitlines() if (folder / MADE).exists() else ():
+            shutil.rmtree(made, ignore_errors=True)
+    seen = Seen()
+    if (folder / SEEN).exists():
+        seen = msgspec.msgpack.decode((folder / SEEN).read_bytes(), type=Seen)
+    if done.returncode:
+        print((folder / "printed").read_text(errors="replace")[-_TAIL_CHARACTERS:], end="", file=sys.stderr)
+        raise OffloadError(f"run {name}, it failed after {seen.steps} steps (status {done.returncode}): see above")
+    if not seen.steps:
+        raise OffloadError(f"run {name}, it ended, and no optimizer of this package had taken a step")
+    if seen.steps < request.steps:
+        raise ConfigError("--steps", request.steps, f"the script ended after {seen.steps}: give no more")
+    return seen
+
+
+def _first_difference(left: Seen, right: Seen) -> tuple[int, str] | None:
+    """Return step and name of the first tensor with other bits; gradients that one has let go of are left out."""
+    theirs = {(step, name): digest for step, name, digest in right.tensors}
+    for step, name, digest in left.tensors:
+        if theirs.get((step, name), digest) != digest:
+            return step, name
+    return None
+
+
+def _distance(left: Path, right: Path) -> str:
+    """Return how far two tensors are apart, in words."""
+    import torch
+
+    ours, theirs = (torch.load(file).double().reshape(-1) for file in (left, right))
+    different = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+    at = int(different.int().argmax())
+    apart = float((ours - theirs).abs().nan_to_num(torch.inf).max())
+    return (
+        f": {int(different.sum()):,} of {len(ours):,} elements, by up to {apart:.3g} (the largest is "
+        f"{float(theirs.abs().max()):.3g}); element {at} is {float(ours[at])!r}, and in memory {float(theirs[at])!r}"
+    )

@@ -1,0 +1,238 @@
+"""What `offload check-run` starts: a training, watched for a few steps. `python -m offload.cli.checked REQUEST`.
+
+Methods of the optimizers are replaced here, in a process of its own, which ends with the training. A "reference" run
+has nothing of the engine but its arithmetic: state is in memory, nothing is hidden, and hooks leave gradients alone.
+Torch's own optimizer is given the same gradients beside it, over fp32 copies of the masters, clipped by torch's norm;
+it never touches the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import random
+import runpy
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from offload.cli.check_run import MADE, ROOM, ROOM_A_STEP, SEEN, TENSOR, Request, Seen
+from offload.config import OffloadConfig
+from offload.errors import OffloadError
+from offload.optim import shards
+from offload.optim.groups import names
+from offload.optim.optimizer import OffloadedOptimizer
+from offload.optim.routes import Route
+from offload.optim.scaling import CLIP_EPS
+
+_ALIKE = ("subgroup_numel", "threads", "gradient_dtype", "state_format", "exact_names", "seed", "shard")
+"""What the reference has of the script's settings; no bit depends on the rest."""
+
+
+class _Enough(SystemExit):
+    """The run has shown what it was started for."""
+
+
+class _Beside:
+    """Torch's own optimizer, given the gradients of one of ours; made before a step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._names = {p: name for p, name, _ in names(optimizer.param_groups) if p in optimizer._weights.bound}
+        self._masters = {p: optimizer.state_for(p)["master"] for p in self._names}
+        self._before = {p: master.clone() for p, master in self._masters.items()}
+        self._versions = {p: shards.version(p) for p in self._names}
+        own = [[self._masters[p] for p in group["params"] if p in self._names] for group in optimizer.param_groups]
+        groups = [{**group, "params": masters} for group, masters in zip(optimizer.param_groups, own, strict=True)]
+        self._theirs = optimizer.torch_class(groups)
+        for parameter, entry in optimizer.state.items():
+            own_entry = {name: value.clone() for name, value in entry.items() if name != "master"}
+            self._theirs.state[self._masters[parameter]].update(own_entry)
+
+    @torch.no_grad()
+    def step(self, optimizer: Any, max_norm: float) -> None:
+        for group, theirs in zip(optimizer.param_groups, self._theirs.param_groups, strict=True):
+            theirs.update({name: value for name, value in group.items() if name in theirs and name != "params"})
+        for parameter, master in self._masters.items():
+            if self._versions[parameter] != shards.version(parameter):
+                master.copy_(shards.local(parameter))  # the script has changed it, and ours reads it anew, too
+            gradient, scale = parameter.grad, optimizer._scaling.loss_scale
+            master.grad = None if gradient is None else shards.local(gradient).cpu().float() / scale
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients if norm > max_norm else ():
+            gradient *= max_norm / (norm + CLIP_EPS)
+        self._theirs.step()
+
+    def compare(self, optimizer: Any, step: int) -> Iterator[tuple[int, str, float, float]]:
+        """Yield, for each parameter, a row of `Seen.beside`."""
+        for parameter, name in self._names.items():
+            master = self._masters[parameter]
+            moved = float((master - self._before[parameter]).norm())
+            room = ROOM[optimizer.config.state_format] * moved + step * ROOM_A_STEP * float(master.norm())
+            yield step, name, float((optimizer.state_for(parameter)["master"] - master).norm()), room
+            self._versions[parameter] = shards.version(parameter)
+
+
+class _Watch:
+    """Watches the steps of all optimizers of this package in this process."""
+
+    def __init__(self, request: Request, folder: Path) -> None:
+        self.seen = Seen()
+        self._request, self._folder = request, folder
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._beside: WeakKeyDictionary[Any, _Beside] = WeakKeyDictionary()
+        self._max_norms: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._saved: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Replace methods of the optimizers, and have torch call before and after each step."""
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+        replaced = {"__init__": self._make, "save_checkpoint": self._save, "load_checkpoint": self._load}
+        ignored = ["release_checkpoint", "commit_on_sigterm"]
+        if self._request.reference:
+            replaced["clip_grad_norm_"] = self._clip
+            ignored += ["overlap_forward", "overlap_backward", "park"]
+            for route in Route.__subclasses__():
+                route._handle = Route._handle  # type: ignore[method-assign]
+        else:  # a weight that is read too early is NaN, and so shows
+            replaced["overlap_forward"] = lambda follow, *what, **options: follow(*what, **{**options, "check": True})
+        for name, by in replaced.items():
+            self._replace(name, by)
+        for name in ignored:
+            self._replace(name, lambda _plain, *_arguments, **_options: SimpleNamespace(remove=lambda: None))
+
+    @staticmethod
+    def _replace(name: str, by: Any) -> None:
+        plain = getattr(OffloadedOptimizer, name)
+        setattr(OffloadedOptimizer, name, lambda *arguments, **options: by(plain, *arguments, **options))
+
+    def _make(self, plain: Any, optimizer: Any, params: Any, defaults: Any, config: Any, *options: Any) -> None:
+        config = config if self._request.config is None else self._request.config
+        config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
+        plain(optimizer, params, defaults, self._changed(config), *options)
+
+    def _changed(self, config: OffloadConfig) -> OffloadConfig:
+        if self._request.reference:
+            alike = {name: getattr(config, name) for name in _ALIKE}
+            return OffloadConfig(**alike, gpu_memory=0, placement="cpu")
+        paths = []
+        for path in config.path_configs:
+            own = f"{path.path}/check-run-{uuid.uuid4()}"  # of a bucket; a folder that is not there is refused later
+            if os.path.isdir(path.path):
+                own = tempfile.mkdtemp(prefix="check-run-", dir=path.path)
+                with (self._folder / MADE).open("a") as made:
+                    made.write(f"{own}\n")
+            paths.append(dataclasses.replace(path, path=own, lock_path=path.lock_path or path.path))
+        memory = config.host_memory if self._request.host_memory is None else self._request.host_memory
+        return dataclasses.replace(config, paths=paths, host_memory=memory, mirror=None)
+
+    def _save(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> None:
+        folder = self._saved.setdefault(str(path), str(self._folder / f"checkpoint-{len(self._saved)}"))
+        plain(optimizer, folder, **{**options, "copy": True})
+
+    def _load(self, plain: Any, optimizer: Any, path: Any, **options: Any) -> Any:
+        self._beside.pop(optimizer, None)
+        return plain(optimizer, self._saved.get(str(path), path), **options)
+
+    def _clip(self, plain: Any, optimizer: Any, max_norm: float, **options: Any) -> Any:
+        self._max_norms[optimizer] = float(max_norm)
+        return plain(optimizer, max_norm, **options)
+
+    def _before(self, optimizer: Any, arguments: Any, options: Any) -> Any:
+        if not isinstance(optimizer, OffloadedOptimizer):
+            return None
+        step = self._steps.setdefault(optimizer, 0)
+        if step >= self._request.steps:
+            raise _Enough
+        if closure := (arguments[1] if len(arguments) > 1 else options.get("closure")):
+            with torch.enable_grad():
+                loss = closure()
+            arguments, options = (optimizer, lambda: loss), {}
+        optimizer.finish()  # a step that was hidden; no state is read, as that would end what backward hides
+        if step:
+            self._note(optimizer, step, "weight")
+        self._note(optimizer, step + 1, "gradient")
+        if self._request.reference and optimizer.torch_class is not None:
+            if optimizer not in self._beside:
+                self._beside[optimizer] = _Beside(optimizer)
+            self._beside[optimizer].step(optimizer, self._max_norms.pop(optimizer, torch.inf))
+        return arguments, options
+
+    def _after(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
+        if not isinstance(optimizer, OffloadedOptimizer):
+            return
+        step = self._steps[optimizer] = self._steps[optimizer] + 1
+        self.seen.steps = max(self.seen.steps, step)
+        if optimizer in self._beside:
+            self.seen.beside += self._beside[optimizer].compare(optimizer, step)
+        if step == self._request.steps:
+            optimizer.finish()
+            for kind in ("weight", *optimizer.rule.names):
+                self._note(optimizer, step, kind)
+            self.seen.metrics = optimizer.metrics()
+            raise _Enough
+
+    def close(self) -> None:
+        """Close the optimizers, whose stores go with them."""
+        for optimizer in [*self._steps]:
+            with contextlib.suppress(OffloadError):
+                optimizer.close()
+
+    def _note(self, optimizer: Any, step: int, kind: str) -> None:
+        """Note the bits of every parameter's weight, gradient, or tensor of state."""
+        number = [*self._steps].index(optimizer)
+        for parameter, name, _ in names(optimizer.param_groups):
+            if parameter not in optimizer._weights.bound:
+                continue
+            given = {"gradient": parameter.grad, "weight": parameter}
+            tensor = given[kind] if kind in given else optimizer.state_for(parameter)[kind]
+            if tensor is None:
+                continue
+            about = f"{kind} of {name}{f' of optimizer {number + 1}' if number else ''}"
+            plain = shards.local(tensor).detach().cpu().contiguous()
+            digest = hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy().data, digest_size=16)
+            self.seen.tensors.append((step, about, digest.hexdigest()))
+            if self._request.dump == (step, about):
+                torch.save(plain.clone(), self._folder / TENSOR)
+
+
+def main(file: str) -> None:
+    """Run what a request says, and write what was seen."""
+    folder = Path(file).parent
+    request = msgspec.msgpack.decode(Path(file).read_bytes(), type=Request)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)  # before the script sets its own
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    watch = _Watch(request, folder)
+    watch.begin()
+    sys.argv = [request.script or "offload", *request.arguments]
+    try:
+        with contextlib.suppress(_Enough):
+            if request.script is None:
+                from offload.cli import main as command
+
+                sys.exit(command(request.arguments))
+            sys.path[0] = str(Path(request.script).resolve().parent)
+            runpy.run_path(request.script, run_name="__main__")
+    finally:
+        (folder / SEEN).write_bytes(msgspec.msgpack.encode(watch.seen))
+        watch.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

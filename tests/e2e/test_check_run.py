@@ -1,0 +1,190 @@
+"""`offload check-run`: scripts of users' beside themselves in memory, and beside torch's own optimizers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import prepared
+import pytest
+
+from offload.cli import check_run, main
+
+SCRIPT = """
+import argparse, pathlib, torch, offload
+options = argparse.ArgumentParser()
+options.add_argument("--steps", type=int, default=9)
+options.add_argument("--settings", type=eval, default={})
+options = options.parse_args()
+torch.manual_seed(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).bfloat16()
+config = {"host_memory": 0, "paths": ["disk"], "subgroup_numel": 4096, **options.settings}
+optimizer = offload.AdamW(model.named_parameters(), lr=1e-3, offload=config)
+if config.get("overlap") == "both":
+    optimizer.overlap_forward(model)
+extra = 0.0
+for step in range(options.steps):
+    #begin
+    x = torch.randn(8, 64).bfloat16()
+    for _ in range(2):
+        (model(x + extra) - x).square().mean().backward()
+    optimizer.clip_grad_norm_(0.05)
+    #end
+    optimizer.step()
+    optimizer.zero_grad()
+    with open("steps", "a") as file:
+        file.write(f"{step}\\n")
+"""
+
+
+@pytest.fixture
+def check(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> Any:
+    """Return a function that checks a script, and returns the status, the outcome and what went to stderr."""
+    if "file" not in request.node.name:  # prepared processes have an environment of their own
+        monkeypatch.setattr(sys, "executable", prepared.python())
+        monkeypatch.setattr(check_run, "REPEATABLE", {})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "disk").mkdir()
+
+    def run(*options: str, name: str = "train.py", text: str = SCRIPT, steps: int = 3) -> tuple[int, Any, str]:
+        (tmp_path / name).write_text(text)
+        status = main(["check-run", "--json", "--steps", str(steps), name, *options])
+        said = capfd.readouterr()
+        assert not list((tmp_path / "disk").iterdir())
+        return status, json.loads(said.out) if said.out else None, said.err
+
+    return run
+
+
+def test_a_script_that_offloading_does_not_change(check: Any, tmp_path: Path) -> None:
+    """Its checkpoints are its own business, and so are its checks of what lies where."""
+    added = """
+    optimizer.save_checkpoint("ck", extra={"step": step})
+    optimizer.wait_checkpoint()
+    assert optimizer.load_checkpoint("ck") == {"step": step}
+    #end"""
+    status, outcome, _ = check("--settings", "{'overlap': 'both'}", text=SCRIPT.replace("    #end", added))
+    assert status == 0
+    assert outcome["different"] is False
+    assert outcome["metrics"]["streamed_bytes"] > 0
+    assert 0 <= outcome["share_of_allowed"] < 0.5
+    assert (tmp_path / "steps").read_text() == 2 * "0\n1\n"  # the run ends inside of the third step
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "steps", "train.py"]
+
+
+@pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
+def test_every_format_is_near_torch(check: Any, form: str) -> None:
+    status, outcome, _ = check("--settings", f"{{'state_format': '{form}'}}", steps=8)
+    assert (status, outcome["different"]) == (0, False)
+    assert 0 < outcome["share_of_allowed"] < 0.5
+
+
+def test_a_weight_that_is_used_before_it_has_come_shows(check: Any) -> None:
+    text = SCRIPT.replace("#begin", "extra = float(model[2].weight.detach().float().mean())")
+    status, outcome, _ = check("--settings", "{'overlap': 'both'}", text=text)
+    assert (status, outcome["different"]) == (1, True)
+    assert outcome["found"][0].startswith("as it is and in memory DIFFER, first in gradient of 0.weight in step 2: ")
+    assert "is nan, and in memory " in outcome["found"][0]
+    assert "deterministic" not in " ".join(outcome["found"])
+
+
+def test_a_script_that_differs_from_itself_is_told(check: Any) -> None:
+    text = SCRIPT.replace("torch.manual_seed(1)", "torch.seed()")
+    status, outcome, _ = check(text=text)
+    assert (status, outcome["different"]) == (1, True)
+    said = " ".join(outcome["found"])
+    assert (
+        "two runs as it is differ, first in gradient of 0.weight in step 1: the script is not deterministic" in said
+    )
+    assert "two runs in memory differ" in said
+
+
+def test_an_update_that_is_not_torchs_is_told(check: Any) -> None:
+    planted = """import offload.rules
+    kind = type(offload.rules.ADAMW)
+    values = kind.values
+    kind.values = lambda rule, group: values(rule, {**group, "betas": (0.8, 0.999)})
+    """.replace("    ", "")
+    status, outcome, _ = check(text=planted + SCRIPT)
+    assert (status, outcome["different"]) == (1, True)
+    assert outcome["found"][0].startswith("as it is and in memory: the same bits")
+    assert "torch's optimizer DIFFERS, first in the master of 0.weight in step 2: " in outcome["found"][1]
+
+
+OTHERS = """
+import torch, offload
+torch.manual_seed(1)
+weights = [torch.nn.Parameter(torch.randn(5000)) for _ in range(4)]
+kinds = [offload.SGD, offload.Adagrad, offload.Adam, offload.Lion]
+config = {"host_memory": 0, "paths": ["disk"]}
+optimizers = [kind([weight], offload=config) for kind, weight in zip(kinds, weights)]
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
+optimizers[0].param_groups[0]["momentum"] = 0.9
+while True:
+    for optimizer, weight in zip(reversed(optimizers), reversed(weights)):
+        def closure():
+            optimizer.zero_grad()
+            loss = (weight - torch.randn(5000)).square().sum()
+            loss.backward()
+            return loss
+        assert optimizer.step(closure) > 0
+    schedule.step()
+    with torch.no_grad():
+        weights[1].clamp_(-1, 1)
+"""
+
+
+def test_other_optimizers_closures_and_changed_weights(check: Any) -> None:
+    status, outcome, _ = check(text=OTHERS.replace("reversed", ""))
+    assert (status, outcome["different"]) == (0, False)
+    assert outcome["share_of_allowed"] < 0.5
+    status, outcome, _ = check(text=OTHERS.replace("kinds = [", "kinds = 4 * [offload.Lion] or ["))
+    assert status == 0
+    assert outcome["found"][1] == "torch has no such optimizer to compare with"
+
+
+@pytest.mark.slow
+def test_settings_of_a_file(check: Any) -> None:
+    settings = {"paths": ["disk"], "host_memory": "64GiB", "overlap": "forward", "state_format": "compact16"}
+    given = ["--params", "100k", "--subgroup-numel", "16k"]
+    status, outcome, _ = check(*given, name="offload.json", text=json.dumps(settings), steps=2)
+    assert (status, outcome["different"]) == (0, False)
+    assert outcome["script"] == "offload.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        (
+            "raise ValueError('no data')",
+            1,
+            "ValueError: no data\noffload check-run: run as it is, it failed after 0 steps",
+        ),
+        ("print('hello')", 1, "no optimizer of this package had taken a step"),
+        (
+            SCRIPT.replace("default=9", "default=2"),
+            2,
+            "--steps: 3 cannot be used; the script ended after 2: give no more",
+        ),
+    ],
+    ids=["fails", "has none", "ends"],
+)
+def test_a_script_that_cannot_be_checked(check: Any, text: str, status: int, says: str) -> None:
+    found, outcome, said = check(text=text)
+    assert (found, outcome) == (status, None)
+    assert says in said
+
+
+def test_bad_input(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["check-run", "nothing.py"]) == 2
+    assert check(name="a.json", text='{"pats": []}')[0] == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert check()[0] == 2
