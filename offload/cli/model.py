@@ -88,7 +88,7 @@ def _distance(shape: Shape, target_numel: int) -> float:
 
 def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed: int) -> Any:
     """Return a model with random weights that depend on the seed, the shape and the device only."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -105,13 +105,10 @@ def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed
         pad_token_id=None,
     )
     torch.manual_seed(seed)
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # never in fp32, which is the memory of a model twice as large
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(usual)
+    # In its own dtype from the start: in fp32 it would take the memory of a model twice as large.
+    asked = {"dtype" if hasattr(config, "dtype") else "torch_dtype": dtype}  # transformers 4.56 has renamed it
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, **asked)
     return model.train()
 
 
