@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offload.optim import AdamW as AdamW
     from offload.optim import GradScaler as GradScaler
     from offload.optim import Lion as Lion
+    from offload.optim import wrap as wrap
     from offload.session.engine import Engine as Engine
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ _HOMES = {
     "StepAbortedError": "errors",
     "TierError": "errors",
     "TierFullError": "errors",
+    "wrap": "optim",
 }
 """Where each public name lives; a test holds that it is there, and that type checkers are told the same."""
 

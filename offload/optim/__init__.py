@@ -3,5 +3,6 @@
 from offload.optim.adam import Adam, AdamW
 from offload.optim.scaler import GradScaler
 from offload.optim.simple import SGD, Adagrad, Lion
+from offload.optim.wrapped import wrap
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "GradScaler", "Lion"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "GradScaler", "Lion", "wrap"]

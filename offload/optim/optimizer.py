@@ -59,11 +59,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         options: TorchOptions | None = None,
     ) -> None:
         check_options(self.kind, options or {})
-        if isinstance(offload, Mapping):
-            offload = OffloadConfig.from_dict(offload)
-        if offload is not None and not isinstance(offload, OffloadConfig):
-            raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
-        config = offload or OffloadConfig()
+        config = parse_config(offload)
         owner = weakref.proxy(self)  # the engine does not keep it alive
         holder = EngineHolder(config, self.rule, lambda config: owner._open(config), self.limits)
         super().__init__(params, defaults, holder)
@@ -764,6 +760,19 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
+    """Return the settings that a user gave.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    if isinstance(offload, Mapping):
+        return OffloadConfig.from_dict(offload)
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
+    return offload or OffloadConfig()
 
 
 def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:

@@ -78,7 +78,8 @@ class StateEntry(dict[str, torch.Tensor]):
         self._parameter = parameter
         self._changes = state.changes
         for name, copy in values.items():
-            state.copies.watch(copy, name)
+            if isinstance(copy, torch.Tensor):  # all, but for numbers of other classes
+                state.copies.watch(copy, name)
 
     def _is_there(self, name: str, value: object) -> bool:
         """Return whether a value is what was read, perhaps moved to another device, and still lies there."""
@@ -102,11 +103,12 @@ class StateEntry(dict[str, torch.Tensor]):
         if self._is_there(name, value):
             return
         state = self._state
-        if name in self:
+        if isinstance(self.get(name), torch.Tensor):
             state.copies.forget(self[name])  # `state[p][name] *= 2` has changed it and assigns it
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
-        state.copies.watch(copy, name)
+        if isinstance(copy, torch.Tensor):
+            state.copies.watch(copy, name)
         self._changes = state.changes
 
     def update(self, *others: Any, **values: Any) -> None:
@@ -225,6 +227,10 @@ class StateView(MutableMapping[Any, Any]):
                 entries.append(entry)
         return entries
 
+    def shown(self, entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what `state_for` gives of an entry that `read` has returned: no step count."""
+        return {name: entry[name] for name in self._rule.names}
+
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
         """Replace a parameter's step count or one of its state tensors; return what is there now."""
         bound = self._weights.of(parameter)
@@ -237,7 +243,7 @@ class StateView(MutableMapping[Any, Any]):
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            values = _in_order(f"state {name}", value, bound)
+            values = in_order(f"state {name}", value, bound)
             mine = bound.local
             copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
@@ -252,7 +258,7 @@ class StateView(MutableMapping[Any, Any]):
             raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {self._rule.names[1]}")
         step = checked_step(f"{what}.step", entry.get("step", self._rule.missing_step))
         return {
-            name: _in_order(f"{what}.{name}", entry.get(name), bound)
+            name: in_order(f"{what}.{name}", entry.get(name), bound)
             for name in self._rule.names
             if name != MASTER or not _is_missing(entry.get(name))
         }, step
@@ -427,7 +433,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return shards.local(tensor.detach()).cpu().view(torch.int32)
 
 
-def _in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
+def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
     """Return this rank's elements as a view in the order of the weight's memory; nothing is copied."""
     parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:

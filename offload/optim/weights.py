@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from offload.optim.holder import EngineHolder
 from offload.optim.ranks import agree_on_load, world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
+from offload.rules import UpdateRule
 from offload.session.state_copy import copy_run
 
 log = logging.getLogger("offload")
@@ -79,12 +80,14 @@ class Weights:
         bound: The records by parameter, in the engine's order.
         required_device: The device that all weights must be on; None for any.
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
+        rule_of: Returns the rule of a parameter, given its name and its group's number; None for the optimizer's.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
         self.bound: dict[torch.Tensor, BoundParameter] = {}
         self.required_device: torch.device | None = None
         self.rows_over: Any = None
+        self.rule_of: Callable[[torch.Tensor, str, int], UpdateRule | None] = lambda parameter, name, group: None
         self._holder = holder
         self._has_warned_of_changes = False
         self._has_differences = False
@@ -109,6 +112,7 @@ class Weights:
             tuple(parameter.shape),
             tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
+            rule=self.rule_of(parameter, name, group),
         )
 
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
@@ -316,11 +320,11 @@ def check_parameter(parameter: torch.Tensor, name: str, required: torch.device |
         raise ConfigError(name, parameter.device, f"have all weights on {required}, or make a new optimizer")
     if parameter.is_neg():
         raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
-    if parameter.numel() and not _is_dense(parameter):
+    if parameter.numel() and not is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -2,9 +2,12 @@
 
 from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
+from offload.rules.classes import ClassRule, described
 from offload.rules.lion import LION
 from offload.rules.rule import (
+    BLOCK_NUMEL,
     MASTER,
+    PACKED,
     UpdateRule,
     checked_step,
     items,
@@ -21,13 +24,17 @@ __all__ = [
     "ADAGRAD",
     "ADAM",
     "ADAMW",
+    "BLOCK_NUMEL",
     "LION",
     "MASTER",
+    "PACKED",
     "RULES",
     "SGD_MOMENTUM",
+    "ClassRule",
     "GroupScalars",
     "UpdateRule",
     "checked_step",
+    "described",
     "items",
     "not_negative",
     "number",
