@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offload.optim import AdamW as AdamW
     from offload.optim import GradScaler as GradScaler
     from offload.optim import Lion as Lion
+    from offload.optim import Muon as Muon
     from offload.optim import wrap as wrap
     from offload.session.engine import Engine as Engine
 
@@ -44,6 +45,7 @@ _HOMES = {
     "GradScaler": "optim",
     "InfeasiblePlanError": "errors",
     "Lion": "optim",
+    "Muon": "optim",
     "OffloadConfig": "config",
     "OffloadError": "errors",
     "Parameter": "layout",

@@ -441,20 +441,26 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
 
     Args:
         parameters: Of a session that stores state in blocks.
-        patterns: Names that are kept exact, as in a shell: those of the bare module, or as they were given.
+        patterns: Names that are kept exact; see `named_like`.
     """
     parameters = [*parameters]
-    bare = bare_names(parameter.name for parameter in parameters)
+    named = named_like((parameter.name for parameter in parameters), patterns)
     return tuple(
         replace(
             parameter,
             exact=parameter.exact
             or parameter.unsharded_numel < LEAST_COMPACT_NUMEL
             or (parameter.shape is not None and len(parameter.shape) < 2)
-            or any(fnmatchcase(n, p) for n in (parameter.name, bare[parameter.name]) for p in patterns),
+            or parameter.name in named,
         )
         for parameter in parameters
     )
+
+
+def named_like(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names that match a pattern, as in a shell: as they are in the bare module, or as they were given."""
+    bare = bare_names(names)
+    return {name for name, own in bare.items() if any(fnmatchcase(n, p) for n in (name, own) for p in patterns)}
 
 
 def _before(parameter: Parameter, state: StateSpec) -> int:

@@ -34,7 +34,7 @@ from offload.checkpoint.reader import Checkpoint, Range
 from offload.errors import CheckpointError
 from offload.kernels.stored import store_rounded
 from offload.memory.arenas import Arena
-from offload.rules import PACKED, RULES, UpdateRule
+from offload.rules import NAMED, PACKED, UpdateRule
 from offload.tiers.filesystem import replacing
 
 PIECE_NUMEL = 4 << 20
@@ -182,7 +182,7 @@ class SafetensorsSource:
             name, _, tensor = key.removeprefix("state.").rpartition(".")
             if key.startswith("state."):
                 tensors.setdefault(name, set()).add(tensor)
-        rules = [*RULES.values()]
+        rules = [*NAMED.values()]
         self._rules = {
             name: max(kept, key=lambda rule: len(rule.state))
             for name, found in tensors.items()

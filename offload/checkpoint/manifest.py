@@ -28,7 +28,7 @@ from offload.errors import CheckpointError, OffloadError
 from offload.formats import FORMATS, StateSpec
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.rules import ADAMW, RULES, described
+from offload.rules import ADAMW, NAMED, described
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1
@@ -465,8 +465,8 @@ def decode(content: bytes, where: str) -> Manifest:
         CheckpointError: It is damaged or of a newer format; names `where` and the field.
     """
     body = _parse("manifest", _Body, content, where)
-    if not body.rules and body.rule not in RULES:
-        allowed = f"this version of offload knows {', '.join(RULES)}: use a newer one"
+    if not body.rules and body.rule not in NAMED:
+        allowed = f"this version of offload knows {', '.join(NAMED)}: use a newer one"
         raise CheckpointError(f"{where} has state of the rule {_short(body.rule)}, and {allowed}")
     try:
         return _decode(body)
@@ -514,8 +514,8 @@ def _tiles(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
 def _decode(body: _Body) -> Manifest:
     """Check the fields against each other, and make a manifest of them."""
     _check_fields(body)
-    rules = [described(RULES, check_text(r.name), r.packed_words, r.master_dtype) for r in body.rules]
-    readable = [StateSpec(rules[0] if rules else RULES[body.rule], state_format) for state_format in FORMATS]
+    rules = [described(NAMED, check_text(r.name), r.packed_words, r.master_dtype) for r in body.rules]
+    readable = [StateSpec(rules[0] if rules else NAMED[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
     if state is None:
         allowed = " or ".join(str(_formats(state)) for state in readable)

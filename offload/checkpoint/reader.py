@@ -263,7 +263,8 @@ class Checkpoint:
 
     def rule_of(self, name: str) -> UpdateRule:
         """Return the rule whose state a parameter has."""
-        part = self._parts[name][0]
+        parts = self._parts[name]
+        part = next((part for part in parts if self._piece(part).numel), parts[0])
         return self.manifests[part.rank].layout.state_of(self._piece(part)).rule
 
     @property

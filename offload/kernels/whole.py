@@ -6,8 +6,9 @@ time, so that what an update takes meanwhile is that of the largest one; then th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -15,47 +16,34 @@ import torch
 
 from offload.dtypes import DtypeCode
 from offload.formats import StateSpec
-from offload.kernels import reference
+from offload.kernels import muon, reference
+from offload.kernels.pieces import Piece
 from offload.kernels.plain import PlainUpdateKernel
-from offload.kernels.reference import SegmentTensors
+from offload.kernels.reference import DTYPE_CODES, SegmentTensors
 from offload.kernels.stored import store_rounded
 from offload.kernels.table import active_rows
 from offload.layout import Parameter
 from offload.protocols import SegmentFlag
-from offload.rules import PACKED
+from offload.rules import MUON, PACKED, ClassRule, UpdateRule
 
 _CPU = PlainUpdateKernel(torch.device("cpu"))
 
+_UPDATES: dict[str, Callable[..., None]] = {MUON.name: muon.update}
+"""Of rules that do not bring their own."""
 
-@dataclass(slots=True)
-class Piece:
-    """One parameter in an update.
 
-    Attributes:
-        parameter: What the layout says of it.
-        segment: Its state as it is stored, its gradient and its weight, all flat.
-        packed: Its packed state, flat words of 4 bytes; None where its rule has none.
-    """
-
-    parameter: Parameter
-    segment: SegmentTensors
-    packed: torch.Tensor | None = None
-
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return elements that lie in the order of the parameter's memory as a tensor of its form."""
-        shape, stride = self.parameter.shape, self.parameter.stride
-        if shape is None:
-            return flat
-        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
-
-    def gradient(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient times its factor, in a type; a factor of 1 changes nothing."""
-        gradient, factor = self.segment.gradient, self.segment.scalars.grad_scale
-        if gradient is None:
-            raise ValueError("an active segment needs a gradient")
-        if factor != 1:
-            gradient = gradient.to(torch.float32) * factor
-        return self.shaped(gradient.to(dtype))
+def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
+    """Return an update to be timed: of a parameter of a shape and type, with the hyperparameters of a group."""
+    if isinstance(rule, ClassRule):
+        return rule.trial(shape, dtype, group)
+    numel = math.prod(shape)
+    generator = torch.Generator().manual_seed(0)
+    master, gradient = (torch.empty(numel, device="cpu").normal_(generator=generator) for _ in range(2))
+    state, weight = [torch.zeros(numel, device="cpu") for _ in rule.state], gradient.to(dtype)
+    values, parameter = rule.values(rule.defaults), Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
+    row = rule.row(1, values, 1.0)
+    piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, row, rule))
+    return partial(_UPDATES[rule.name], piece, group, values)
 
 
 class WholeUpdate:
@@ -87,6 +75,7 @@ class WholeUpdate:
     def __call__(self) -> None:
         """Update."""
         rule, active = self._state.rule, active_rows(self.table).tolist()
+        update: Callable[..., None] = _UPDATES.get(rule.name, rule.update)
         for number, row in enumerate(self.table):
             gradient = int(row["gradient_dtype"]) if active[number] else int(DtypeCode.NONE)
             segment = _CPU.segment(row, self._state, gradient, 0, int(row["numel"]))
@@ -99,7 +88,7 @@ class WholeUpdate:
             if active[number]:
                 segment.flags = flags
                 parameter = self._parameters[number]
-                rule.update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
+                update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
                 if segment.weight is None:
                     continue
                 if segment.master.dtype is segment.weight.dtype:

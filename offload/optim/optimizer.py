@@ -346,6 +346,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._preemption.after_call(self, told)
         return loss
 
+    def _values(self) -> list[Any]:
+        """Return hyperparameters for a step, by the engine's groups."""
+        return [self.rule.values(group) for group in self.param_groups]
+
     def _step(self) -> bool | None:
         """Take a step; return whether any rank has noted a SIGTERM, if ranks have told each other."""
         if self._is_asked_for_state():
@@ -356,7 +360,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("overlap", self.config.overlap, allowed)
         self._holder.open_after_backward()
         self._state.check()
-        groups = [self.rule.values(group) for group in self.param_groups]
+        groups = self._values()
         for bound in self._weights.bound.values():
             bound.used_gradient = None  # it may be used again, and a signal handler may park meanwhile
         active = self._bind_gradients()
@@ -790,4 +794,4 @@ def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
     weights = [shards.local(p).detach() for p in owner._weights.bound if p.dtype is torch.float32]
     if not owner._weights.are_where_bound():
         return None
-    return [owner.rule.values(group) for group in owner.param_groups], weights
+    return owner._values(), weights

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, known
+from offload.kernels.pieces import Piece, step_alone
 from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES, SegmentTensors
-from offload.kernels.whole import Piece
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.packing import Form, Packing
@@ -105,6 +106,7 @@ class ClassRunner:
         self.of_class, self._args, self._kwargs = kind, args, dict(kwargs)
         self.masters, self.widens = masters, widens
         self._packings: dict[tuple[Any, ...], Packing] = {}
+        self._groups: dict[int, Group] = {}  # as they were first
         self._starts_with_state = self._changes_groups = False
         self._left: dict[int, tuple[Mapping[str, Any], Group]] = {}
 
@@ -165,6 +167,7 @@ class ClassRunner:
             ConfigError: The class keeps what cannot be packed.
         """
         dtype = torch.float32 if self.masters else parameter.dtype
+        self._groups.setdefault(number, deepcopy(_without_parameters(group)))
         form = tuple(parameter.shape), tuple(parameter.stride())
         key = number, *form, DTYPE_CODES[dtype]
         if key not in self._packings:
@@ -207,7 +210,7 @@ class ClassRunner:
             for step in range(STEPS + 1):
                 if step:
                     _set_grad(twin, torch.empty_strided(size, stride, dtype=self._seen(dtype), device="cpu"))
-                    _step(made)
+                    step_alone(made)
                 if others := [key for key in made.state if key is not twin]:
                     raise self._refusal(f"{others[0]!r} of none")
                 for key, value in made.state.get(twin, {}).items():
@@ -264,13 +267,21 @@ class ClassRunner:
         for step in range(TRIAL_STEPS):
             for twin, n in zip(twins, numbers, strict=True):
                 _set_grad(twin, draws[n][1 + step].to(self._seen(dtype)))
-            _step(made)
+            step_alone(made)
         for name, value in vars(made).items():
             if name not in OWN_ATTRIBUTES and not _same(kept.get(name), value):
                 allowed = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
                 raise ConfigError("wrap", self.name, allowed)
         left = _without_parameters(made.param_groups[0])
         return [(twin.detach(), dict(made.state.get(twin, {})), left) for twin in twins]
+
+    def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
+        """See `Runner.trial`."""
+        dtype = torch.float32 if self.masters else dtype
+        twin = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
+        _set_grad(twin, torch.ones(shape, dtype=self._seen(dtype), device="cpu"))
+        made = self._make([{**self._groups.get(group, {}), "params": [twin]}])
+        return partial(step_alone, made)
 
     # Updates
 
@@ -287,7 +298,7 @@ class ClassRunner:
             raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
         _set_grad(view, piece.gradient(seen))
         words = known(piece.packed, "a parameter without packed state")
-        left = self.run(view, piece.parameter, words, values, _step)
+        left = self.run(view, piece.parameter, words, values, step_alone)
         if view.data_ptr() != master.data_ptr():
             piece.shaped(master).copy_(view)
         if not _same(self._left.setdefault(group, (values, left))[1], left):
@@ -365,17 +376,11 @@ class ClassRunner:
         """
         if number not in self._left and (self._changes_groups or method != "step"):
             self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
-            (_step if method == "step" else methodcaller(method))(self._inner)
+            (step_alone if method == "step" else methodcaller(method))(self._inner)
             self._left[number] = values, _without_parameters(self._inner.param_groups[0])
             self._inner.param_groups = []
         before, left = self._left.get(number, ({}, {}))
         return {name: value for name, value in left.items() if name not in before or not _same(before[name], value)}
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without hooks: those are the wrapping optimizer's, and run once."""
-    step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def _set_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import torch
 
 from offload.errors import ConfigError
+from offload.layout import Layout
 from offload.optim import shards
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import BoundParameter, Weights, expected_digests
-from offload.rules import MASTER, RULES, UpdateRule, checked_step
+from offload.rules import MASTER, NAMED, UpdateRule, checked_step
 from offload.session.state_copy import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
@@ -221,20 +222,27 @@ class StateView(MutableMapping[Any, Any]):
             states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
                 entry = {"step": _step_tensor(self._holder.engine.step_count(bound.position))}
-                for name in (*self._rule.names[1:], MASTER):
+                for name in (*self.rule_of(bound).state, MASTER):
                     if name in state:
                         entry[name] = shards.in_form(state[name], bound.parameter, bound.cut)
                 entries.append(entry)
         return entries
 
-    def shown(self, entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def rule_of(self, bound: BoundParameter) -> UpdateRule:
+        """Return the rule of a parameter."""
+        return self._layout.state_of(self._layout.parameters[bound.position]).rule
+
+    def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `state_for` gives of an entry that `read` has returned: no step count."""
-        return {name: entry[name] for name in self._rule.names}
+        return {
+            MASTER: entry[MASTER],
+            **{name: value for name, value in entry.items() if name not in (MASTER, "step")},
+        }
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
         """Replace a parameter's step count or one of its state tensors; return what is there now."""
         bound = self._weights.of(parameter)
-        names = self._rule.names
+        names = self.rule_of(bound).names
         with self._lock:
             self._weights.check()
             if name == "step":
@@ -253,13 +261,14 @@ class StateView(MutableMapping[Any, Any]):
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
         """Return one parameter's whole state, ready to be written; without a master if `entry` has none."""
         entry = entry if isinstance(entry, Mapping) else {}
-        others = {name for rule in RULES.values() for name in rule.state}.difference(self._rule.names)
+        rule = self.rule_of(bound)
+        others = {name for other in NAMED.values() for name in other.state}.difference(rule.names)
         if foreign := sorted(name for name in others.intersection(entry) if entry[name] is not None):
-            raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {self._rule.names[1]}")
-        step = checked_step(f"{what}.step", entry.get("step", self._rule.missing_step))
+            raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {rule.names[1]}")
+        step = checked_step(f"{what}.step", entry.get("step", rule.missing_step))
         return {
             name: in_order(f"{what}.{name}", entry.get(name), bound)
-            for name in self._rule.names
+            for name in rule.names
             if name != MASTER or not _is_missing(entry.get(name))
         }, step
 
@@ -329,7 +338,14 @@ class StateView(MutableMapping[Any, Any]):
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
-        return isinstance(entry, Mapping) and not {"step", *self._rule.names}.isdisjoint(entry)
+        own = {rule for rule in [self._rule, *(p.rule for p in self._layout.parameters)] if rule is not None}
+        names = {"step", *(name for rule in own for name in rule.names)}
+        return isinstance(entry, Mapping) and not names.isdisjoint(entry)
+
+    @property
+    def _layout(self) -> Layout:
+        engine = self._holder.engine_if_open
+        return Layout((), ()) if engine is None else engine.plan.layout
 
     def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         pairs = zip(parameters, self.read(parameters), strict=True)
@@ -365,8 +381,8 @@ class StateView(MutableMapping[Any, Any]):
         if not isinstance(parameter, torch.Tensor):
             self.others[parameter] = entry
             return
-        *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
+            *names, last = "step", *self._rule.names[1:]
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
         if is_empty(entry):
             self.reset([parameter])

@@ -76,8 +76,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        state = StateSpec(self.rule, STATE_FORMATS[self._holder.config.state_format])
-        state.row(1, self.rule.values(group), 1.0)
+        self._spec(self.rule).row(1, self.rule.values(group), 1.0)
+
+    def _spec(self, rule: UpdateRule) -> StateSpec:
+        """Return how state of a rule is stored."""
+        return StateSpec(rule, STATE_FORMATS[self._holder.config.state_format])
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""

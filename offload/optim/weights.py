@@ -80,14 +80,20 @@ class Weights:
         bound: The records by parameter, in the engine's order.
         required_device: The device that all weights must be on; None for any.
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
-        rule_of: Returns the rule of a parameter, given its name and its group's number; None for the optimizer's.
+        owners: The ranks of that mesh that update all of a weight, where one does.
+        kept_as: Returns which of the engine's groups a parameter is in, and its rule (None for the optimizer's); it
+            is given name and number of its group in torch.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
         self.bound: dict[torch.Tensor, BoundParameter] = {}
         self.required_device: torch.device | None = None
         self.rows_over: Any = None
-        self.rule_of: Callable[[torch.Tensor, str, int], UpdateRule | None] = lambda parameter, name, group: None
+        self.owners: dict[torch.Tensor, int] = {}
+        self.kept_as: Callable[[torch.Tensor, str, int], tuple[int, UpdateRule | None]] = lambda p, name, group: (
+            group,
+            None,
+        )
         self._holder = holder
         self._has_warned_of_changes = False
         self._has_differences = False
@@ -101,7 +107,8 @@ class Weights:
         return tuple(self._describe(parameter, *labels[parameter]) for parameter in parameters)
 
     def _describe(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
-        cut = shards.cut_of(parameter, name, self.rows_over)
+        cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
+        group, rule = self.kept_as(parameter, name, group)
         return Parameter(
             name,
             shards.own(parameter, cut).numel(),
@@ -112,12 +119,12 @@ class Weights:
             tuple(parameter.shape),
             tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
-            rule=self.rule_of(parameter, name, group),
+            rule=rule,
         )
 
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
         """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
-        cut = shards.cut_of(parameter, name, self.rows_over)
+        cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         bound = BoundParameter(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
         bound.stamp = bound.current_stamp()
         self._holder.engine.bind_weight(bound.position, bound.stamp[0])
@@ -246,7 +253,8 @@ class Weights:
         weights = [bound.parameter for bound in bounds]
         ranks, device = self.rows_over.size(), weights[0].device
         notes = [] if note is None else [torch.full((ranks,), note, dtype=torch.bool, device=device)]  # a row a rank
-        shards.gather([*weights, *notes], self.rows_over)
+        cuts = [bound.cut for bound in bounds]
+        shards.gather([*zip(weights, cuts, strict=True), *((note, None) for note in notes)], self.rows_over)
         for bound in bounds:
             bound.stamp = bound.current_stamp()
         return bool(notes[0].any()) if notes else None

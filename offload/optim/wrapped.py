@@ -33,7 +33,7 @@ class PackedState(StateView):
         return self.runner.masters and bound.parameter.dtype is not torch.float32
 
     def _layout_of(self, bound: BoundParameter) -> Parameter:
-        return self._holder.engine.plan.layout.parameters[bound.position]
+        return self._layout.parameters[bound.position]
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
         """Return copies of the state of some bound parameters, and masters that are no weights."""
@@ -54,7 +54,7 @@ class PackedState(StateView):
         return has_state and bool(self.runner.packing_of(self._layout_of(self._weights.bound[parameter])).keys)
 
     def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """See `StateView.shown`."""
+        """See `StateView.shown`; a step count is one of the class's own."""
         return dict(entry)
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
@@ -68,7 +68,7 @@ class PackedState(StateView):
         """Return one parameter's whole state, ready to be written; values get the types that the class has."""
         entry = dict(entry) if isinstance(entry, Mapping) else {}
         packing = self.runner.packing_of(self._layout_of(bound))
-        words = self._holder.engine.plan.layout.numel_of(bound.position, PACKED)
+        words = self._layout.numel_of(bound.position, PACKED)
         packed, master = torch.zeros(words, dtype=torch.float32, device="cpu"), entry.pop(MASTER, None)
         try:
             packing.store(packed, packing.cast(entry))
@@ -113,12 +113,12 @@ class WrappedOptimizer(OffloadedOptimizer):
         if config.shard and ranks.world()[0] > 1:
             raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
         self._state.runner = self._runner
-        self._weights.rule_of = self._rule_of
+        self._weights.kept_as = self._kept_as
         super()._open(config)
 
-    def _rule_of(self, parameter: torch.Tensor, name: str, group: int) -> ClassRule:
+    def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, ClassRule]:
         self._check(parameter, name)
-        return self._runner.rule_of(parameter, self.param_groups[group], group)
+        return group, self._runner.rule_of(parameter, self.param_groups[group], group)
 
     def _check_saved_group(self, group: Group) -> None:
         super()._check_saved_group(group)

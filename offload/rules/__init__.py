@@ -4,12 +4,14 @@ from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
 from offload.rules.classes import ClassRule, described
 from offload.rules.lion import LION
+from offload.rules.muon import MUON
 from offload.rules.rule import (
     BLOCK_NUMEL,
     MASTER,
     PACKED,
     UpdateRule,
     checked_step,
+    flag,
     items,
     not_negative,
     number,
@@ -18,7 +20,10 @@ from offload.rules.rule import (
 from offload.rules.sgd import SGD_MOMENTUM
 
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, ADAGRAD, SGD_MOMENTUM)}
-"""The rules by name, as checkpoints have it."""
+"""The rules by name that have kernels, and whose parameters may be cut anywhere."""
+
+NAMED = {**RULES, MUON.name: MUON}
+"""All rules by name, as checkpoints have it; those of other classes are not known before a checkpoint names them."""
 
 __all__ = [
     "ADAGRAD",
@@ -27,6 +32,8 @@ __all__ = [
     "BLOCK_NUMEL",
     "LION",
     "MASTER",
+    "MUON",
+    "NAMED",
     "PACKED",
     "RULES",
     "SGD_MOMENTUM",
@@ -35,6 +42,7 @@ __all__ = [
     "UpdateRule",
     "checked_step",
     "described",
+    "flag",
     "items",
     "not_negative",
     "number",

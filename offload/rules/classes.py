@@ -6,13 +6,13 @@ alone. Nothing here imports a class: a manifest names one, and whoever reads it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from offload.dtypes import DtypeCode
-from offload.errors import ConfigError, InternalError
+from offload.errors import ConfigError, known
 from offload.rules.rule import UpdateRule
 
 
@@ -28,6 +28,9 @@ class Runner(Protocol):
 
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
         """See `ClassRule.update`."""
+
+    def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
+        """Return a step of the class to be timed, on a tensor of a shape and type, as one of a group."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,11 @@ class ClassRule(UpdateRule):
         return {name: deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
 
     def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
-        if self.runner is None:
-            raise InternalError(f"{self.name} is only read, and is to run (this is a bug in offload)")
-        self.runner.update(piece, group, values)
+        known(self.runner, f"{self.name} is only read, and is to run").update(piece, group, values)
+
+    def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
+        """See `Runner.trial`."""
+        return known(self.runner, f"{self.name} is only read, and is to run").trial(shape, dtype, group)
 
     def row(self, step: int, values: Any, grad_scale: float) -> Scalars:
         return Scalars(grad_scale, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -108,6 +108,10 @@ class UpdateRule(ABC):
             values: What `values` returned.
         """
         raise NotImplementedError
+
+    def work(self, shape: Sequence[int]) -> float:
+        """Return the operations of one whole parameter's update, by which ranks share them; here its elements."""
+        return float(math.prod(shape))
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse hyperparameters that no training begins with.

@@ -35,6 +35,7 @@ from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.limits import Limits
 from offload.measure import probe_nodes, quick_probe, session_rates, tune_depth
+from offload.measure.whole import with_whole_parameters
 from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
 from offload.memory.touching import bound
@@ -305,10 +306,11 @@ class SessionParts:
             if path.depth is None:
                 _tune_depth(tier, self.queue, *memory.staging)
         if known_rates is not None:
-            self.rates = known_rates
+            self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
         rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
+        rates = with_whole_parameters(rates, self.plan.layout)
         self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
         kept = None if deals else self.plan
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=kept)
