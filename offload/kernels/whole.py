@@ -38,8 +38,10 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
         return rule.trial(shape, dtype, group)
     numel = math.prod(shape)
     generator = torch.Generator().manual_seed(0)
-    master, gradient = (torch.empty(numel, device="cpu").normal_(generator=generator) for _ in range(2))
-    state, weight = [torch.zeros(numel, device="cpu") for _ in rule.state], gradient.to(dtype)
+    master, gradient = (
+        torch.empty(numel, dtype=torch.float32, device="cpu").normal_(generator=generator) for _ in range(2)
+    )
+    state, weight = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in rule.state], gradient.to(dtype)
     values, parameter = rule.values(rule.defaults), Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
     row = rule.row(1, values, 1.0)
     piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, row, rule))

@@ -262,22 +262,22 @@ def deal(works: Mapping[torch.Tensor, float], loads: list[float]) -> dict[torch.
     return owners
 
 
-def gather(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> None:
-    """Have all ranks exchange weights that are whole on every rank, of which each rank has updated its rows.
-
-    Args:
-        weights: Each with its cut: what was dealt to one rank comes from there. None for one whose rows are equal.
-        mesh: Of the ranks.
-    """
-    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    in_rows = []
+def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
+    """Have all ranks get the weights that were dealt to one of them; return the others, for `gather`."""
+    others = []
     for weight, cut in weights:
         if cut is None or cut.owner is None:
-            in_rows.append(weight)
+            others.append(weight)
         else:
             flat = weight.detach().view(-1).view(torch.uint8)
-            torch.distributed.broadcast(flat, group_src=cut.owner, group=group)
-    for bucket in _buckets(in_rows, ranks):
+            torch.distributed.broadcast(flat, group_src=cut.owner, group=mesh.get_group())
+    return others
+
+
+def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
+    """Have all ranks exchange weights that are whole on every rank, of which each rank has updated its rows."""
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    for bucket in _buckets(weights, ranks):
         width = sum(stop - start for _, _, start, stop in bucket)
         mine = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
         everyone = torch.empty(ranks, width, dtype=torch.uint8, device=mine.device)

@@ -253,8 +253,9 @@ class Weights:
         weights = [bound.parameter for bound in bounds]
         ranks, device = self.rows_over.size(), weights[0].device
         notes = [] if note is None else [torch.full((ranks,), note, dtype=torch.bool, device=device)]  # a row a rank
-        cuts = [bound.cut for bound in bounds]
-        shards.gather([*zip(weights, cuts, strict=True), *((note, None) for note in notes)], self.rows_over)
+        cuts = (bound.cut for bound in bounds)
+        in_rows = shards.send(zip(weights, cuts, strict=True), self.rows_over)
+        shards.gather([*in_rows, *notes], self.rows_over)
         for bound in bounds:
             bound.stamp = bound.current_stamp()
         return bool(notes[0].any()) if notes else None

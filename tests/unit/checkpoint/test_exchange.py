@@ -79,7 +79,7 @@ def test_whose_state_it_is_and_counts_that_are_missing(
             SafetensorsSource(path)
         return
     source = SafetensorsSource(path)
-    assert (source.rule, [source.step_of("a")]) == (rule, steps)
+    assert (source.rule_of("a"), [source.step_of("a")]) == (rule, steps)
 
 
 @pytest.mark.parametrize(
