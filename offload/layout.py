@@ -533,7 +533,8 @@ def extend_layout(
         most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
         # Of as many bytes in every format: staging slots have one size.
         limit = int(subgroup_numel * min(1.0, layout.state.item_bytes / state.item_bytes))
-        limit = max(limit, state.sector_numel) if state.rule.is_whole else limit
+        if parameters[members[0]].rule is not None:  # which may have more bytes than the layout's
+            limit = max(limit, state.sector_numel)
         for segments in _cut(members, parameters, check_subgroup_numel(limit, state), state):
             last = segments[-1]
             numel = _round_up(last.offset + last.numel, state.sector_numel)

@@ -322,6 +322,7 @@ def encode(manifest: Manifest) -> bytes:
         CheckpointError: The manifest could not be read back.
     """
     layout = manifest.layout
+    has_rules = layout.has_rules or layout.rule.packed_words > 0
     rules = [*dict.fromkeys([layout.rule, *(subgroup.state.rule for subgroup in layout.subgroups)])]
     try:
         check_metadata(manifest.metadata)
@@ -351,7 +352,7 @@ def encode(manifest: Manifest) -> bytes:
                     s.tile_numel,
                     [astuple(seg) for seg in s.segments],
                     s.state.format.code,
-                    *([rules.index(s.state.rule)] if layout.has_rules else []),
+                    *([rules.index(s.state.rule)] if has_rules else []),
                 ]
                 for s in layout.subgroups
             ],
@@ -364,7 +365,7 @@ def encode(manifest: Manifest) -> bytes:
             "extra": manifest.extra,
             "rule": layout.rule.name,
             "formats": _formats(layout.state),
-            **({"rules": [[r.name, r.packed_words, r.master_dtype] for r in rules]} if layout.has_rules else {}),
+            **({"rules": [[r.name, r.packed_words, r.master_dtype] for r in rules]} if has_rules else {}),
             **({"host": manifest.host} if manifest.host else {}),
             **({"seed": manifest.seed, "numbers": manifest.numbers} if manifest.seed is not None else {}),
         },

@@ -16,9 +16,13 @@ class Calls:
 
     Args:
         completions: What calls are reported to.
+
+    Attributes:
+        ops: Operations that have been submitted; whoever takes a report discards its own.
     """
 
     def __init__(self, completions: Queue) -> None:
+        self.ops: set[int] = set()
         self._completions = completions
         self._todo: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -29,6 +33,7 @@ class Calls:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="offload-updates", daemon=True)
             self._thread.start()
+        self.ops.add(op)
         self._todo.put((op, call))
 
     def take_error(self) -> Exception:

@@ -351,8 +351,7 @@ class LiveExecutor:
     def wait(self) -> list[Event]:
         """Return what has happened; an empty list if that is only a request, or nothing for long."""
         self.end_turn()
-        # A commit may wait for other ranks, and says itself when it has waited for too long.
-        watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
+        watched = self._silent() is not None
         left_s = self._stall_s - self._silence.lasts_s
         timeout_s = max(min(left_s, self._silence.left_s), 0.0) if watched else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
@@ -409,6 +408,7 @@ class LiveExecutor:
 
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
+        self._calls.ops.discard(completion.op)
         due_s = self._due_s.pop(completion.op)
         if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
             tier, path = self._place(operation)
@@ -466,7 +466,7 @@ class LiveExecutor:
 
     def _stalled(self, lasts_s: float, what: str) -> TierError:
         """Return the error that names an operation whose lane is silent."""
-        operation, request = self._silent()
+        operation, request = known(self._silent(), "silence of nothing")
         tier, path = self._place(operation)
         # Only some tiers wait for anything but their device.
         reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
@@ -478,8 +478,14 @@ class LiveExecutor:
             detail="; ".join([f"{what} {format_seconds(lasts_s)}", *filter(None, reasons)]),
         )
 
-    def _silent(self) -> tuple[Operation, TileRequest | None]:
-        return next(x for x in self._in_flight.values() if not isinstance(x[0], Commit))
+    def _silent(self) -> tuple[Operation, TileRequest | None] | None:
+        """Return an operation of which a sign of life is due; None if there is none.
+
+        A commit may wait for other ranks, and says itself when it has waited for too long; the update of a whole
+        parameter takes as long as it takes.
+        """
+        in_flight = self._in_flight.items()
+        return next((x for op, x in in_flight if not isinstance(x[0], Commit) and op not in self._calls.ops), None)
 
     def _place(self, operation: Operation) -> tuple[str, str]:
         """Return the names of the tier and the path that an operation is for."""
@@ -496,7 +502,7 @@ class LiveExecutor:
 
     def _awaited(self) -> str:
         """Return what a lane has been asked and does not answer, for the log."""
-        operation, request = self._silent()
+        operation, request = known(self._silent(), "silence of nothing")
         tier, path = self._place(operation)
         where = f" at byte {request.offset}" if request is not None else ""
         return f"{tier} path {path} to {_verb(operation)}{where}"

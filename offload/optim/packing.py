@@ -114,7 +114,7 @@ class Packing:
 
     def load(self, words: torch.Tensor) -> dict[Any, Any]:
         """Return what is packed: tensors in place, plain numbers; flat words as `ClassRule` has them."""
-        flags, found = self._flags(words), {}
+        flags, found = self._flags(words) if words.numel() else 0, {}
         for bit, (key, (form, start)) in enumerate(self._places.items()):
             state = flags >> 2 * bit & 3
             if state == 1 and form is not None:
@@ -130,6 +130,8 @@ class Packing:
         Raises:
             TypeError: A value is not of the form that was found out; names it.
         """
+        if not words.numel():  # of a parameter without elements
+            return
         flags = 0
         for bit, (key, (form, start)) in enumerate(self._places.items()):
             if key not in state:

@@ -291,3 +291,17 @@ def test_matrices_are_dealt_to_ranks_and_others_resume(overlap: str, tmp_path: P
         assert all(map(same_bits, found["weights-2-0"], found[name])), name
     for one, other in zip(found["weights-2-0"], found["weights-1-3"], strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("config", [{"overlap": "both"}, {"gradient_memory": 0}])
+def test_hidden_steps_gradients_that_leave_and_parks_change_nothing(config: dict[str, Any], tmp_path: Path) -> None:
+    models = Model(torch.bfloat16), Model(torch.bfloat16)
+    for model, settings in zip(models, ({}, streamed(tmp_path, **config) | {"subgroup_numel": 1024}), strict=True):
+        with muon(model, settings) as optimizer:
+            if "overlap" in settings:
+                optimizer.overlap_forward(model, check=True)
+            train(model, optimizer, range(4))
+            optimizer.park()
+            train(model, optimizer, range(4, 6))
+            optimizer.finish()
+    assert all(map(same_bits, *([p.detach() for p in model.parameters()] for model in models)))

@@ -14,6 +14,7 @@ import prepared
 import pytest
 import torch
 from mirror import same_bits
+from sharded import spawn
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -561,3 +562,50 @@ def test_a_parameter_that_was_frozen_joins_too() -> None:
             parameters[0].requires_grad_()
             train(parameters, each, range(2, 5))
         assert_same([p.detach() for p in own], [p.detach() for p in ours])
+
+
+def test_weights_that_are_changed_outside_and_empty_ones() -> None:
+    own, ours = weights(torch.bfloat16), weights(torch.bfloat16)
+    for parameters in (own, ours):
+        parameters.append(torch.nn.Parameter(torch.empty(0, 3)))
+    theirs = optim.AdamW(own)
+    with offload.wrap(optim.AdamW, ours) as optimizer:
+        for step in range(4):
+            for parameters, each in ((own, theirs), (ours, optimizer)):
+                draw(parameters, step)
+                each.step()
+                with torch.no_grad():
+                    parameters[0].mul_(0.5)
+        assert_same([p.detach() for p in own], [p.detach() for p in ours])
+        assert optimizer.state_dict()["state"].keys() == theirs.state_dict()["state"].keys()
+
+
+def ddp(folder: Path, first: int) -> None:
+    """All state on each rank: one saves for all."""
+    ours = weights()
+    (folder / "path").mkdir(exist_ok=True)
+    with offload.wrap(optim.Adagrad, ours, offload=streamed(folder / "path")) as optimizer:
+        if first:
+            optimizer.load_checkpoint(folder / "saved")
+        train(ours, optimizer, range(first, 5))
+        if not first:
+            optimizer.save_checkpoint(folder / "saved", copy=True)
+            optimizer.wait_checkpoint()
+        train(ours, optimizer, range(5, 7))
+    torch.save([p.detach() for p in ours], folder / f"weights-{first}-{torch.distributed.get_rank()}")
+
+
+@pytest.mark.slow
+def test_ranks_with_all_state_each_save_once(tmp_path: Path) -> None:
+    spawn(2, tmp_path, ddp, 0)
+    spawn(2, tmp_path, ddp, 5)
+    found = [torch.load(path) for path in sorted(tmp_path.glob("weights-*"))]
+    assert len(found) == 4
+    for other in found[1:]:
+        assert_same(found[0], other)
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"shard.*leave it out"):
+        spawn(2, tmp_path, sharded)
+
+
+def sharded(folder: Path) -> None:
+    offload.wrap(optim.SGD, weights(), offload={"shard": True})
