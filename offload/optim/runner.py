@@ -18,7 +18,6 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, known
 from offload.kernels.pieces import Piece, step_alone
 from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES, SegmentTensors
@@ -64,11 +63,6 @@ def _without_memory() -> Iterator[None]:
         yield
 
 
-def name_of(kind: type) -> str:
-    """Return the name by which checkpoints know a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 class ClassRunner:
     """See the module; a `Runner`.
 
@@ -81,8 +75,7 @@ class ClassRunner:
 
     Attributes:
         name: The class's.
-        of_class: The class.
-        masters, widens: As given.
+        of_class, masters, widens: As given.
 
     Raises:
         ConfigError: It is no such class, or cannot be run so.
@@ -99,7 +92,7 @@ class ClassRunner:
     ) -> None:
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError("wrap", kind, "give a class of torch.optim.Optimizer, and its arguments after it")
-        self.name = name_of(kind)
+        self.name = f"{kind.__module__}.{kind.__qualname__}"
         for refused, why in REFUSED.items():
             if issubclass(kind, refused):
                 raise ConfigError("wrap", self.name, f"use another class: {why}")
@@ -180,8 +173,7 @@ class ClassRunner:
 
     def packing_of(self, parameter: Parameter) -> Packing:
         """Return how the state of a parameter is packed; as the layout describes it."""
-        own = parameter.rule
-        dtype = DtypeCode.FLOAT32 if own is None else own.master_dtype
+        dtype = known(parameter.rule, "a parameter without a rule").master_dtype
         return self._packings[parameter.group, parameter.shape, parameter.stride, dtype]
 
     @property
@@ -194,16 +186,15 @@ class ClassRunner:
         return torch.float32 if self.widens else dtype
 
     def _refusal(self, what: object) -> ConfigError:
-        return ConfigError(
-            "wrap", self.name, f"use a class that keeps tensors and numbers for parameters: it has {what}"
-        )
+        allowed = f"use a class that keeps tensors and numbers for parameters: it has {what}"
+        return ConfigError("wrap", self.name, allowed)
 
     def _forms(
         self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
     ) -> dict[Any, Form | None]:
+        """Return the forms of what the class keeps of a parameter."""
         forms: dict[Any, Form | None] = {}
-        before = _without_parameters(group)
-        own = deepcopy(before)
+        before, own = _without_parameters(group), deepcopy(_without_parameters(group))
         with _without_memory():
             twin = torch.nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
             made = self._make([{**own, "params": [twin]}])
@@ -240,21 +231,16 @@ class ClassRunner:
         if smallest is None or smallest.numel() > MOST_TRIAL_NUMEL:
             return
         with torch.random.fork_rng(devices=[]):
-            together, alone = (
-                self._trial(smallest, group, [0, 1]),
-                [self._trial(smallest, group, [n]) for n in (0, 1)],
-            )
-        if not _same(together, [alone[0][0], alone[1][0]]):
-            allowed = (
-                "use one that updates each parameter by itself: with two parameters it does something else to each"
-            )
+            together, *alone = (self._trial(smallest, group, numbers) for numbers in ([0, 1], [0], [1]))
+        if not _same(together, [*alone[0], *alone[1]]):
+            allowed = "use one that updates each parameter by itself: beside another one it does something else to it"
             raise ConfigError("wrap", self.name, allowed)
 
     def _trial(self, like: torch.Tensor, group: Mapping[str, Any], numbers: Sequence[int]) -> list[Any]:
         """Return weight, state and group of some twins of a parameter after a few steps."""
         generator = torch.Generator().manual_seed(0)
         dtype = torch.float32 if self.masters else like.dtype
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
 
         def draw() -> torch.Tensor:
             drawn = torch.empty_strided(like.size(), like.stride(), dtype=torch.float32, device="cpu")
@@ -262,7 +248,7 @@ class ClassRunner:
 
         draws = [[draw() for _ in range(TRIAL_STEPS + 1)] for _ in range(2)]
         twins = [torch.nn.Parameter(draws[n][0]) for n in numbers]
-        made = self._make([{**_without_parameters(group), "params": twins}])
+        made = self._make([{**deepcopy(_without_parameters(group)), "params": twins}])
         kept = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
         for step in range(TRIAL_STEPS):
             for twin, n in zip(twins, numbers, strict=True):
