@@ -301,7 +301,8 @@ def test_hidden_steps_gradients_that_leave_and_parks_change_nothing(config: dict
             if "overlap" in settings:
                 optimizer.overlap_forward(model, check=True)
             train(model, optimizer, range(4))
-            optimizer.park()
+            if settings:  # without paths nothing may leave memory
+                optimizer.park()
             train(model, optimizer, range(4, 6))
             optimizer.finish()
     assert all(map(same_bits, *([p.detach() for p in model.parameters()] for model in models)))
