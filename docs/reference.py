@@ -19,9 +19,10 @@ Written by `python docs/generate.py` from docstrings; change those. All settings
 Words such as subgroup, tier and home are explained in [step.md](step.md#words).
 """
 
-OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD")
+OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD", "Muon")
 
 TASKS: dict[str, tuple[str, ...]] = {
+    "Run another class": ("wrap",),
     "Train": (
         *("step", "zero_grad", "clip_grad_norm_", "last_micro_step", "skip_step", "add_param_group", "unscale"),
         "GradScaler",

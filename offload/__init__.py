@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from offload.optim import AdamW as AdamW
     from offload.optim import GradScaler as GradScaler
     from offload.optim import Lion as Lion
+    from offload.optim import Muon as Muon
+    from offload.optim import wrap as wrap
     from offload.session.engine import Engine as Engine
 
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ _HOMES = {
     "GradScaler": "optim",
     "InfeasiblePlanError": "errors",
     "Lion": "optim",
+    "Muon": "optim",
     "OffloadConfig": "config",
     "OffloadError": "errors",
     "Parameter": "layout",
@@ -51,6 +54,7 @@ _HOMES = {
     "StepAbortedError": "errors",
     "TierError": "errors",
     "TierFullError": "errors",
+    "wrap": "optim",
 }
 """Where each public name lives; a test holds that it is there, and that type checkers are told the same."""
 

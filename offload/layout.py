@@ -30,6 +30,9 @@ from offload.rules import MASTER, UpdateRule
 
 SECTOR_NUMEL = FP32.sector_numel
 SEGMENT_ALIGN_NUMEL = 64
+PACKED_ALIGN_NUMEL = 1024
+"""Where segments begin whose state is packed: a multiple of 64 bytes, however many words a block of it has."""
+
 LEAST_COMPACT_NUMEL = 4096
 """Elements of a parameter below which sharing scales saves nothing worth its noise."""
 
@@ -103,6 +106,7 @@ class Parameter:
         shape: Of the unsharded parameter; None if nobody said.
         stride: Likewise.
         exact: Whether its state is stored in fp32 in a session of another format.
+        rule: What is kept for it, and how it is updated; None for what the layout says.
         box: First index and size in each dimension, of a piece that is no single run of the unsharded parameter; its
             elements lie in memory in row-major order, as the unsharded parameter's do.
 
@@ -120,6 +124,7 @@ class Parameter:
     stride: tuple[int, ...] | None = None
     exact: bool = False
     box: tuple[tuple[int, int], ...] | None = None
+    rule: UpdateRule | None = None
 
     def __post_init__(self) -> None:
         if not (self.start or self.unsharded_numel):
@@ -365,13 +370,24 @@ class Layout:
         """What is kept for each parameter, and how an update changes it."""
         return self.state.rule
 
+    def numel_of(self, parameter: int, name: str) -> int:
+        """Return the elements of a tensor of a parameter's state: the parameter's, or words of what is packed."""
+        found = self.parameters[parameter]
+        return self.state_of(found).rule.numel_of(name, found.numel)
+
+    @cached_property
+    def has_rules(self) -> bool:
+        """Whether a parameter has a rule of its own."""
+        return any(parameter.rule is not None for parameter in self.parameters)
+
     def begins_within_block(self, subgroup: Subgroup) -> bool:
         """Return whether a piece of a parameter in it begins amid elements that share scales."""
         return any(_before(self.parameters[s.parameter], subgroup.state) for s in subgroup.segments)
 
     def state_of(self, parameter: Parameter) -> StateSpec:
         """Return what the state of a parameter is, and how it is stored."""
-        return self.state.stored_in(EXACT) if parameter.exact else self.state
+        state = self.state if parameter.rule is None else StateSpec(parameter.rule, self.state.format)
+        return state.stored_in(EXACT) if parameter.exact else state
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -425,20 +441,26 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
 
     Args:
         parameters: Of a session that stores state in blocks.
-        patterns: Names that are kept exact, as in a shell: those of the bare module, or as they were given.
+        patterns: Names that are kept exact; see `named_like`.
     """
     parameters = [*parameters]
-    bare = bare_names(parameter.name for parameter in parameters)
+    named = named_like((parameter.name for parameter in parameters), patterns)
     return tuple(
         replace(
             parameter,
             exact=parameter.exact
             or parameter.unsharded_numel < LEAST_COMPACT_NUMEL
             or (parameter.shape is not None and len(parameter.shape) < 2)
-            or any(fnmatchcase(n, p) for n in (parameter.name, bare[parameter.name]) for p in patterns),
+            or parameter.name in named,
         )
         for parameter in parameters
     )
+
+
+def named_like(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names that match a pattern, as in a shell: as they are in the bare module, or as they were given."""
+    bare = bare_names(names)
+    return {name for name, own in bare.items() if any(fnmatchcase(n, p) for n in (name, own) for p in patterns)}
 
 
 def _before(parameter: Parameter, state: StateSpec) -> int:
@@ -511,6 +533,8 @@ def extend_layout(
         most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
         # Of as many bytes in every format: staging slots have one size.
         limit = int(subgroup_numel * min(1.0, layout.state.item_bytes / state.item_bytes))
+        if parameters[members[0]].rule is not None:  # which may have more bytes than the layout's
+            limit = max(limit, state.sector_numel)
         for segments in _cut(members, parameters, check_subgroup_numel(limit, state), state):
             last = segments[-1]
             numel = _round_up(last.offset + last.numel, state.sector_numel)
@@ -526,6 +550,8 @@ def _cut(
     members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
 ) -> list[list[Segment]]:
     """Fill subgroups of equal size, none over `limit` elements, cutting parameters where one is full."""
+    if state.rule.is_whole:
+        return _cut_between(members, parameters, limit, state)
     before = {index: _before(parameters[index], state) for index in members}
     total = sum(_round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
     count = -(-total // limit)
@@ -543,6 +569,26 @@ def _cut(
             cut[-1].append(Segment(index, start, offset, numel))
             start += numel
             used = _round_up(offset + numel, SEGMENT_ALIGN_NUMEL)
+    return cut
+
+
+def _cut_between(
+    members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
+) -> list[list[Segment]]:
+    """Fill subgroups with whole parameters; one that is larger than `limit` has a subgroup of its own."""
+    align = PACKED_ALIGN_NUMEL if state.rule.packed_words else SEGMENT_ALIGN_NUMEL
+    cut: list[list[Segment]] = []
+    used = 0
+    for index in members:
+        parameter = parameters[index]
+        if parameter.numel != parameter.unsharded_numel:
+            part = f"{parameter.numel} of the {parameter.unsharded_numel} elements of {parameter.name}"
+            raise ConfigError("params", part, f"{state.rule.name} updates whole parameters: give them unsharded")
+        if not cut or used + parameter.numel > limit:
+            cut.append([])
+            used = 0
+        cut[-1].append(Segment(index, 0, used, parameter.numel))
+        used = _round_up(used + parameter.numel, align)
     return cut
 
 

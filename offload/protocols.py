@@ -30,12 +30,13 @@ MAX_DEPTH = 64
 MAX_NODES = 1024
 """Memory nodes that Linux knows at most."""
 
-# Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers, except the last,
-# which native code never reports.
+# Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers, except the last
+# two, which native code never reports.
 ERROR_HEADER = -1
 ERROR_CHECKSUM = -2
 ERROR_SHORT = -3
 ERROR_DEVICE = -4
+ERROR_CALL = -5
 
 WAKE = 0
 """Operation id of a completion that only wakes whoever waits for one."""

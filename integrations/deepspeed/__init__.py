@@ -10,7 +10,7 @@ Without that call DeepSpeed ignores the object. `python -m offload.integrations.
 script that cannot be edited; `--config FILE` before the script has the object for one that writes its config itself.
 With the environment variable `OFFLOAD_DEEPSPEED_CONFIG`, which names such a file, this import makes the call.
 
-ZeRO stages 1 to 3, Adam and AdamW. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
+ZeRO 1 to 3; Adam, AdamW and Lion. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
 `offload` (the `offload.Engine`).
 """
 

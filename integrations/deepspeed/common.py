@@ -26,10 +26,10 @@ from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, disca
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving
-from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.auto import AutoOverlap
-from offload.rules import GroupScalars
+from offload.rules import UpdateRule
 
 log = logging.getLogger("offload")
 
@@ -52,6 +52,7 @@ def make_shard(
     config: OffloadConfig,
     group: Any,
     gradient_dtype: torch.dtype,
+    rule: UpdateRule,
 ) -> Shard:
     """Make one rank's shard, with directories of its own and its part of the cores and NUMA nodes that ranks share.
 
@@ -59,13 +60,13 @@ def make_shard(
     """
     device = find_device(weights)
     if torch.distributed.get_world_size(group) == 1:
-        return Shard(pieces, weights, config, device, gradient_dtype)
+        return Shard(pieces, weights, config, device, gradient_dtype, rule=rule)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     config = config.for_rank(torch.distributed.get_rank())
-    return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing))
+    return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class OffloadedOptimizer:
         return int(numbers.item())
 
     def _update_all(self) -> None:
-        groups, self._stepped_scale = group_scalars(self.optimizer), float(self.loss_scale)
+        groups, self._stepped_scale = group_values(self.optimizer), float(self.loss_scale)
         order = self._use_order()
         self._on_all_ranks(lambda: self.shard.step(groups, self._factor, self._stepped_scale, order))
         self._report()
@@ -230,7 +231,7 @@ class OffloadedOptimizer:
         """Have updates made during backward from now on."""
         self.offload.speculate(functools.partial(_foreseen, weakref.ref(self)))
 
-    def foreseen(self) -> tuple[list[GroupScalars], list[torch.Tensor]] | None:
+    def foreseen(self) -> tuple[list[Any], list[torch.Tensor]] | None:
         """Return what the next step would be told now; see `Engine.speculate`.
 
         None where nobody can tell: weights have moved, or the loss scale is not the last step's, which is what the
@@ -239,7 +240,7 @@ class OffloadedOptimizer:
         kept = self.shard.read_by_speculation()
         if kept is None or float(self.loss_scale) != self._stepped_scale:
             return None
-        return group_scalars(self.optimizer), kept
+        return group_values(self.optimizer), kept
 
     # State in DeepSpeed's layout, for its own checkpoint code
 
@@ -248,11 +249,7 @@ class OffloadedOptimizer:
         for flat, state in zip(self._flats, states, strict=True):
             flat.grad = None
             flat.data = state.master
-            self.optimizer.state[flat] = {
-                "step": state.step,
-                "exp_avg": state.exp_avg,
-                "exp_avg_sq": state.exp_avg_sq,
-            }
+            self.optimizer.state[flat] = {"step": state.step, **state.moments}
 
     def _borrowed(self) -> list[FlatState]:
         """Return what DeepSpeed has made of what was lent."""
@@ -260,8 +257,8 @@ class OffloadedOptimizer:
         for flat in self._flats:
             found = self.optimizer.state.get(flat, {})
             numel = flat.numel()
-            moments = [_fitting(found.get(name), numel) for name in STATE[1:]]
-            states.append(FlatState(flat.data.float(), *moments, int(found.get("step", 0))))
+            moments = {name: _fitting(found.get(name), numel) for name in self.shard.names[1:]}
+            states.append(FlatState({"master": flat.data.float(), **moments}, int(found.get("step", 0))))
         return states
 
     @property
@@ -517,7 +514,7 @@ class OffloadedOptimizer:
             lent, self._streamed = self._streamed, None
         starts = None
         if lent is not None:
-            tensors = [getattr(state, name) for state in lent for name in STATE]
+            tensors = [tensor for state in lent for tensor in state.tensors.values()]
             places = stream.fill(path, saved[0], tensors)
             starts = None if places is None else stream.starts_of(places, lent)
         if starts is None:
@@ -678,7 +675,7 @@ def _identity(path: str) -> tuple[int, ...]:
 
 def _foreseen(
     optimizer: weakref.ref[OffloadedOptimizer],
-) -> tuple[list[GroupScalars], list[torch.Tensor]] | None:
+) -> tuple[list[Any], list[torch.Tensor]] | None:
     """Return what the next step of an optimizer would be told now, if it is still there."""
     found = optimizer()
     return None if found is None else found.foreseen()

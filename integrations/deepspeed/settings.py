@@ -76,7 +76,7 @@ _DEEPSPEEDS: Mapping[str, str] = {
     "keep_grads": "leave it out: DeepSpeed decides how long gradients stay",
 }
 
-ADAM_TYPES = ("adam", "adamw")
+ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
 
 def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
@@ -168,6 +168,19 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
     return settings
 
 
+def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the hyperparameters of the config's `optimizer` section of type "Lion".
+
+    Raises:
+        ConfigError: It has others.
+    """
+    params = dict(given or {})
+    for key in params:
+        if key not in ("lr", "betas", "weight_decay"):
+            raise ConfigError(f"optimizer.params.{key}", params[key], "use lr, betas, weight_decay")
+    return params | ({"betas": tuple(params["betas"])} if "betas" in params else {})
+
+
 def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:
     """Return whether weight decay is decoupled, and the hyperparameters, of the config's `optimizer` section.
 
@@ -179,7 +192,10 @@ def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple
         ConfigError: If it is not Adam or AdamW, or asks for a variant that the engine does not run.
     """
     if name is None or name.lower() not in ADAM_TYPES:
-        raise ConfigError("optimizer.type", name, f'use "Adam" or "AdamW": {KEY} runs no other optimizer')
+        why = f"{KEY} runs no other optimizer"
+        if name is not None and "muon" in name.lower():
+            why = "ZeRO cuts parameters anywhere, and Muon updates whole matrices"
+        raise ConfigError("optimizer.type", name, f'use "Adam", "AdamW" or "Lion": {why}')
     params = dict(given or {})
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm", params["max_grad_norm"], 'write "gradient_clipping"')

@@ -29,9 +29,7 @@ import torch
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
 from offload.integrations.deepspeed.gradients import EngineGradients, HostGradients
 from offload.integrations.deepspeed.pieces import Piece
-from offload.rules import GroupScalars
-
-STATE = ("master", "exp_avg", "exp_avg_sq")
+from offload.rules import ADAMW, LION, GroupScalars, UpdateRule
 
 BATCH_NUMEL = 1 << 26
 """Elements that are copied into the engine at a time."""
@@ -42,16 +40,22 @@ class FlatState:
     """The state of one flat tensor in memory: fp32, padding included.
 
     Attributes:
-        master: Shape [numel of the flat tensor].
-        exp_avg: The same.
-        exp_avg_sq: The same.
+        tensors: By the rule's names, the master first; shape [numel of the flat tensor] each.
         step: The most updates that a piece of it has had.
     """
 
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    tensors: dict[str, torch.Tensor]
     step: int
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The master."""
+        return self.tensors["master"]
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What is kept beside it."""
+        return {name: tensor for name, tensor in self.tensors.items() if name != "master"}
 
 
 class Shard:
@@ -64,8 +68,10 @@ class Shard:
         device: The GPU that weights are on.
         gradient_dtype: In which gradients are summed; None for that of the weights.
         among: See `offload.Engine`.
+        rule: Likewise.
 
     Attributes:
+        names: Of the state tensors, the master first.
         gradients: Those of the window (what lies between two steps).
     """
 
@@ -77,7 +83,9 @@ class Shard:
         device: torch.device | None = None,
         gradient_dtype: torch.dtype | None = None,
         among: tuple[int, int] | None = None,
+        rule: UpdateRule = ADAMW,
     ) -> None:
+        self.names = rule.names
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
         self.weights = list(weights)
@@ -91,7 +99,7 @@ class Shard:
         self._scratch = next((path.path for path in config.path_configs if os.path.isdir(path.path)), None)
         self.gradients: HostGradients | EngineGradients
         if device is None and config.gradient_memory is None:
-            self.engine = Engine(parameters, config, among=among)
+            self.engine = Engine(parameters, config, among=among, rule=rule)
             self.gradients = HostGradients(self.pieces, self.engine)
         else:
             config = dataclasses.replace(
@@ -101,7 +109,7 @@ class Shard:
                 # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
                 gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
             )
-            self.engine = Engine(parameters, config, device=device, among=among)
+            self.engine = Engine(parameters, config, device=device, among=among, rule=rule)
             dtypes = [gradient_dtype or weight.dtype for weight in weights]
             later = config.gradient_memory is None
             self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes, reads_later=later)
@@ -204,7 +212,7 @@ class Shard:
 
     def step(
         self,
-        groups: Sequence[GroupScalars],
+        groups: Sequence[Any],
         factor: float,
         loss_scale: float = 1.0,
         order: Mapping[int, int] | None = None,
@@ -280,7 +288,7 @@ class Shard:
         """
         make = make or self._zeros
         numels = [weight.numel() for weight in self.weights]
-        states = [FlatState(make(numel), make(numel), make(numel), 0) for numel in numels]
+        states = [FlatState({name: make(numel) for name in self.names}, 0) for numel in numels]
         for number, piece in enumerate(self.pieces):
             states[piece.flat].step = max(states[piece.flat].step, self.engine.step_count(number))
         return states
@@ -291,10 +299,8 @@ class Shard:
 
         def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
             piece = self.pieces[number]
-            for name in STATE:
-                getattr(states[piece.flat], name).narrow(0, piece.offset + first, views[name].numel()).copy_(
-                    views[name]
-                )
+            for name, whole in states[piece.flat].tensors.items():
+                whole.narrow(0, piece.offset + first, views[name].numel()).copy_(views[name])
 
         self.engine.state.visit(take)
         return states
@@ -312,7 +318,7 @@ class Shard:
             for number in batch:
                 piece = self.pieces[number]
                 state = states[piece.flat]
-                values[number] = {n: getattr(state, n).narrow(0, piece.offset, piece.numel) for n in STATE}
+                values[number] = {n: t.narrow(0, piece.offset, piece.numel) for n, t in state.tensors.items()}
                 counts[number] = steps.get(piece.name, state.step)
             self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
 
@@ -327,12 +333,32 @@ class Shard:
         self.engine.close()
 
 
-def group_scalars(optimizer: Any) -> list[GroupScalars]:
+class LionGroups(torch.optim.Optimizer):
+    """Holds the groups of Lion for DeepSpeed, whose own are native; it is never stepped."""
+
+    def __init__(self, params: Any, **params_of_config: Any) -> None:
+        super().__init__(params, {**LION.defaults, **params_of_config})
+
+
+def rule_of(optimizer: Any) -> UpdateRule:
+    """Return the rule of an optimizer that `check_optimizer` lets pass."""
+    return LION if _is_lion(type(optimizer)) else ADAMW
+
+
+def _is_lion(kind: type) -> bool:
+    return kind is LionGroups or (
+        kind.__module__.startswith("deepspeed.ops.lion") and kind.__name__ in ("DeepSpeedCPULion", "FusedLion")
+    )
+
+
+def group_values(optimizer: Any) -> list[Any]:
     """Return the hyperparameters that an optimizer's groups have now.
 
     Args:
         optimizer: What `check_optimizer` lets pass.
     """
+    if rule_of(optimizer) is LION:
+        return [LION.values({**LION.defaults, **group}) for group in optimizer.param_groups]
     return [
         GroupScalars(
             lr=float(group["lr"]),
@@ -354,18 +380,25 @@ def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Check that a client's optimizer is an Adam whose hyperparameters can be taken over.
+    """Check that a client's optimizer is an Adam or a Lion whose hyperparameters can be taken over.
 
     Raises:
         ConfigError: If it is not.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    known = kind in (torch.optim.Adam, torch.optim.AdamW) or (
-        kind.__module__.startswith("deepspeed.ops.adam") and kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam")
+    if "muon" in name.lower():
+        allowed = "use AdamW, Adam or Lion: ZeRO cuts parameters anywhere, and Muon updates whole matrices"
+        raise ConfigError("optimizer", name, allowed)
+    known = (
+        kind in (torch.optim.Adam, torch.optim.AdamW)
+        or _is_lion(kind)
+        or (kind.__module__.startswith("deepspeed.ops.adam") and kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"))
     )
     if not known:
-        allowed = 'give torch.optim.AdamW or Adam, or none and an "optimizer" of type "AdamW" or "Adam" in the config'
+        allowed = (
+            'give torch.optim.AdamW or Adam, or none and an "optimizer" of type AdamW, Adam or Lion in the config'
+        )
         raise ConfigError("optimizer", name, allowed)
     if not getattr(optimizer, "fp32_optimizer_states", True):
         raise ConfigError("fp32_optimizer_states", False, "use true: moments are fp32")

@@ -19,7 +19,7 @@ from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, mak
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
-from offload.integrations.deepspeed.shard import FlatState
+from offload.integrations.deepspeed.shard import FlatState, rule_of
 
 SAMPLES = 8
 """Elements of each weight, less one, by which a change is noticed that torch does not count."""
@@ -52,7 +52,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
         buffers.clear()
         dtype = self.gradient_accumulation_dtype
-        self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype)
+        rule = rule_of(self.optimizer)
+        self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype, rule)
         buffers.extend(self.shard.weights)
         if isinstance(gradients := self.shard.gradients, HostGradients):
             gradients.buffers = [gradients.transfers.buffer(weight, dtype) for weight in weights]

@@ -19,6 +19,7 @@ from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, mak
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
+from offload.integrations.deepspeed.shard import rule_of
 
 
 def _after_step(
@@ -120,6 +121,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._offload_config,
             self.dp_process_group,
             self.gradient_accumulation_dtype,
+            rule_of(self.optimizer),
         )
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []

@@ -24,7 +24,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from offload.integrations.deepspeed.in_place import Frame
-from offload.integrations.deepspeed.shard import STATE, FlatState, Shard
+from offload.integrations.deepspeed.shard import FlatState, Shard
 
 _NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
 _ITEM_BYTES = 4
@@ -167,11 +167,11 @@ def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
         places: What `fill` has returned.
         lent: The tensors without memory in what was saved, one row for each flat tensor of the shard.
     """
-    tensors = {name: [getattr(state, name) for state in lent] for name in STATE}
+    tensors = {name: [state.tensors[name] for state in lent] for name in (lent[0].tensors if lent else ())}
     starts = {name: [place(places, tensor) for tensor in rows] for name, rows in tensors.items()}
     missing = (
         start is None and tensor.numel()
-        for name in STATE
+        for name in tensors
         for start, tensor in zip(starts[name], tensors[name], strict=True)
     )
     return None if any(missing) else starts
@@ -187,13 +187,13 @@ def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
         shard: Whose pieces they are.
     """
     pieces = {
-        piece.name: {name: (starts[name][piece.flat] or 0) + piece.offset * _ITEM_BYTES for name in STATE}
+        piece.name: {name: (at[piece.flat] or 0) + piece.offset * _ITEM_BYTES for name, at in starts.items()}
         for piece in shard.pieces
     }
     state = [
         (start, start + weight.numel() * _ITEM_BYTES)
-        for name in STATE
-        for start, weight in zip(starts[name], shard.weights, strict=True)
+        for at in starts.values()
+        for start, weight in zip(at, shard.weights, strict=True)
         if start is not None
     ]
     return Frame.of(path, name, pieces, state)

@@ -137,7 +137,7 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]) -> None:
     """Stand in for `DeepSpeedEngine._configure_optimizer` where the config has our object."""
     from offload.integrations.deepspeed.common import OffloadedOptimizer
-    from offload.integrations.deepspeed.shard import check_optimizer
+    from offload.integrations.deepspeed.shard import LionGroups, check_optimizer
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
 
@@ -146,7 +146,10 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     _offload_to_cpu(engine)
     _check_overlap(config, import_module("deepspeed.accelerator").get_accelerator().device_name())
     optimizer = client_optimizer
-    if optimizer is None:
+    if optimizer is None and str(engine.optimizer_name()).lower() == settings.LION_TYPE:
+        optimizer = LionGroups(model_parameters, **settings.lion_from_config(engine.optimizer_params()))
+        engine._config.zero_allow_untested_optimizer = True  # DeepSpeed knows its own Lions by their classes
+    elif optimizer is None:
         decoupled, params = settings.adam_from_config(engine.optimizer_name(), engine.optimizer_params())
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         optimizer = kind(model_parameters, **params)

@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "offload_lion": (offload.Lion, ("betas",)),
     "offload_adagrad": (offload.Adagrad, ()),
     "offload_sgd": (offload.SGD, ()),
+    "offload_muon": (offload.Muon, ("betas", "adamw_eps", "adjust_lr_fn")),
 }
 """What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
 
@@ -101,7 +102,8 @@ def _choose(
         allowed = 'leave it out, and give DeepSpeed\'s config a "multi_tier_offload" object'
         raise ConfigError("optim", name, allowed)
     kind, taken = OPTIMIZERS[name]
-    given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
+    given["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
     if settings.checkpoints_kept is None:
         settings = replace(settings, checkpoints_kept=_most(args) or 0)
     return _named(kind, model), {

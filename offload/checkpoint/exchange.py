@@ -34,7 +34,7 @@ from offload.checkpoint.reader import Checkpoint, Range
 from offload.errors import CheckpointError
 from offload.kernels.stored import store_rounded
 from offload.memory.arenas import Arena
-from offload.rules import RULES
+from offload.rules import NAMED, PACKED, UpdateRule
 from offload.tiers.filesystem import replacing
 
 PIECE_NUMEL = 4 << 20
@@ -59,7 +59,7 @@ def export_safetensors(
         CheckpointError: The checkpoint cannot be read, or the file not written.
     """
     with Checkpoint(checkpoint) as opened:
-        write_safetensors(opened, Path(target), progress, opened.rule.names)
+        write_safetensors(opened, Path(target), progress, masters=True)
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
@@ -73,11 +73,19 @@ def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> 
     return len(content).to_bytes(8, "little") + content, end
 
 
-def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, tensors: Sequence[str]) -> None:
-    """Write some state tensors of each parameter, and its step count; see `export_safetensors`."""
+def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, *, masters: bool) -> None:
+    """Write the state tensors of each parameter, with `masters` or without, and its step count.
+
+    Raises:
+        CheckpointError: As `export_safetensors`; or the state is packed, and only its class knows its tensors.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
+    tensors = {name: opened.rule_of(name).names[not masters :] for name in opened.names}
     for name in opened.names:
-        shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in tensors}
+        if PACKED in tensors[name]:
+            kind = opened.rule_of(name).name
+            raise CheckpointError(f"{opened.path} has state of {kind}: load it there, and save state_dict() instead")
+        shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in tensors[name]}
         shapes[f"state.{name}.step"] = ()
     header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
     try:
@@ -85,7 +93,7 @@ def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, tens
             file.write(header)
             done = 0
             for name in opened.names:
-                for tensor in tensors:
+                for tensor in tensors[name]:
                     for piece in _in_rows(opened, name, tensor):
                         file.write(piece)
                         done += piece.nbytes
@@ -169,20 +177,23 @@ class SafetensorsSource:
             check_metadata(about)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
-        tensors = {key.rpartition(".")[2] for key in self._entries if key.startswith("state.")}
-        rules = [rule for rule in RULES.values() if tensors.issuperset(rule.names[1:])]
-        if not rules:
-            names = " or ".join(rule.names[1] for rule in RULES.values())
+        tensors: dict[str, set[str]] = {}
+        for key in self._entries:
+            name, _, tensor = key.removeprefix("state.").rpartition(".")
+            if key.startswith("state."):
+                tensors.setdefault(name, set()).add(tensor)
+        rules = [*NAMED.values()]
+        self._rules = {
+            name: max(kept, key=lambda rule: len(rule.state))
+            for name, found in tensors.items()
+            if (kept := [rule for rule in rules if found.issuperset(rule.state)])
+        }
+        if not self._rules:
+            names = " or ".join(dict.fromkeys(rule.state[0] for rule in rules))
             raise CheckpointError(
                 f"{self.path} holds no optimizer state: there is no state.<parameter>.{names} in it"
             )
-        self.rule = max(rules, key=lambda rule: len(rule.names))
-        self._first = f".{self.rule.names[1]}"
-        self.names = [
-            key.removeprefix("state.").removesuffix(self._first)
-            for key in self._entries
-            if key.startswith("state.") and key.endswith(self._first)
-        ]
+        self.names = [*self._rules]
         counts = [self.step_of(name) for name in self.names]  # all of them, before anything is loaded
         self.step = about.get("step", max(counts))
         if type(self.step) is not int or not 0 <= self.step < 1 << 62:
@@ -191,12 +202,23 @@ class SafetensorsSource:
 
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a parameter."""
-        return int(np.prod(self._entries[f"state.{name}{self._first}"][0], dtype=np.int64))
+        return int(np.prod(self._first_of(name), dtype=np.int64))
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a parameter."""
-        shape = self._entries[f"state.{name}{self._first}"][0]
+        shape = self._first_of(name)
         return shape, tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
+
+    def _first_of(self, name: str) -> tuple[int, ...]:
+        return self._entries[f"state.{name}.{self._rules[name].state[0]}"][0]
+
+    def rule_of(self, name: str) -> UpdateRule:
+        """Return a rule that keeps such tensors, the one with most of them."""
+        return self._rules[name]
+
+    def keeps(self, name: str, rule: UpdateRule) -> bool:
+        """See `StateSource.keeps`; rules that keep tensors of the same names are not told apart."""
+        return self._rules[name].state == rule.state
 
     @property
     def rounding(self) -> None:
@@ -207,8 +229,9 @@ class SafetensorsSource:
         """Return the number of updates that a parameter has had."""
         key = f"state.{name}.step"
         if key not in self._entries:
-            if self.rule.missing_step is not None:
-                return self.rule.missing_step
+            missing_step = self._rules[name].missing_step
+            if missing_step is not None:
+                return missing_step
             raise CheckpointError(f"{self.path}: {key} is missing")
         with open(self.path, "rb") as file:
             step = float(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])
@@ -249,7 +272,7 @@ class SafetensorsSource:
                     for start in range(0, item.out.numel(), READ_NUMEL):
                         out = item.out[start : start + READ_NUMEL]
                         _fill(file, buffer[: out.numel()])
-                        if item.tensor in self.rule.roots and bool((buffer[: out.numel()] < 0).any()):
+                        if item.tensor in self._rules[item.name].roots and bool((buffer[: out.numel()] < 0).any()):
                             raise CheckpointError(f"{self.path} is damaged: {key} has negative elements")
                         store_rounded(buffer[: out.numel()], out)
         except (OSError, EOFError) as cause:

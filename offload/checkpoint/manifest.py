@@ -28,7 +28,7 @@ from offload.errors import CheckpointError, OffloadError
 from offload.formats import FORMATS, StateSpec
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.rules import ADAMW, RULES
+from offload.rules import ADAMW, NAMED, described
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1
@@ -38,6 +38,7 @@ MAX_RANKS = 1 << 16
 MAX_RELEASED = 64
 """Most earlier checkpoints that a folder names; the pins of older ones are long gone, or for `offload gc`."""
 MAX_DIMENSIONS = 64
+MAX_PACKED_WORDS = 1 << 24
 MAX_DEPTH = 32
 """How deeply a caller's metadata may be nested: all functions that read it are recursive."""
 
@@ -321,6 +322,8 @@ def encode(manifest: Manifest) -> bytes:
         CheckpointError: The manifest could not be read back.
     """
     layout = manifest.layout
+    has_rules = layout.has_rules or layout.rule.packed_words > 0
+    rules = [*dict.fromkeys([layout.rule, *(subgroup.state.rule for subgroup in layout.subgroups)])]
     try:
         check_metadata(manifest.metadata)
         for parameter in layout.parameters:
@@ -349,6 +352,7 @@ def encode(manifest: Manifest) -> bytes:
                     s.tile_numel,
                     [astuple(seg) for seg in s.segments],
                     s.state.format.code,
+                    *([rules.index(s.state.rule)] if has_rules else []),
                 ]
                 for s in layout.subgroups
             ],
@@ -361,6 +365,7 @@ def encode(manifest: Manifest) -> bytes:
             "extra": manifest.extra,
             "rule": layout.rule.name,
             "formats": _formats(layout.state),
+            **({"rules": [[r.name, r.packed_words, r.master_dtype] for r in rules]} if has_rules else {}),
             **({"host": manifest.host} if manifest.host else {}),
             **({"seed": manifest.seed, "numbers": manifest.numbers} if manifest.seed is not None else {}),
         },
@@ -391,6 +396,13 @@ class _Subgroup(Row, frozen=True):
     tile_numel: Annotated[Size, Meta(multiple_of=SECTOR_BYTES // 4)]
     segments: tuple[tuple[Count, Count, Count, Size], ...]
     state_format: Annotated[int, Meta(ge=0, lt=len(FORMATS))] | None = None
+    rule: Count | None = None
+
+
+class _Rule(Row, frozen=True):
+    name: str
+    packed_words: Annotated[int, Meta(ge=0, le=MAX_PACKED_WORDS)]
+    master_dtype: DtypeCode
 
 
 class _Body(msgspec.Struct):
@@ -407,12 +419,19 @@ class _Body(msgspec.Struct):
     extra: tuple[str, Count, Checksum] | None
     rule: str = ADAMW.name  # older manifests have none
     formats: dict[str, str] | None = None
+    rules: tuple[_Rule, ...] = ()  # of subgroups, by number; none where all have one
     seed: Count | None = None
     numbers: tuple[Count, ...] = ()
     host: str = ""  # older manifests have none
 
 
-_ROWS: dict[str, type[Row]] = {"stores": StoreRef, "parameters": _Parameter, "subgroups": _Subgroup, "tiles": TileRef}
+_ROWS: dict[str, type[Row]] = {
+    "stores": StoreRef,
+    "parameters": _Parameter,
+    "subgroups": _Subgroup,
+    "tiles": TileRef,
+    "rules": _Rule,
+}
 
 Parsed = TypeVar("Parsed")
 
@@ -447,8 +466,8 @@ def decode(content: bytes, where: str) -> Manifest:
         CheckpointError: It is damaged or of a newer format; names `where` and the field.
     """
     body = _parse("manifest", _Body, content, where)
-    if body.rule not in RULES:
-        allowed = f"this version of offload knows {', '.join(RULES)}: use a newer one"
+    if not body.rules and body.rule not in NAMED:
+        allowed = f"this version of offload knows {', '.join(NAMED)}: use a newer one"
         raise CheckpointError(f"{where} has state of the rule {_short(body.rule)}, and {allowed}")
     try:
         return _decode(body)
@@ -474,6 +493,8 @@ def _check_fields(body: _Body) -> None:
         matches = p.stride is None or (p.shape is not None and len(p.stride) == len(p.shape))
         _must(matches, f"stride of {p.name}", p.stride, "of as many dimensions as the shape")
     for index, s in enumerate(body.subgroups):
+        is_there = s.rule is None or s.rule < len(body.rules)
+        _must(is_there, f"the rule of subgroup {index}", s.rule, f"below {len(body.rules)}")
         _must(s.tile_numel <= s.numel, f"tile_numel of subgroup {index}", s.tile_numel, f"at most {s.numel}")
         for parameter, *_ in s.segments:
             is_there = parameter < len(body.parameters)
@@ -494,7 +515,8 @@ def _tiles(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
 def _decode(body: _Body) -> Manifest:
     """Check the fields against each other, and make a manifest of them."""
     _check_fields(body)
-    readable = [StateSpec(RULES[body.rule], state_format) for state_format in FORMATS]
+    rules = [described(NAMED, check_text(r.name), r.packed_words, r.master_dtype) for r in body.rules]
+    readable = [StateSpec(rules[0] if rules else NAMED[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
     if state is None:
         allowed = " or ".join(str(_formats(state)) for state in readable)
@@ -508,12 +530,26 @@ def _decode(body: _Body) -> Manifest:
 
     def subgroup(index: int, s: _Subgroup) -> Subgroup:
         segments = tuple(Segment(*row) for row in s.segments)
-        own = state if s.state_format is None else state.stored_in(FORMATS[s.state_format])
+        own = state if s.rule is None else StateSpec(rules[s.rule], state.format)
+        own = own if s.state_format is None else own.stored_in(FORMATS[s.state_format])
         return Subgroup(index, s.group, s.dtype, own, s.numel, segments, s.tile_numel)
 
+    of_parameter = {row[0]: rules[s.rule] for s in body.subgroups if s.rule is not None for row in s.segments}
     parameters = tuple(
-        Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride, box=p.box)
-        for p in body.parameters
+        Parameter(
+            p.name,
+            p.numel,
+            p.dtype,
+            p.group,
+            p.start,
+            p.full_numel,
+            p.shape,
+            p.stride,
+            False,
+            p.box,
+            of_parameter.get(n),
+        )
+        for n, p in enumerate(body.parameters)
     )
     layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), state)
     # Before anything goes through the tiles one by one: there may be absurdly many.

@@ -35,7 +35,7 @@ from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
 from offload.memory.arenas import Arena
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
-from offload.rules import UpdateRule
+from offload.rules import MASTER, PACKED, UpdateRule
 from offload.tiers import parse_place, tier_error
 from offload.units import format_seconds
 
@@ -74,7 +74,8 @@ class Range:
         name: The parameter's name.
         tensor: The state tensor's name, one of its rule's `names`.
         start: First element in the whole parameter, in the order of its memory.
-        out: Flat tensor in host memory to read into, rounded to its dtype; its size is the number of elements.
+        out: Flat tensor in host memory to read into, rounded to its dtype; its size is the number of elements. What
+            is packed is read as it is: all words of a parameter.
     """
 
     name: str
@@ -92,12 +93,13 @@ class _Run:
     """Of the first element, in the subgroup."""
     first_index: int
     """Of the first element, in the whole parameter."""
+    numel: int
     out: torch.Tensor
 
 
 def _places(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
     """Yield the tiles that hold a run of a stored tensor: tile, bytes in it, and which items these are."""
-    item, stop = run.offset // form.item_numel, -(-(run.offset + run.out.numel()) // form.item_numel)
+    item, stop = run.offset // form.item_numel, -(-(run.offset + run.numel) // form.item_numel)
     tile_items, done = -(-run.subgroup.tile_numel // form.item_numel), 0
     while item < stop:
         tile, skipped = divmod(item, tile_items)
@@ -139,12 +141,14 @@ class StateSource(Protocol):
         """Its folder or file."""
 
     @property
-    def rule(self) -> UpdateRule:
-        """The rule whose state it is."""
-
-    @property
     def names(self) -> list[str]:
         """Names of all parameters."""
+
+    def rule_of(self, name: str) -> UpdateRule:
+        """Return the rule whose state a parameter has."""
+
+    def keeps(self, name: str, rule: UpdateRule) -> bool:
+        """Return whether a parameter has the state of a rule."""
 
     @property
     def rounding(self) -> tuple[int, Mapping[str, int]] | None:
@@ -252,10 +256,16 @@ class Checkpoint:
 
     # Contents
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The rule whose state it is."""
-        return self.manifests[0].layout.rule
+    def keeps(self, name: str, rule: UpdateRule) -> bool:
+        """See `StateSource.keeps`; sizes of what is packed are compared, too."""
+        saved = self.rule_of(name)
+        return saved.name == rule.name and (not saved.packed_words or saved == rule)
+
+    def rule_of(self, name: str) -> UpdateRule:
+        """Return the rule whose state a parameter has."""
+        parts = self._parts[name]
+        part = next((part for part in parts if self._piece(part).numel), parts[0])
+        return self.manifests[part.rank].layout.state_of(self._piece(part)).rule
 
     @property
     def names(self) -> list[str]:
@@ -290,7 +300,7 @@ class Checkpoint:
 
     def has(self, name: str, tensor: str) -> bool:
         """Return whether a state tensor is there: all of them are."""
-        return name in self._parts and tensor in self.rule.names
+        return name in self._parts and tensor in self.rule_of(name).names
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return shape and strides of a whole parameter, if its writer gave them."""
@@ -361,22 +371,24 @@ class Checkpoint:
             pieces: What to read.
             take: Given the number of a piece, the run's first element in it, and fp32 views by state tensor, which
                 are another run's afterwards.
-            names: Which state tensors, all if left out; "weight" is the master, rounded to the piece's type.
+            names: Which state tensors, all but packed ones if left out; "weight" is the master, rounded to the
+                piece's type.
 
         Raises:
             CheckpointError: As `read`.
         """
-        names = self.rule.names if names is None else names
         rows: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         for number, piece in enumerate(pieces):
+            rule = self.rule_of(piece.name)
             weight_dtype: torch.dtype = getattr(torch, piece.dtype.name.lower())
-            keys = [(name, weight_dtype if name == WEIGHT else torch.float32) for name in names]
+            wanted = (MASTER, *rule.state) if names is None else names
+            keys = [(name, weight_dtype if name == WEIGHT else torch.float32) for name in wanted]
             for key in keys:
                 if key not in rows:
                     rows[key] = torch.empty(PIECE_NUMEL, dtype=key[1], device="cpu")
             for first in range(0, piece.numel, PIECE_NUMEL):
                 views = {key[0]: rows[key][: piece.numel - first] for key in keys}
-                tensors = [("master" if name == WEIGHT else name, view) for name, view in views.items()]
+                tensors = [(MASTER if name == WEIGHT else name, view) for name, view in views.items()]
                 self.read([Range(piece.name, name, piece.start + first, view) for name, view in tensors])
                 take(number, first, views)
 
@@ -389,7 +401,11 @@ class Checkpoint:
             (number,) = stored.values()
             form = subgroup.kept[number].format
             for tile, source, part in _places(run, form, number):
-                copy = partial(_copy_rounded, source, form, run.out[part])
+                if form.item_numel == 1:
+                    copy = partial(_copy_rounded, source, form, run.out[part])
+                else:  # it is packed
+                    items = slice(part.start * form.item_bytes, part.stop * form.item_bytes)
+                    copy = partial(_copy, source, run.out.view(torch.uint8)[items])
                 uses.setdefault((rank, tile), []).append(copy)
             return lambda: None
         raw = {}
@@ -617,6 +633,11 @@ class Checkpoint:
         """Yield (rank, run) for all of a range."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
+        if item.tensor == PACKED:
+            (part,) = self._parts[item.name][:1]
+            for run in self._runs_of(part, 0, item.out, self._piece(part).numel):
+                yield part.rank, run
+            return
         parts, at, end = self._parts[item.name], item.start, item.start + item.out.numel()
         number = missed = 0
         while at < end and missed < len(parts):
@@ -626,22 +647,23 @@ class Checkpoint:
                 number, missed = (number + 1) % len(parts), missed + 1
                 continue
             start, count = place[0], min(place[1], end - at)
-            for run in self._runs_of(part, start, item.out[at - item.start : at - item.start + count]):
+            for run in self._runs_of(part, start, item.out[at - item.start : at - item.start + count], count):
                 yield part.rank, run
             at, missed = at + count, 0
         if at < end:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
 
-    def _runs_of(self, part: Part, start: int, out: torch.Tensor) -> Iterator[_Run]:
+    def _runs_of(self, part: Part, start: int, out: torch.Tensor, numel: int) -> Iterator[_Run]:
         layout = self.manifests[part.rank].layout
-        end = start + out.numel()
+        end = start + numel
         for subgroup_index, position in layout.places[part.parameter]:
             subgroup = layout.subgroups[subgroup_index]
             segment = subgroup.segments[position]
             first, last = max(start, segment.start), min(end, segment.start + segment.numel)
             if first < last:
-                offset = segment.offset + first - segment.start
-                yield _Run(subgroup, offset, part.start + first, out[first - start : last - start])
+                offset, here = segment.offset + first - segment.start, slice(first - start, last - start)
+                own = out if last - first == numel else out[here]
+                yield _Run(subgroup, offset, part.start + first, last - first, own)
 
     # Tiles
 

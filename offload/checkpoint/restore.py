@@ -13,6 +13,7 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.layout import Parameter, Segment, Subgroup
+from offload.rules import PACKED
 from offload.schedule.operations import Run
 
 
@@ -49,11 +50,6 @@ class Restorer:
         self._views = views
         self._tables = tables
         self._lanes = lanes
-        rule = views.plan.layout.rule
-        if source.rule.name != rule.name:
-            raise CheckpointError(
-                f"{source.path} has state of the rule {source.rule.name!r}, and this optimizer's is {rule.name!r}"
-            )
         saved_names = set(source.names)
         missing = [name for name in self.names if name not in saved_names]
         if missing:
@@ -65,7 +61,15 @@ class Restorer:
                 f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
                 f"it has {', '.join(source.names[:3])}, ...{hint}"
             )
+        layout = views.plan.layout
         for name, parameter in zip(self.names, parameters, strict=True):
+            saved, own = source.rule_of(name), layout.state_of(parameter).rule
+            if not source.keeps(name, own):
+                size = " with state of another size" if saved.name == own.name else ""
+                raise CheckpointError(
+                    f"{source.path} has state of the rule {saved.name!r}, and this optimizer's is {own.name!r}{size} "
+                    f"({name})"
+                )
             if source.full_numel(name) != parameter.unsharded_numel:
                 raise CheckpointError(
                     f"{source.path} is of another model: {name} has {source.full_numel(name)} elements there "
@@ -107,6 +111,9 @@ class Restorer:
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
         """Yield the ranges of a saved tensor that make up a segment's part of it."""
+        if name == PACKED:  # of a whole parameter
+            yield Range(self.names[segment.parameter], name, 0, out)
+            return
         at = 0
         for start, numel in self._parameters[segment.parameter].runs(segment.start, segment.numel):
             yield Range(self.names[segment.parameter], name, start, out[at : at + numel])

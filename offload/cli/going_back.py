@@ -205,10 +205,9 @@ def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple
     try:
         with Checkpoint(checkpoint) as opened:
             groups, members = _groups(opened)
-            names = opened.rule.names[1:]
-            _check_room(scratch, 2 * 4 * len(names) * sum(map(opened.full_numel, opened.names)))
-            write_safetensors(opened, file, lambda done, whole: progress("reading", done, whole), names)
-            rule, step = opened.rule, opened.step
+            rules, step = {name: opened.rule_of(name) for name in opened.names}, opened.step
+            _check_room(scratch, 2 * 4 * sum(len(r.state) * opened.full_numel(name) for name, r in rules.items()))
+            write_safetensors(opened, file, lambda done, whole: progress("reading", done, whole), masters=False)
             parameters = [p for manifest in opened.manifests for p in manifest.layout.parameters]
             has_masters = any(parameter.dtype is not DtypeCode.FLOAT32 for parameter in parameters)
         source = SafetensorsSource(file)
@@ -222,8 +221,8 @@ def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple
                 group["params"].append(number if name is None else numbers.setdefault(name, number))
                 has_state = name is not None and source.step_of(name) and group.get("momentum") != 0  # as torch's SGD
                 if name is not None and has_state:
-                    entry = {tensor: _tensor(source, name, tensor) for tensor in names}
-                    if rule.missing_step is None:  # torch's keep a count
+                    entry = {tensor: _tensor(source, name, tensor) for tensor in rules[name].state}
+                    if rules[name].missing_step is None:  # torch's keep a count
                         entry = {
                             "step": torch.tensor(float(source.step_of(name)), dtype=torch.float32, device="cpu"),
                             **entry,

@@ -17,10 +17,12 @@ import numpy.typing as npt
 from offload import waits
 from offload.device.lanes import Timed
 from offload.device.none import NO_LANES, Lanes
+from offload.engine.calls import Calls
 from offload.engine.seals import DamagedError, Seals
 from offload.errors import InternalError, OffloadError, TierError, known
+from offload.kernels.whole import WholeUpdate
 from offload.plan.budget import Plan
-from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.protocols import ERROR_CALL, ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
@@ -85,7 +87,7 @@ class SaveSource(Protocol):
 
 
 Visitor = Callable[[Run], "Any | None"]
-"""Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
+"""Works on a subgroup's state: returns a table for the kernel, a `WholeUpdate`, or None if it did the work itself."""
 
 
 Coming = Callable[[int], None]
@@ -149,8 +151,9 @@ class LiveExecutor:
         self._verify = verify
         self._stall_s = stall_s
         self._lanes = lanes
+        self._calls = Calls(queue)
         self._seals = Seals(self.slot_address)
-        self._waiting: dict[int, tuple[Run, npt.NDArray[Any]]] = {}
+        self._waiting: dict[int, tuple[Run, npt.NDArray[Any] | WholeUpdate]] = {}
         self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
         self._coming: Coming = nothing_comes
@@ -281,7 +284,13 @@ class LiveExecutor:
             verify=verify,
         )
 
-    def _update(self, run: Run, table: npt.NDArray[Any]) -> None:
+    def _update(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
+        if isinstance(table, WholeUpdate):
+            if run.slot is not None:  # else it was said when the run was started
+                fetched = not run.fresh and not run.visit.overwrites
+                self._seals.touched(run.slot, run.visit.subgroup if fetched else None)
+            self._calls.submit(run.op, table)
+            return
         subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
         if subgroup is None or not self._verify or (run.slot is None and not self.seals_homes):
             self._kernel.submit(run.op, table)
@@ -342,8 +351,7 @@ class LiveExecutor:
     def wait(self) -> list[Event]:
         """Return what has happened; an empty list if that is only a request, or nothing for long."""
         self.end_turn()
-        # A commit may wait for other ranks, and says itself when it has waited for too long.
-        watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
+        watched = self._silent() is not None
         left_s = self._stall_s - self._silence.lasts_s
         timeout_s = max(min(left_s, self._silence.left_s), 0.0) if watched else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
@@ -372,13 +380,17 @@ class LiveExecutor:
                 events.append(self._report(completion))
         return events
 
+    def close(self) -> None:
+        """End the thread that updates whole parameters, when what is under way there has ended; idempotent."""
+        self._calls.close()
+
     def drain(self) -> None:
         """Wait until nothing is under way that touches a caller's memory, whatever comes of it, or a lane hangs."""
         while any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values()):
             if any(isinstance(event, Stop) for event in self.wait()):
                 return
 
-    def _go_on(self, run: Run, table: npt.NDArray[Any]) -> None:
+    def _go_on(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
         """Update a subgroup whose weights or gradients have come from the GPU."""
         try:
             self._update(run, table)
@@ -396,6 +408,7 @@ class LiveExecutor:
 
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
+        self._calls.ops.discard(completion.op)
         due_s = self._due_s.pop(completion.op)
         if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
             tier, path = self._place(operation)
@@ -437,6 +450,8 @@ class LiveExecutor:
         if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
             damaged = self._seals.damaged(operation.op, completion.detail)
             return Failed(completion.op, self._damaged(damaged))
+        if completion.error == ERROR_CALL:
+            return Failed(completion.op, self._calls.take_error())
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
@@ -451,7 +466,7 @@ class LiveExecutor:
 
     def _stalled(self, lasts_s: float, what: str) -> TierError:
         """Return the error that names an operation whose lane is silent."""
-        operation, request = self._silent()
+        operation, request = known(self._silent(), "silence of nothing")
         tier, path = self._place(operation)
         # Only some tiers wait for anything but their device.
         reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
@@ -463,8 +478,14 @@ class LiveExecutor:
             detail="; ".join([f"{what} {format_seconds(lasts_s)}", *filter(None, reasons)]),
         )
 
-    def _silent(self) -> tuple[Operation, TileRequest | None]:
-        return next(x for x in self._in_flight.values() if not isinstance(x[0], Commit))
+    def _silent(self) -> tuple[Operation, TileRequest | None] | None:
+        """Return an operation of which a sign of life is due; None if there is none.
+
+        A commit may wait for other ranks, and says itself when it has waited for too long; the update of a whole
+        parameter takes as long as it takes.
+        """
+        in_flight = self._in_flight.items()
+        return next((x for op, x in in_flight if not isinstance(x[0], Commit) and op not in self._calls.ops), None)
 
     def _place(self, operation: Operation) -> tuple[str, str]:
         """Return the names of the tier and the path that an operation is for."""
@@ -481,7 +502,7 @@ class LiveExecutor:
 
     def _awaited(self) -> str:
         """Return what a lane has been asked and does not answer, for the log."""
-        operation, request = self._silent()
+        operation, request = known(self._silent(), "silence of nothing")
         tier, path = self._place(operation)
         where = f" at byte {request.offset}" if request is not None else ""
         return f"{tier} path {path} to {_verb(operation)}{where}"

@@ -18,7 +18,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
 from offload.kernels.table import active_rows, segment_table
 from offload.layout import Layout
-from offload.protocols import SegmentFlag
+from offload.protocols import MAX_SCALARS, SegmentFlag
 from offload.schedule.operations import Run
 
 GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
@@ -58,6 +58,8 @@ class StepRows:
     """Address of each gradient, for the CPU; the store of gradients changes it where they move."""
     gradient_dtypes: npt.NDArray[np.int32]
     """Their element types."""
+    groups: Sequence[Any] = ()
+    """Hyperparameters, by group index, for rules whose updates take more than scalars."""
 
 
 class Tables:
@@ -124,23 +126,26 @@ class Tables:
         Raises:
             ConfigError: If a group's hyperparameters cannot be used.
         """
-        state, parameters, places = self._layout.state, self._layout.parameters, self._layout.places
-        rule, factor = state.rule, clip / scale
-        scalars, flags = [(0.0,) * len(rule.scalars._fields)], [0]  # first those of idle parameters
-        numbers: dict[tuple[int, int], int] = {}
+        layout, factor = self._layout, clip / scale
+        state, parameters, places = layout.state, layout.parameters, layout.places
+        width = 2 + MAX_SCALARS if layout.has_rules else len(state.rule.scalars._fields)
+        scalars, flags = [(0.0,) * width], [0]  # first those of idle parameters
+        numbers: dict[tuple[Any, ...], int] = {}
         chosen = np.zeros(len(self.steps), np.int64)
         subgroups: dict[int, int] = {}
         updates = self.steps + 1
         counts = updates.tolist()
         for parameter in active:
-            group, update = parameters[parameter].group, counts[parameter]
-            if (group, update) not in numbers:
-                numbers[group, update] = len(flags)
+            group, update, own = parameters[parameter].group, counts[parameter], parameters[parameter].rule
+            if (group, update, own) not in numbers:
+                numbers[group, update, own] = len(flags)
+                rule = own or state.rule
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
                 zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, groups[group]) else 0
                 flags.append(int(SegmentFlag.ACTIVE | decoupled | zeroed))
-                scalars.append(state.row(update, groups[group], factor))
-            chosen[parameter] = numbers[group, update]
+                row = layout.state_of(parameters[parameter]).row(update, groups[group], factor)
+                scalars.append((*row, *(0.0,) * (width - len(row))))
+            chosen[parameter] = numbers[group, update, own]
             subgroups.update(places[parameter])
         keys = np.zeros_like(self.numbers)
         if state.format.rounds:
@@ -152,6 +157,7 @@ class Tables:
             keys,
             self.weights.copy() if weights is None else weights,
             *(gradients or (self.gradients.copy(), self.gradient_dtypes.copy())),
+            groups,
         )
 
     def fill(
@@ -210,7 +216,7 @@ class Tables:
             weight_dtype=layout.dtype,
             gradient_dtype=dtypes,
             flags=flags,
-            scalars=rows.scalars[parameter].T,
+            scalars=rows.scalars[parameter].T[: len(layout.state.rule.scalars._fields)],
             rounding_key=rows.rounding_keys[parameter],
             first_index=first_index,
         )

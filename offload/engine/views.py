@@ -20,6 +20,7 @@ from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.stored import as_fp32, store_rounded, stored_dtype
+from offload.kernels.whole import WholeUpdate
 from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import TileId
@@ -101,6 +102,15 @@ class StateViews:
         self._tables.changed(run.visit.subgroup)
         return table
 
+    def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
+        """Return the kernel's table for a run of a sealed step; by a rule of whole parameters, the update itself."""
+        table = self.table(run, rows)
+        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
+        if not subgroup.state.rule.is_whole:
+            return table
+        parameters = [self.plan.layout.parameters[segment.parameter] for segment in subgroup.segments]
+        return WholeUpdate(table, subgroup.state, parameters, rows.groups)
+
     # Tensors
 
     @contextlib.contextmanager
@@ -127,7 +137,12 @@ class StateViews:
         subgroup = run.visit.subgroup
         if run.fresh or self._tables.needs_reload(subgroup):
             rows = self._tables.rows((), 1.0, 1.0, ())
-            self._kernel.run(self._tables.fill(run, view.address, rows, weights_address=view.weights_address))
+            table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address)
+            state = self.plan.layout.subgroups[subgroup].state
+            if state.rule.is_whole:
+                WholeUpdate(table, state)()
+            else:
+                self._kernel.run(table)
 
     def weight(self, subgroup: int, segment: Segment, view: View) -> torch.Tensor:
         """Return a segment's weight in host memory."""

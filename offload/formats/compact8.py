@@ -43,6 +43,7 @@ class _Compact8(StateFormat):
 
     def check(self, rule: UpdateRule, values: Any) -> None:
         """Refuse an `eps` of 0 in fp32: small roots and what they divide become 0."""
+        super().check(rule, values)
         eps = rule.added_to_roots(values)
         if eps is not None and np.float32(eps) == 0:
             raise ConfigError("eps", eps, "with state_format compact8 it divides zeros; give one above 1e-45")

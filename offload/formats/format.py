@@ -6,6 +6,7 @@ What is computed from stored state is defined in `offload.kernels.reference`, an
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -13,8 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from offload.dtypes import DtypeCode
+from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES
-from offload.rules import MASTER, UpdateRule
+from offload.rules import BLOCK_NUMEL, MASTER, PACKED, UpdateRule
 
 
 def blocks_numel(first_index: int, numel: int, block_numel: int) -> int:
@@ -49,8 +51,8 @@ class Format:
 
     @property
     def sector_numel(self) -> int:
-        """Elements of a sector."""
-        return SECTOR_BYTES // self.item_bytes * self.item_numel
+        """Elements of the fewest whole items that are whole sectors."""
+        return SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.item_bytes) * self.item_numel
 
     def offset(self, numel: Any) -> Any:
         """Return where an element's item begins, that many elements on; the number may be an array of `uint64`."""
@@ -72,6 +74,14 @@ FP32 = Format("fp32", 4, dtype="float32", code=DtypeCode.FLOAT32)
 
 BF16 = Format("bf16", 2, dtype="bfloat16", code=DtypeCode.BFLOAT16)
 """Rounded stochastically by updates (`offload.kernels.reference.rounding`), to nearest where state is set."""
+
+
+OWN = {
+    DtypeCode.BFLOAT16: BF16,
+    DtypeCode.FLOAT16: Format("fp16", 2, dtype="float16", code=DtypeCode.FLOAT16),
+    DtypeCode.FLOAT32: FP32,
+}
+"""How a copy of a weight is stored in the weight's own type."""
 
 
 class StateTensor(NamedTuple):
@@ -112,14 +122,18 @@ class StateFormat(ABC):
 
     def state(self, rule: UpdateRule) -> tuple[StateTensor, ...]:
         """Return what a rule's state is stored in beside the master."""
-        return tuple(StateTensor(name, self.element(name in rule.roots)) for name in rule.state)
+        found = tuple(StateTensor(name, self.element(name in rule.roots)) for name in rule.state)
+        words = rule.packed_words
+        if not words:
+            return found
+        return (*found, StateTensor(PACKED, Format(f"{PACKED}{words}", 4 * words, BLOCK_NUMEL, "float32")))
 
     def stored_as(self, name: str) -> tuple[str, ...]:
         """Return the names of what one of a rule's `names` is stored in, its own first."""
         return (name,)
 
-    def check(self, rule: UpdateRule, values: Any) -> None:  # noqa: B027 (most refuse nothing)
-        """Refuse hyperparameters with which state cannot be stored so.
+    def check(self, rule: UpdateRule, values: Any) -> None:
+        """Refuse a rule, or hyperparameters, with which state cannot be stored so.
 
         Args:
             rule: The update rule.
@@ -128,6 +142,9 @@ class StateFormat(ABC):
         Raises:
             ConfigError: As said.
         """
+        if self.rounds and rule.packed_words:
+            allowed = f'use "exact": {rule.name} keeps its state in types of its own'
+            raise ConfigError("state_format", self.name, allowed)
 
     @property
     def shares_scales(self) -> bool:

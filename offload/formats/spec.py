@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from offload.dtypes import DtypeCode
 from offload.formats.exact import EXACT
-from offload.formats.format import StateFormat, StateTensor
-from offload.rules import ADAMW, UpdateRule
+from offload.formats.format import OWN, StateFormat, StateTensor
+from offload.rules import ADAMW, MASTER, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class StateSpec:
     @cached_property
     def stored(self) -> tuple[StateTensor, ...]:
         """What all state of a 16-bit weight is stored in."""
-        return (*self.format.masters, *self.beside)
+        own = self.rule.master_dtype
+        masters = self.format.masters if own is DtypeCode.FLOAT32 else (StateTensor(MASTER, OWN[own]),)
+        return (*masters, *self.beside)
 
     @property
     def item_bytes(self) -> float:

@@ -21,7 +21,7 @@ from offload.kernels.device import DeviceKernel
 from offload.kernels.reference import TORCH_DTYPES, SegmentTensors
 from offload.kernels.stored import stored_dtype
 from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
-from offload.rules import RULES, segment_dtype
+from offload.rules import MASTER, RULES, segment_dtype
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,16 +49,25 @@ class PlainUpdateKernel(DeviceKernel):
             row = used[number : number + 1].view(segment_dtype(rule))[0]
             state = StateSpec(rule, FORMATS[int(row["state_format"])])
             for start, numel in _pieces(int(row["numel"]), int(row["first_index"]) % state.format.block_numel):
-                reference.update(self._segment(row, state, gradient, start, numel))
+                reference.update(self.segment(row, state, gradient, start, numel))
 
-    def _segment(self, row: Any, state: StateSpec, gradient: int, start: int, numel: int) -> SegmentTensors:
-        """Return elements of a segment as the reference takes them; what it updates lies where it is to be then."""
+    def segment(self, row: Any, state: StateSpec, gradient: int, start: int, numel: int) -> SegmentTensors:
+        """Return elements of a segment as the reference takes them; what it updates lies where it is to be then.
+
+        Args:
+            row: Of a segment table, with its rule's names.
+            state: What the segment's state is, and how it is stored.
+            gradient: Code of its element type; 0 where the segment is not active.
+            start: First element, at a block's begin.
+            numel: How many.
+        """
         flags, rule, formats = SegmentFlag(int(row["flags"])), state.rule, dict(state.stored)
         first_index, has_weight = int(row["first_index"]) + start, bool(row["weight"])
         in_planes = MASTER_LOW in formats and has_weight
+        master_dtype = stored_dtype(formats[MASTER]) if has_weight else torch.float32
 
         def at(name: str, dtype: torch.dtype, first: int = start, count: int = numel) -> torch.Tensor:
-            return self._at(int(row[name]) + first * dtype.itemsize, count, dtype)
+            return self.at(int(row[name]) + first * dtype.itemsize, count, dtype)
 
         def written(name: str, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
             """Return where new values go, with the old ones there where these are read."""
@@ -74,7 +83,7 @@ class PlainUpdateKernel(DeviceKernel):
             weight = written("weight", weight_dtype, loads) if active else at("weight", weight_dtype)
         master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
         if active or loads:
-            master = written("master", torch.int16 if in_planes else torch.float32, not loads)
+            master = written("master", master_dtype, not loads)
             master_low = written("master_low", torch.uint8, not loads) if in_planes else None
         scales = None
         if SCALES in formats:
@@ -110,11 +119,11 @@ class PlainUpdateKernel(DeviceKernel):
                 else:
                     kept.copy_(values)
             sums = reference.block_sums(values)
-            self._at(blocks + start // NORM_BLOCK_NUMEL * 8, sums.numel(), torch.float64).copy_(sums)
+            self.at(blocks + start // NORM_BLOCK_NUMEL * 8, sums.numel(), torch.float64).copy_(sums)
 
     def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
         for target, source, nbytes in pieces.tolist():
-            self._at(target, nbytes, torch.uint8).copy_(self._at(source, nbytes, torch.uint8))
+            self.at(target, nbytes, torch.uint8).copy_(self.at(source, nbytes, torch.uint8))
 
     def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         for address, numel, blocks in rows.tolist():
@@ -122,9 +131,10 @@ class PlainUpdateKernel(DeviceKernel):
 
     def _elements(self, address: int, code: int, start: int, count: int) -> torch.Tensor:
         dtype = TORCH_DTYPES[DtypeCode(code)]
-        return self._at(address + start * dtype.itemsize, count, dtype)
+        return self.at(address + start * dtype.itemsize, count, dtype)
 
-    def _at(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def at(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor over memory of the device."""
         return tensor_at(address, numel, dtype, self.device)
 
 

@@ -15,6 +15,7 @@ from offload._native import decode, encode
 from offload.errors import invariant
 from offload.formats import FP32, Format, StateSpec, blocks_numel
 from offload.kernels.reference import DTYPE_CODES
+from offload.rules import PACKED
 
 
 def stored_dtype(stored: Format) -> torch.dtype:
@@ -108,6 +109,8 @@ def as_fp32(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Lend a segment's state in fp32 by the rule's names: fp32 tensors in place, others as copies.
 
+    What is packed is lent in place, as words.
+
     Args:
         state: The rule, and the format of its state.
         tensors: The stored tensors by name, flat.
@@ -117,13 +120,11 @@ def as_fp32(
     """
     rule = state.rule
     stored = {name: stored_in(state, name, tensors, first_index) for name in rule.names}
+    copies = {name: place for name, place in stored.items() if place.format is not FP32 and name != PACKED}
     views = {
-        name: place.first
-        if place.format is FP32
-        else torch.empty(place.first.numel(), dtype=torch.float32, device="cpu")
+        name: torch.empty(place.first.numel(), dtype=torch.float32, device="cpu") if name in copies else place.first
         for name, place in stored.items()
     }
-    copies = {name: place for name, place in stored.items() if place.format is not FP32}
     for name, place in copies.items() if read else ():
         place.read(views[name])
     yield views

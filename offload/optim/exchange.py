@@ -110,7 +110,8 @@ class Exchange:
                     self._error = self._error or error
                 has_failed |= self._error is not None or engine.broken is not None
                 notes = torch.full((self._mesh.size(),), has_failed, dtype=torch.bool, device="cpu")  # a row a rank
-                shards.gather([*tensors, notes], self._mesh)
+                cuts = (bound.cut for bound in bucket)
+                shards.gather([*shards.send(zip(tensors, cuts, strict=True), self._mesh), notes], self._mesh)
                 self._is_lost |= not has_failed and bool(notes.any())
                 latch.set()
         except Exception as error:  # of a collective: a rank has ended

@@ -59,11 +59,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         options: TorchOptions | None = None,
     ) -> None:
         check_options(self.kind, options or {})
-        if isinstance(offload, Mapping):
-            offload = OffloadConfig.from_dict(offload)
-        if offload is not None and not isinstance(offload, OffloadConfig):
-            raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
-        config = offload or OffloadConfig()
+        config = parse_config(offload)
         owner = weakref.proxy(self)  # the engine does not keep it alive
         holder = EngineHolder(config, self.rule, lambda config: owner._open(config), self.limits)
         super().__init__(params, defaults, holder)
@@ -350,6 +346,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._preemption.after_call(self, told)
         return loss
 
+    def _values(self) -> list[Any]:
+        """Return hyperparameters for a step, by the engine's groups."""
+        return [self.rule.values(group) for group in self.param_groups]
+
     def _step(self) -> bool | None:
         """Take a step; return whether any rank has noted a SIGTERM, if ranks have told each other."""
         if self._is_asked_for_state():
@@ -360,7 +360,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("overlap", self.config.overlap, allowed)
         self._holder.open_after_backward()
         self._state.check()
-        groups = [self.rule.values(group) for group in self.param_groups]
+        groups = self._values()
         for bound in self._weights.bound.values():
             bound.used_gradient = None  # it may be used again, and a signal handler may park meanwhile
         active = self._bind_gradients()
@@ -766,6 +766,19 @@ class OffloadedOptimizer(StatefulOptimizer):
         self.close()
 
 
+def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
+    """Return the settings that a user gave.
+
+    Raises:
+        ConfigError: They are none.
+    """
+    if isinstance(offload, Mapping):
+        return OffloadConfig.from_dict(offload)
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
+    return offload or OffloadConfig()
+
+
 def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
     """Return whether the backward pass under way is the last before a step, by what the optimizer was told."""
     owner = optimizer()
@@ -781,4 +794,4 @@ def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
     weights = [shards.local(p).detach() for p in owner._weights.bound if p.dtype is torch.float32]
     if not owner._weights.are_where_bound():
         return None
-    return [owner.rule.values(group) for group in owner.param_groups], weights
+    return owner._values(), weights

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Cut:
         box: First index and size of the piece in each dimension.
         start: First element of the piece in the whole, in row-major order.
         is_run: Whether the piece is a single run of the whole.
+        owner: The rank of the mesh that has all of it, of a parameter that is dealt to one; None where each has rows.
     """
 
     mesh: Any
@@ -41,6 +42,7 @@ class Cut:
     box: tuple[tuple[int, int], ...]
     start: int
     is_run: bool
+    owner: int | None = None
 
     @property
     def groups(self) -> list[Any]:
@@ -73,13 +75,14 @@ def gathered_by(unsharder: Any) -> list[torch.Tensor]:
     return [managed.sharded_param for managed in unsharder.fsdp_params]
 
 
-def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
+def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None = None) -> Cut | None:
     """Return how a parameter is cut; None if this rank has all of it.
 
     Args:
         parameter: The parameter.
         name: Its name.
         rows_over: A mesh over which the rows of plain tensors are cut; None if they are not.
+        owner: The rank of that mesh that gets all rows; None where each gets some.
 
     Raises:
         ConfigError: It is cut in a way that cannot be updated.
@@ -106,6 +109,8 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
 
         mesh, placements = rows_over, (Shard(0),)
         first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+        if owner is not None:
+            first, size = 0, parameter.shape[0] if mesh.get_local_rank() == owner else 0
         box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
         mine = parameter[first : first + size]
     else:
@@ -117,10 +122,10 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
     if not mine.is_contiguous():
         raise ConfigError(name, f"a shard of strides {mine.stride()}", "use a contiguous sharded parameter")
     if not mine.numel():
-        return Cut(mesh, placements, box, 0, True)
+        return Cut(mesh, placements, box, 0, True, owner)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
-    return Cut(mesh, placements, box, start, last + 1 - start == mine.numel())
+    return Cut(mesh, placements, box, start, last + 1 - start == mine.numel(), owner)
 
 
 def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -190,6 +195,9 @@ def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> tor
     values = flat.as_strided(mine.size(), mine.stride())
     if cut is None:
         return values
+    if cut.owner is not None:
+        allowed = "save_checkpoint instead: a whole matrix and its state lie on the rank that it was dealt to"
+        raise ConfigError("state", "read with shard=True", allowed)
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -237,6 +245,33 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
             others = tuple(other for other in names if other != name)
             sums[others] = sums.get(others, 0.0) + math.fsum(numbers)
     return sums.get((), 0.0)
+
+
+def deal(works: Mapping[torch.Tensor, float], loads: list[float]) -> dict[torch.Tensor, int]:
+    """Return a rank for each parameter: the largest first, to whom has least to do; the same on all ranks.
+
+    Args:
+        works: What the update of each takes.
+        loads: What each rank has to do already; what it gets is added.
+    """
+    owners = {}
+    for parameter in sorted(works, key=works.__getitem__, reverse=True):  # which keeps the order of equal ones
+        rank = min(range(len(loads)), key=loads.__getitem__)
+        loads[rank] += works[parameter]
+        owners[parameter] = rank
+    return owners
+
+
+def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
+    """Have all ranks get the weights that were dealt to one of them; return the others, for `gather`."""
+    others = []
+    for weight, cut in weights:
+        if cut is None or cut.owner is None:
+            others.append(weight)
+        else:
+            flat = weight.detach().view(-1).view(torch.uint8)
+            torch.distributed.broadcast(flat, group_src=cut.owner, group=mesh.get_group())
+    return others
 
 
 def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import torch
 
 from offload.errors import ConfigError
+from offload.layout import Layout
 from offload.optim import shards
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import BoundParameter, Weights, expected_digests
-from offload.rules import MASTER, RULES, UpdateRule, checked_step
+from offload.rules import MASTER, NAMED, UpdateRule, checked_step
 from offload.session.state_copy import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
@@ -78,7 +79,8 @@ class StateEntry(dict[str, torch.Tensor]):
         self._parameter = parameter
         self._changes = state.changes
         for name, copy in values.items():
-            state.copies.watch(copy, name)
+            if isinstance(copy, torch.Tensor):  # all, but for numbers of other classes
+                state.copies.watch(copy, name)
 
     def _is_there(self, name: str, value: object) -> bool:
         """Return whether a value is what was read, perhaps moved to another device, and still lies there."""
@@ -102,11 +104,12 @@ class StateEntry(dict[str, torch.Tensor]):
         if self._is_there(name, value):
             return
         state = self._state
-        if name in self:
+        if isinstance(self.get(name), torch.Tensor):
             state.copies.forget(self[name])  # `state[p][name] *= 2` has changed it and assigns it
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
-        state.copies.watch(copy, name)
+        if isinstance(copy, torch.Tensor):
+            state.copies.watch(copy, name)
         self._changes = state.changes
 
     def update(self, *others: Any, **values: Any) -> None:
@@ -219,16 +222,27 @@ class StateView(MutableMapping[Any, Any]):
             states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
                 entry = {"step": _step_tensor(self._holder.engine.step_count(bound.position))}
-                for name in (*self._rule.names[1:], MASTER):
+                for name in (*self.rule_of(bound).state, MASTER):
                     if name in state:
                         entry[name] = shards.in_form(state[name], bound.parameter, bound.cut)
                 entries.append(entry)
         return entries
 
+    def rule_of(self, bound: BoundParameter) -> UpdateRule:
+        """Return the rule of a parameter."""
+        return self._layout.state_of(self._layout.parameters[bound.position]).rule
+
+    def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `state_for` gives of an entry that `read` has returned: no step count."""
+        return {
+            MASTER: entry[MASTER],
+            **{name: value for name, value in entry.items() if name not in (MASTER, "step")},
+        }
+
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
         """Replace a parameter's step count or one of its state tensors; return what is there now."""
         bound = self._weights.of(parameter)
-        names = self._rule.names
+        names = self.rule_of(bound).names
         with self._lock:
             self._weights.check()
             if name == "step":
@@ -237,7 +251,7 @@ class StateView(MutableMapping[Any, Any]):
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            values = _in_order(f"state {name}", value, bound)
+            values = in_order(f"state {name}", value, bound)
             mine = bound.local
             copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
             copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
@@ -247,13 +261,14 @@ class StateView(MutableMapping[Any, Any]):
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
         """Return one parameter's whole state, ready to be written; without a master if `entry` has none."""
         entry = entry if isinstance(entry, Mapping) else {}
-        others = {name for rule in RULES.values() for name in rule.state}.difference(self._rule.names)
+        rule = self.rule_of(bound)
+        others = {name for other in NAMED.values() for name in other.state}.difference(rule.names)
         if foreign := sorted(name for name in others.intersection(entry) if entry[name] is not None):
-            raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {self._rule.names[1]}")
-        step = checked_step(f"{what}.step", entry.get("step", self._rule.missing_step))
+            raise ConfigError(what, ", ".join(foreign), f"it is of another rule: here there is {rule.names[1]}")
+        step = checked_step(f"{what}.step", entry.get("step", rule.missing_step))
         return {
-            name: _in_order(f"{what}.{name}", entry.get(name), bound)
-            for name in self._rule.names
+            name: in_order(f"{what}.{name}", entry.get(name), bound)
+            for name in rule.names
             if name != MASTER or not _is_missing(entry.get(name))
         }, step
 
@@ -323,7 +338,14 @@ class StateView(MutableMapping[Any, Any]):
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
-        return isinstance(entry, Mapping) and not {"step", *self._rule.names}.isdisjoint(entry)
+        own = {rule for rule in [self._rule, *(p.rule for p in self._layout.parameters)] if rule is not None}
+        names = {"step", *(name for rule in own for name in rule.names)}
+        return isinstance(entry, Mapping) and not names.isdisjoint(entry)
+
+    @property
+    def _layout(self) -> Layout:
+        engine = self._holder.engine_if_open
+        return Layout((), ()) if engine is None else engine.plan.layout
 
     def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         pairs = zip(parameters, self.read(parameters), strict=True)
@@ -359,8 +381,8 @@ class StateView(MutableMapping[Any, Any]):
         if not isinstance(parameter, torch.Tensor):
             self.others[parameter] = entry
             return
-        *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
+            *names, last = "step", *self._rule.names[1:]
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
         if is_empty(entry):
             self.reset([parameter])
@@ -427,7 +449,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return shards.local(tensor.detach()).cpu().view(torch.int32)
 
 
-def _in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
+def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
     """Return this rank's elements as a view in the order of the weight's memory; nothing is copied."""
     parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:

@@ -48,10 +48,10 @@ _log = logging.getLogger("offload")
 class StatefulOptimizer(torch.optim.Optimizer):
     """An optimizer whose state an engine keeps. Not here: gradients, and what is done with them."""
 
-    rule: ClassVar[UpdateRule]
+    rule: UpdateRule
     """The state of each parameter, and how a step changes it."""
 
-    kind: ClassVar[str]
+    kind: str
     """The optimizer's name in checkpoints."""
 
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = None
@@ -61,8 +61,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._lock = OptimizerLock()
         self._holder = holder
         self._weights = Weights(holder)
-        self._state = StateView(
-            holder, self._weights, self.rule, self._lock, type(self).__name__, weakref.WeakMethod(self._start_values)
+        start_values = weakref.WeakMethod(self._start_values)
+        self._state = self._view_of_state(
+            holder, self._weights, self.rule, self._lock, type(self).__name__, start_values
         )
         super().__init__(params, defaults)
 
@@ -75,12 +76,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        state = StateSpec(self.rule, STATE_FORMATS[self._holder.config.state_format])
-        state.row(1, self.rule.values(group), 1.0)
+        self._spec(self.rule).row(1, self.rule.values(group), 1.0)
+
+    def _spec(self, rule: UpdateRule) -> StateSpec:
+        """Return how state of a rule is stored."""
+        return StateSpec(rule, STATE_FORMATS[self._holder.config.state_format])
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
         self._check_group(group)
+
+    _view_of_state: ClassVar[type[StateView]] = StateView
 
     def _start_values_of(self, group: Group) -> Mapping[str, float]:
         """Return the values that a group's state starts from, by name of the state; none where all are 0."""
@@ -150,8 +156,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: If the parameter has no state here.
         """
-        entry = self._state.read([self._weights.of(parameter).parameter], own_masters=True)[0]
-        return {name: entry[name] for name in self.rule.names}
+        (entry,) = self._state.read([self._weights.of(parameter).parameter], own_masters=True)
+        return self._state.shown(entry)
 
     def reset_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Forget moments and step counts, as if the parameters had never been updated; weights stay.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from offload.optim.holder import EngineHolder
 from offload.optim.ranks import agree_on_load, world
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
+from offload.rules import UpdateRule
 from offload.session.state_copy import copy_run
 
 log = logging.getLogger("offload")
@@ -79,12 +80,20 @@ class Weights:
         bound: The records by parameter, in the engine's order.
         required_device: The device that all weights must be on; None for any.
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
+        owners: The ranks of that mesh that update all of a weight, where one does.
+        kept_as: Returns which of the engine's groups a parameter is in, and its rule (None for the optimizer's); it
+            is given name and number of its group in torch.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
         self.bound: dict[torch.Tensor, BoundParameter] = {}
         self.required_device: torch.device | None = None
         self.rows_over: Any = None
+        self.owners: dict[torch.Tensor, int] = {}
+        self.kept_as: Callable[[torch.Tensor, str, int], tuple[int, UpdateRule | None]] = lambda p, name, group: (
+            group,
+            None,
+        )
         self._holder = holder
         self._has_warned_of_changes = False
         self._has_differences = False
@@ -98,7 +107,8 @@ class Weights:
         return tuple(self._describe(parameter, *labels[parameter]) for parameter in parameters)
 
     def _describe(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
-        cut = shards.cut_of(parameter, name, self.rows_over)
+        cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
+        group, rule = self.kept_as(parameter, name, group)
         return Parameter(
             name,
             shards.own(parameter, cut).numel(),
@@ -109,11 +119,12 @@ class Weights:
             tuple(parameter.shape),
             tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
+            rule=rule,
         )
 
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
         """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
-        cut = shards.cut_of(parameter, name, self.rows_over)
+        cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         bound = BoundParameter(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
         bound.stamp = bound.current_stamp()
         self._holder.engine.bind_weight(bound.position, bound.stamp[0])
@@ -242,7 +253,9 @@ class Weights:
         weights = [bound.parameter for bound in bounds]
         ranks, device = self.rows_over.size(), weights[0].device
         notes = [] if note is None else [torch.full((ranks,), note, dtype=torch.bool, device=device)]  # a row a rank
-        shards.gather([*weights, *notes], self.rows_over)
+        cuts = (bound.cut for bound in bounds)
+        in_rows = shards.send(zip(weights, cuts, strict=True), self.rows_over)
+        shards.gather([*in_rows, *notes], self.rows_over)
         for bound in bounds:
             bound.stamp = bound.current_stamp()
         return bool(notes[0].any()) if notes else None
@@ -316,11 +329,11 @@ def check_parameter(parameter: torch.Tensor, name: str, required: torch.device |
         raise ConfigError(name, parameter.device, f"have all weights on {required}, or make a new optimizer")
     if parameter.is_neg():
         raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
-    if parameter.numel() and not _is_dense(parameter):
+    if parameter.numel() and not is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

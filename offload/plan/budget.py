@@ -225,7 +225,7 @@ class Plan:
 
     def may_speculate(self, subgroup: int) -> bool:
         """Return whether a subgroup can be updated before its step: streamed, by the CPU, from host memory."""
-        if self.is_resident(subgroup):
+        if self.is_resident(subgroup) or self.layout.subgroups[subgroup].state.rule.is_whole:
             return False
         # An fp32 weight is the master: where it lies on a GPU, the step fetches it.
         is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
@@ -489,10 +489,16 @@ class Plan:
         blocks = sum(-(-parameter.numel // 4096) for parameter in self.layout.parameters)
         return FIXED_OVERHEAD_BYTES + 512 * segments + 8 * blocks
 
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Host memory that the update of a whole parameter takes meanwhile; one is updated at a time."""
+        layout = self.layout
+        return max((p.numel * layout.state_of(p).rule.scratch_item_bytes for p in layout.parameters), default=0)
+
     @property
     def overhead_bytes(self) -> int:
-        """Host memory besides state, staging and gradients: tables, and buffers for checkpoints."""
-        return self.table_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
+        """Host memory besides state, staging and gradients: tables, and buffers for updates and checkpoints."""
+        return self.table_bytes + self.scratch_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -563,6 +569,8 @@ class Plan:
             lines.append(
                 f"               {format_bytes(self.bounce_bytes):>10}  state at home on the GPU, while it is read"
             )
+        if self.scratch_bytes:
+            lines.append(f"               {format_bytes(self.scratch_bytes):>10}  updates of whole parameters")
         if self.checkpoint_buffer_bytes:
             buffers = format_bytes(self.checkpoint_buffer_bytes)
             lines.append(f"               {buffers:>10}  checkpoints, while they are copied or loaded")

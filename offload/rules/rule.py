@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.protocols import SEGMENT_DTYPE
 
@@ -26,18 +27,24 @@ MOST_ITEMS = 64
 
 BETAS = "give a sequence of two numbers from 0 (included) to 1 (not included)"
 
+BLOCK_NUMEL = 64
+"""Elements whose packed state is one item: no segment begins within a block."""
+
 MASTER = "master"
-"""The fp32 copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
+"""The copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
+
+PACKED = "packed"
+"""All that a class of torch's own kind keeps of a parameter, one tensor or number behind the other."""
 
 
 class UpdateRule(ABC):
     """Which state a parameter has, which hyperparameters a group has, and what a step's segments are told."""
 
-    name: ClassVar[str]
+    name: str
     """In manifests: state of one rule is not read as another's."""
 
-    code: ClassVar[int]
-    """Number of the rule in csrc/kernels/rules.h."""
+    code: ClassVar[int] = 0
+    """Number of the rule in csrc/kernels/rules.h; one of whole parameters has no kernel, and none."""
 
     state: ClassVar[tuple[str, ...]]
     """The tensors beside the master, each of which starts from zeros; at most `protocols.MAX_STATES`."""
@@ -53,7 +60,17 @@ class UpdateRule(ABC):
     """
 
     cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "anywhere"
-    """Where a parameter may be cut; only "anywhere" is built."""
+    """Where a parameter may be cut. What is updated whole is updated by `offload.kernels.whole`, in torch operations:
+    by the CPU, and never before its step is sealed."""
+
+    packed_words: int = 0
+    """Words of `PACKED`, 4 bytes each, for each block of `BLOCK_NUMEL` elements; 0 where a rule has no such state."""
+
+    master_dtype: DtypeCode = DtypeCode.FLOAT32
+    """What masters are kept in: fp32, or the weight's own type, of which they are copies then."""
+
+    scratch_item_bytes: ClassVar[int] = 0
+    """Bytes that the update of a parameter takes meanwhile, beside state, for each of its elements."""
 
     defaults: ClassVar[Mapping[str, Any]]
     """A group's hyperparameters, by torch's names, as they are where nobody says otherwise."""
@@ -82,6 +99,20 @@ class UpdateRule(ABC):
             grad_scale: Clipping factor over loss scale.
         """
 
+    def update(self, piece: Any, group: int, values: Any) -> None:
+        """Update one whole parameter, with torch's operations; for rules of whole parameters alone.
+
+        Args:
+            piece: An `offload.kernels.whole.Piece`: master and state are changed in place.
+            group: Number of its group.
+            values: What `values` returned.
+        """
+        raise NotImplementedError
+
+    def work(self, shape: Sequence[int]) -> float:
+        """Return the operations of one whole parameter's update, by which ranks share them; here its elements."""
+        return float(math.prod(shape))
+
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse hyperparameters that no training begins with.
 
@@ -107,7 +138,16 @@ class UpdateRule(ABC):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, the master first."""
-        return (MASTER, *self.state)
+        return (MASTER, *self.state, *((PACKED,) if self.packed_words else ()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters are not cut."""
+        return self.cut == "whole_parameter"
+
+    def numel_of(self, name: str, numel: int) -> int:
+        """Return the elements, of 4 bytes in memory, of one of `names`, for a parameter of so many."""
+        return -(-numel // BLOCK_NUMEL) * self.packed_words if name == PACKED else numel
 
 
 @cache
@@ -115,6 +155,8 @@ def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
     """Return `SEGMENT_DTYPE` with the names that a rule has for its state and scalars."""
     fields = {name: field[:2] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
     (_, states), (_, scalars) = fields.pop("state"), fields.pop("scalars")
+    if rule.packed_words:
+        fields[PACKED] = fields.pop("scales")
     for number, name in enumerate(rule.state):
         fields[name] = np.dtype(np.uint64), states + 8 * number
     for number, name in enumerate(rule.scalars._fields[2:]):

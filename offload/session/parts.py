@@ -35,6 +35,7 @@ from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.limits import Limits
 from offload.measure import probe_nodes, quick_probe, session_rates, tune_depth
+from offload.measure.whole import with_whole_parameters
 from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
 from offload.memory.touching import bound
@@ -42,7 +43,7 @@ from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_su
 from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
 from offload.plan.planner import in_order
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
-from offload.rules import UpdateRule
+from offload.rules import ADAMW, UpdateRule
 from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Extend
@@ -110,7 +111,11 @@ class SessionParts:
             refuse_gpu(config)
         else:
             if config.gradient_memory is not None:
-                self.config = config = on_cpu_alone(config)
+                why = "with gradient_memory gradients lie in host memory and on the paths, and the CPU updates"
+                self.config = config = on_cpu_alone(config, why, keep_grads=False)
+            elif rule.is_whole:
+                config = on_cpu_alone(config, f"{rule.name} is updated by the CPU", keep_grads=config.keep_grads)
+                self.config = config
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
             self.lanes = lanes = GpuLanes(
                 device,
@@ -289,6 +294,7 @@ class SessionParts:
             gradient_address=self.gradients.buffer_address,
             others=self.others,
         )
+        self.ends.callback(self.executor.close)
         self.memory.adopt_homes(self.plan, NOTHING)
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
@@ -300,10 +306,11 @@ class SessionParts:
             if path.depth is None:
                 _tune_depth(tier, self.queue, *memory.staging)
         if known_rates is not None:
-            self.rates = known_rates
+            self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
         rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
+        rates = with_whole_parameters(rates, self.plan.layout)
         self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
         kept = None if deals else self.plan
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=kept)
@@ -340,7 +347,9 @@ class SessionParts:
         slots = self._gradient_slots
         layout = plan.layout
         kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
-        self.lanes.device.prepare(layout.rule.name, kinds)
+        # What is updated whole is updated on the CPU; a device then only sums gradients.
+        rule = ADAMW if layout.rule.is_whole else layout.rule
+        self.lanes.device.prepare(rule.name, kinds)
         self.memory.adopt_device(plan, before)
         return self.counting_gradients(plan)
 

@@ -47,18 +47,17 @@ def refuse_gpu(config: OffloadConfig) -> None:
         raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
 
 
-def on_cpu_alone(config: OffloadConfig) -> OffloadConfig:
-    """Return a config with `gradient_memory` for weights on a GPU, which updates nothing then.
+def on_cpu_alone(config: OffloadConfig, why: str, *, keep_grads: bool) -> OffloadConfig:
+    """Return a config for weights on a GPU that updates nothing, for a reason.
 
     Raises:
-        ConfigError: It is to update some, or to keep gradients.
+        ConfigError: It is to update some, or to keep state.
     """
-    why = "with gradient_memory gradients lie in host memory and on the paths, and the CPU updates"
     if config.placement not in ("auto", "cpu", 0):
         raise ConfigError("placement", config.placement, f'use "cpu": {why}')
     if config.gpu_memory not in ("auto", 0):
         raise ConfigError("gpu_memory", config.gpu_memory, f"use 0: {why}")
-    return dataclasses.replace(config, placement="cpu", gpu_memory=0, keep_grads=False)
+    return dataclasses.replace(config, placement="cpu", gpu_memory=0, keep_grads=keep_grads)
 
 
 def default_threads(lanes: Lanes, sharing: int | None = None) -> int:

@@ -54,11 +54,11 @@ class State:
             tensors = [
                 (position, name)
                 for position in dict.fromkeys(positions)
-                for name in layout.rule.names
+                for name in layout.state_of(layout.parameters[position]).rule.names
                 if own_masters or name != MASTER or layout.parameters[position].dtype is not DtypeCode.FLOAT32
             ]
             numbers = {tensor: number for number, tensor in enumerate(tensors)}
-            numels = [layout.parameters[position].numel for position, _ in tensors]
+            numels = [layout.numel_of(position, name) for position, name in tensors]
             rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
             with named_shortage("state cannot be copied"):
                 copy = StateCopy(numels, rooms, parts.limits.large_copy_bytes)
@@ -136,17 +136,18 @@ class State:
         with self._thread.turn():
             tensors_of = {parts.position(parameter): tensors for parameter, tensors in values.items()}
             counts = {parts.position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
-            state = parts.plan.layout.state
-            rule = state.rule
+            layout = parts.plan.layout
             for position, tensors in tensors_of.items():
-                parameter = parts.plan.layout.parameters[position]
+                parameter = layout.parameters[position]
+                state = layout.state_of(parameter)
+                rule = state.rule
                 for name, tensor in tensors.items():
                     what = f"{name} of {parameter.name}"
                     if name not in rule.names:
                         raise ConfigError(what, name, f"use {', '.join(rule.names)}")
                     refuse_uncopied(tensor, what)
-                    if tensor.numel() != parameter.numel:
-                        raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
+                    if tensor.numel() != (numel := layout.numel_of(position, name)):
+                        raise ConfigError(what, tensor.numel(), f"give {numel} elements")
                     if name in rule.roots and state.format.rounds:
                         refuse_negative(tensor, what)
 
@@ -157,15 +158,27 @@ class State:
             masters = {position for position, tensors in tensors_of.items() if weights and MASTER in tensors}
             self._change(self._visits.subgroups_of(tensors_of), write, counts, masters)
 
+    def change(self, work: Callable[[int, Mapping[str, torch.Tensor]], None], *, masters: bool) -> None:
+        """Have a function change all state where it lies in memory, run by run in the engine's order.
+
+        Args:
+            work: Called with a parameter's position and flat views of its state, as `visit`'s; it may write to them.
+            masters: Whether it changes masters, so that weights follow.
+        """
+        with self._thread.turn():
+            layout = self._parts.plan.layout
+            chosen = range(len(layout.parameters)) if masters else ()
+            self._change(range(len(layout.subgroups)), lambda s, views: work(s.parameter, views), {}, chosen)
+
     def reset(self, parameters: Iterable[int | str]) -> None:
         """Make moments and step counts 0; masters and weights stay."""
         with self._thread.turn():
             chosen = {self._parts.position(parameter) for parameter in parameters}
-            names, machine = self._parts.plan.layout.rule.state, self._parts.machine
+            machine = self._parts.machine
 
             def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 if segment.parameter in chosen:
-                    for name in names:
+                    for name in views.keys() - {MASTER}:
                         views[name].zero_()
 
             # What was never changed has no moments yet.

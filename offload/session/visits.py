@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from offload.engine.executor import nothing_comes
+from offload.engine.executor import Visitor, nothing_comes
 from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, as_on_fastest, observe, typical
@@ -154,9 +154,9 @@ class Visits:
                 parts.plan = parts.counting_gradients(parts.plan)
         parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
 
-        def update(run: Run) -> npt.NDArray[Any] | None:
+        def update(run: Run) -> Any:
             parts.gradients.bring(run.visit.subgroup)
-            return parts.views.table(run, parts.tables.begun)
+            return parts.views.work(run, parts.tables.begun)
 
         rest = self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
@@ -202,7 +202,7 @@ class Visits:
     def _sweep(
         self,
         visits: tuple[Visit, ...],
-        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        visitor: Visitor,
         changes: bool,
         coming: Callable[[int], None] = nothing_comes,
         updates: bool = False,

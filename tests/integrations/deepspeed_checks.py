@@ -111,6 +111,37 @@ def alone_older(folder: Path) -> None:
 
 
 @check
+def lion_equals_its_definition(folder: Path) -> None:
+    """Beside stock with the reference's Lion; and from a checkpoint of DeepSpeed's, streamed and in memory."""
+    import pytest
+    from deepspeed_runs import Case, ReferenceLion, assert_same, state_of, train, training
+
+    from offload import ConfigError
+
+    lion = {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1}
+    for stage, dtype in ((1, "fp32"), (2, "bf16"), (3, "bf16")):
+        case = Case(stage, dtype, offload=paths(folder))
+        ours = dataclasses.replace(case, config={"optimizer": {"type": "Lion", "params": lion}})
+        with training(case, ours=False, optimizer=lambda given: ReferenceLion(given, **lion)) as engine:
+            expected = train(engine, case), state_of(engine, ["exp_avg"])
+        with training(ours, ours=True) as engine:
+            found = train(engine, ours), state_of(engine, ["exp_avg"])
+            engine.save_checkpoint(str(folder / f"ck-{stage}"), "tag")
+            train(engine, ours, 6, 2)
+            further = state_of(engine, ["exp_avg"])
+        assert found[0] == expected[0], f"{stage} {dtype}: {found[0]} is not {expected[0]}"
+        assert_same(found[1], expected[1])
+        with training(ours, ours=True) as engine:
+            engine.load_checkpoint(str(folder / f"ck-{stage}"), "tag")
+            train(engine, ours, 6, 2)
+            assert_same(state_of(engine, ["exp_avg"]), further)
+    for name, why in (("Muon", "Muon updates whole matrices"), ("LAMB", "runs no other optimizer")):
+        wrong = Case(config={"optimizer": {"type": name, "params": {"lr": 1e-3}}})
+        with pytest.raises(ConfigError, match=why), training(wrong, ours=True):
+            pass
+
+
+@check
 def placements_agree(folder: Path) -> None:
     """All state in memory, half of it, none of it: the same bits."""
     import torch

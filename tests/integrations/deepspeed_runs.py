@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 import offload.integrations.deepspeed as offload_deepspeed
 from offload.kernels import reference
 from offload.protocols import SegmentFlag
+from offload.rules import LION
 
 # DeepSpeed would compile its shared-memory collectives at first use.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -65,6 +66,28 @@ class ReferenceAdam(torch.optim.Optimizer):
                         master.data, (state["exp_avg"], state["exp_avg_sq"]), master.grad, None, flags, scalars
                     )
                 )
+
+
+class ReferenceLion(torch.optim.Optimizer):
+    """The same of Lion."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {**LION.defaults, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for master in (p for p in group["params"] if p.grad is not None):
+                state = self.state[master]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(master))
+                state["step"] = int(state["step"]) + 1
+                row = LION.row(state["step"], LION.values(group), 1.0)
+                flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
+                segment = reference.SegmentTensors(
+                    master.data, [state["exp_avg"]], master.grad, None, flags, row, LION
+                )
+                reference.update(segment)
 
 
 class Net(torch.nn.Module):
@@ -219,7 +242,7 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
     if optimizer is not None and ours:
         client = optimizer(parameters)
     elif ours:
-        config["optimizer"] = {"type": "AdamW", "params": dict(ADAM)}
+        config.setdefault("optimizer", {"type": "AdamW", "params": dict(ADAM)})
     else:
         client = ReferenceAdam(parameters, **ADAM) if optimizer is None else optimizer(parameters)
         config["zero_force_ds_cpu_optimizer"] = False
@@ -260,7 +283,7 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
     return [(loss.item(), *others) for loss, *others in seen]  # not before: nothing is to wait for an accelerator
 
 
-def state_of(engine: Any) -> dict[str, torch.Tensor]:
+def state_of(engine: Any, moments: Sequence[str] = ("exp_avg", "exp_avg_sq")) -> dict[str, torch.Tensor]:
     """Return weights, masters and moments by name, on the CPU; the same on every rank."""
     found: dict[str, torch.Tensor] = {}
     # Stock ZeRO-1 and 2 do not find the moments of a second parameter group.
@@ -272,7 +295,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
             found[f"{name} weight"] = parameter.detach().to("cpu", copy=True)
         if parameter.requires_grad:
             found[f"{name} master"] = safe_get_full_fp32_param(parameter).to("cpu", copy=True)
-            for key in ("exp_avg", "exp_avg_sq") if readable else ():
+            for key in moments if readable else ():
                 found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).to("cpu", copy=True)
     return found
 

@@ -200,7 +200,7 @@ def life(shard: Shard, dtype: torch.dtype) -> list[Any]:
         shard.close_window()
         found.append(shard.weights[0].float().tolist()[:8000])
     state = shard.export()[0]
-    found += [state.master.tolist(), state.exp_avg.tolist(), state.exp_avg_sq.tolist(), shard.steps()]
+    found += [state.master.tolist(), *(moment.tolist() for moment in state.moments.values()), shard.steps()]
     return found
 
 
@@ -253,7 +253,7 @@ def random_life(shard: Shard, seed: int, dtype: torch.dtype) -> list[Any]:
         shard.close_window()
         found.append(shard.weights[0].float().tolist()[:8000])
     state = shard.export()[0]
-    return [*found, state.master.tolist(), state.exp_avg.tolist(), state.exp_avg_sq.tolist()]
+    return [*found, state.master.tolist(), *(moment.tolist() for moment in state.moments.values())]
 
 
 @pytest.mark.parametrize("seed", range(16))

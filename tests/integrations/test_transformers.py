@@ -76,6 +76,19 @@ def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_trainer_trains_with_muon_and_resumes(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", "offload_muon", 6)
+    assert whole["optimizer"].endswith("transformers.trainer.Muon")
+    assert len(set(whole["losses"])) == 6
+    killed = start(tmp_path / "killed", "offload_muon", 6, "kill=5")
+    killed.communicate(timeout=240)
+    assert killed.returncode == -signal.SIGKILL
+    resumed = run(tmp_path / "killed", "offload_muon", 6, "resume")
+    assert resumed["losses"][-2:] == whole["losses"][-2:]
+    assert resumed["weights"] == whole["weights"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["null", "1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:
     """With checkpoints that stay on the paths, where the number of them is limited, and with copies."""
@@ -161,7 +174,7 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
         assert args.optim == "offload_lion"
         assert args.to_dict()["optim"] == "offload_lion"
         with pytest.raises(ValueError, match="not a valid"):
-            OptimizerNames("offload_muon")
+            OptimizerNames("offload_lbfgs")
     finally:
         offload_transformers.disable()
     offload_transformers.disable()

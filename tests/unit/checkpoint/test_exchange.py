@@ -50,7 +50,7 @@ ADAM = {
 def test_what_a_file_holds(tmp_path: Path) -> None:
     about = {"offload": json.dumps({"step": 9, "metadata": {"optimizer": "AdamW"}}), "format": "pt"}
     source = SafetensorsSource(write(tmp_path / "f", ADAM, about))
-    assert (source.rule, source.names, source.step) == (ADAMW, ["a", "b.c"], 9)
+    assert (source.rule_of("a"), source.names, source.step) == (ADAMW, ["a", "b.c"], 9)
     assert source.metadata == {"optimizer": "AdamW"}
     assert [source.full_numel(name) for name in source.names] == [6, 0]
     assert [source.step_of(name) for name in source.names] == [3, 7]
@@ -79,7 +79,7 @@ def test_whose_state_it_is_and_counts_that_are_missing(
             SafetensorsSource(path)
         return
     source = SafetensorsSource(path)
-    assert (source.rule, [source.step_of("a")]) == (rule, steps)
+    assert (source.rule_of("a"), [source.step_of("a")]) == (rule, steps)
 
 
 @pytest.mark.parametrize(

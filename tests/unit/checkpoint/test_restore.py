@@ -35,6 +35,12 @@ class Source:
     def full_numel(self, name: str) -> int:
         return self.numels[name]
 
+    def rule_of(self, name: str) -> Any:
+        return self.rule
+
+    def keeps(self, name: str, rule: Any) -> bool:
+        return bool(self.rule.name == rule.name)
+
     def step_of(self, name: str) -> int:
         return 10 + self.names.index(name)
 

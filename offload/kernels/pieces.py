@@ -1,0 +1,48 @@
+"""What a rule of whole parameters is given of one parameter, and how a class of torch's kind is run on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.kernels.reference import SegmentTensors
+from offload.layout import Parameter
+
+
+def step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step without hooks: those are the offloaded optimizer's, and run once a step."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+@dataclass(slots=True)
+class Piece:
+    """One parameter in an update.
+
+    Attributes:
+        parameter: What the layout says of it.
+        segment: Its state as it is stored, its gradient and its weight, all flat.
+        packed: Its packed state, flat words of 4 bytes; None where its rule has none.
+    """
+
+    parameter: Parameter
+    segment: SegmentTensors
+    packed: torch.Tensor | None = None
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return elements that lie in the order of the parameter's memory as a tensor of its form."""
+        shape, stride = self.parameter.shape, self.parameter.stride
+        if shape is None:
+            return flat
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+    def gradient(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the gradient times its factor, in a type; a factor of 1 changes nothing."""
+        gradient, factor = self.segment.gradient, self.segment.scalars.grad_scale
+        if gradient is None:
+            raise ValueError("an active segment needs a gradient")
+        if factor != 1:
+            gradient = gradient.to(torch.float32) * factor
+        return self.shaped(gradient.to(dtype))

@@ -1,0 +1,99 @@
+"""Updates of whole parameters, in torch operations on the CPU.
+
+The state is made whole first; then the rule changes master and state of each parameter in place, one parameter at a
+time, so that what an update takes meanwhile is that of the largest one; then the new weight is made of the master.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from offload.dtypes import DtypeCode
+from offload.formats import StateSpec
+from offload.kernels import muon, reference
+from offload.kernels.pieces import Piece
+from offload.kernels.plain import PlainUpdateKernel
+from offload.kernels.reference import DTYPE_CODES, SegmentTensors
+from offload.kernels.stored import store_rounded
+from offload.kernels.table import active_rows
+from offload.layout import Parameter
+from offload.protocols import SegmentFlag
+from offload.rules import MUON, PACKED, ClassRule, UpdateRule
+
+_CPU = PlainUpdateKernel(torch.device("cpu"))
+
+_UPDATES: dict[str, Callable[..., None]] = {MUON.name: muon.update}
+"""Of rules that do not bring their own."""
+
+
+def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
+    """Return an update to be timed: of a parameter of a shape and type, with the hyperparameters of a group."""
+    if isinstance(rule, ClassRule):
+        return rule.trial(shape, dtype, group)
+    numel = math.prod(shape)
+    generator = torch.Generator().manual_seed(0)
+    master, gradient = (
+        torch.empty(numel, dtype=torch.float32, device="cpu").normal_(generator=generator) for _ in range(2)
+    )
+    state, weight = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in rule.state], gradient.to(dtype)
+    values, parameter = rule.values(rule.defaults), Parameter("", numel, DTYPE_CODES[dtype], group, shape=shape)
+    row = rule.row(1, values, 1.0)
+    piece = Piece(parameter, SegmentTensors(master, state, gradient, weight, SegmentFlag.ACTIVE, row, rule))
+    return partial(_UPDATES[rule.name], piece, group, values)
+
+
+class WholeUpdate:
+    """The update of a subgroup by a rule of whole parameters; called once, on any thread.
+
+    Args:
+        table: As for a kernel.
+        state: What the rule is, and how state is stored.
+        parameters: Of each row; none where state is only made whole.
+        groups: Hyperparameters by group.
+
+    Attributes:
+        table: As given.
+    """
+
+    def __init__(
+        self,
+        table: npt.NDArray[Any],
+        state: StateSpec,
+        parameters: Sequence[Parameter] = (),
+        groups: Sequence[Any] = (),
+    ) -> None:
+        self.table = table
+        self._state = state
+        self._parameters = parameters
+        self._groups = groups
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Update."""
+        rule, active = self._state.rule, active_rows(self.table).tolist()
+        update: Callable[..., None] = _UPDATES.get(rule.name, rule.update)
+        for number, row in enumerate(self.table):
+            gradient = int(row["gradient_dtype"]) if active[number] else int(DtypeCode.NONE)
+            segment = _CPU.segment(row, self._state, gradient, 0, int(row["numel"]))
+            packed = None
+            if rule.packed_words:
+                words = rule.numel_of(PACKED, int(row["numel"]))
+                packed = segment.scales = _CPU.at(int(row[PACKED]), words, torch.float32)
+            flags, segment.flags = segment.flags, segment.flags & ~SegmentFlag.ACTIVE
+            reference.update(segment)
+            if active[number]:
+                segment.flags = flags
+                parameter = self._parameters[number]
+                update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
+                if segment.weight is None:
+                    continue
+                if segment.master.dtype is segment.weight.dtype:
+                    segment.weight.copy_(segment.master)
+                else:
+                    store_rounded(reference.master_of(segment), segment.weight)

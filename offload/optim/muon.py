@@ -1,0 +1,141 @@
+"""`Muon`: whole matrices by Muon, all else by AdamW, in one optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.layout import named_like
+from offload.optim import shards
+from offload.optim.groups import Group, TorchOptions, names
+from offload.optim.optimizer import OffloadedOptimizer
+from offload.rules import ADAMW, MUON, UpdateRule, flag, not_negative
+
+log = logging.getLogger("offload")
+
+KINDS = (MUON, ADAMW)
+"""The rules of a group's parameters: the engine has a group for each."""
+
+
+class Muon(OffloadedOptimizer):
+    """Muon with offloaded state, as torch's (Jordan et al. 2024), and AdamW for what is no hidden matrix.
+
+    A parameter with two dimensions is updated by Muon, whole. AdamW updates all others (vectors, convolutions), those
+    whose names match `OffloadConfig.exact_names` (embeddings, the output layer), and groups with `use_muon=False`.
+    Bits of matrices are those of `torch.optim.Muon` over fp32 weights, on this CPU and with this number of threads;
+    16-bit weights are roundings of these. Newton-Schulz works in bfloat16.
+
+    Args:
+        params: As for `AdamW`; with names, or embeddings cannot be told from other matrices. A group may have
+            `use_muon`.
+        lr: Learning rate of Muon.
+        weight_decay: Decoupled decay, of both.
+        momentum: Momentum of matrices.
+        nesterov: Nesterov's momentum.
+        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
+        eps: Added to the norm that Newton-Schulz divides by.
+        ns_steps: Iterations of Newton-Schulz.
+        adjust_lr_fn: How the rate follows a matrix's shape: "original" (as None), or "match_rms_adamw", with which
+            one rate suits both.
+        adamw_lr_ratio: AdamW's rate over `lr` in groups of Muon, so that schedules move both; other groups have their
+            `lr`.
+        betas: AdamW's.
+        adamw_eps: AdamW's `eps`.
+        offload: Where state may live; None for host memory.
+        options: As for `AdamW`.
+
+    Raises:
+        ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+
+    rule, kind = MUON, "Muon"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw_lr_ratio: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        offload: OffloadConfig | Mapping[str, Any] | None = None,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigError("torch", torch.__version__, "use one that has torch.optim.Muon, as 2.9 and later")
+        own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
+        self._is_told, self._loads = False, list[float]()
+        super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
+
+    def _open(self, config: OffloadConfig) -> None:
+        self._weights.kept_as = self._kept_as
+        self._deal(parameter for parameter in self._parameters() if parameter.requires_grad)
+        super()._open(config)
+
+    def _add(self, parameters: list[torch.Tensor]) -> None:
+        self._deal(parameter for parameter in parameters if parameter not in self._weights.owners)
+        super()._add(parameters)
+
+    def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Deal matrices to ranks by what their updates take, with `shard`: each is updated by one."""
+        mesh = self._weights.rows_over
+        if mesh is None:
+            return
+        self._loads = self._loads or [0.0] * mesh.size()
+        given = {parameter: (name, group) for parameter, name, group in names(self.param_groups)}
+        matrices = (parameter for parameter in parameters if self._is_matrix(parameter, *given[parameter]))
+        works = {parameter: MUON.work(parameter.shape) for parameter in matrices}
+        self._weights.owners.update(shards.deal(works, self._loads))
+
+    def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:
+        rule = MUON if self._is_matrix(parameter, name, group) else ADAMW
+        if rule is MUON and shards.is_sharded(parameter):
+            allowed = "give it whole, or in a group with use_muon=False: Muon updates whole matrices"
+            raise ConfigError(name, "a DTensor", allowed)
+        return len(KINDS) * group + KINDS.index(rule), rule
+
+    def _is_matrix(self, parameter: torch.Tensor, name: str, group: int) -> bool:
+        """Return whether Muon updates a parameter."""
+        if parameter.dim() != 2 or not flag(self.param_groups[group], "use_muon"):
+            return False
+        patterns = self._holder.config.exact_names
+        if patterns and name.startswith("param_groups[") and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "parameters have no names, so embeddings cannot be told from other matrices and are updated by Muon, "
+                "too; make the optimizer from named_parameters(), or give them in a group with use_muon=False"
+            )
+        everyone = [each for _, each, _ in names(self.param_groups)]
+        return name not in named_like(everyone, patterns)
+
+    def _values(self) -> list[Any]:
+        return [values for group in self.param_groups for values in self._values_of(group)]
+
+    def _values_of(self, group: Group) -> tuple[Any, Any]:
+        """Return the hyperparameters of a group's matrices, and of its other parameters."""
+        has_muon = flag({"use_muon": True, **group}, "use_muon")
+        ratio, eps = not_negative({**self.defaults, **group}, "adamw_lr_ratio", "adamw_eps")
+        (lr,) = not_negative(group, "lr")
+        adamw = {**self.defaults, **group, "lr": lr * ratio if has_muon else lr, "eps": eps}
+        return MUON.values(group), ADAMW.values({**adamw, "maximize": False})
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        _, adamw = self._values_of(group)
+        self._spec(ADAMW).row(1, adamw, 1.0)
+        ADAMW.check({**self.defaults, **group})

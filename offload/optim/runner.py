@@ -1,0 +1,397 @@
+"""Runs a class of torch's kind on views of state that lies elsewhere, one parameter at a time.
+
+What the class keeps is found out on tensors without memory, over two steps, as some of it appears at the first. Every
+update starts from the group as it was before the step; all have to leave it equal, and it is changed once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.errors import ConfigError, known
+from offload.kernels.pieces import Piece, step_alone
+from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES, SegmentTensors
+from offload.layout import Parameter
+from offload.optim import shards
+from offload.optim.packing import Form, Packing
+from offload.protocols import SegmentFlag
+from offload.rules import ClassRule
+
+Group = dict[str, Any]
+
+REFUSED = {
+    torch.optim.LBFGS: "it calls the model, and looks at all parameters at once",
+    torch.optim.SparseAdam: "its gradients are sparse",
+}
+NOT_HERE = ("fused", "capturable", "differentiable")
+"""Options of torch's own classes that only work where the state lies for good."""
+
+STEPS = 2
+"""In which the state is found out."""
+
+TRIAL_STEPS = 3
+MOST_TRIAL_NUMEL = 1 << 20
+"""Elements of the parameters, twins of the smallest one, that a class is tried on for real."""
+
+OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has values that decide something be 1, where tensors have none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Numbers():  # type: ignore[no-untyped-call]
+        yield
+
+
+class ClassRunner:
+    """See the module; a `Runner`.
+
+    Args:
+        kind: The class.
+        args: What it is made with, after the parameters.
+        kwargs: Likewise.
+        masters: Whether 16-bit weights have fp32 masters, and the class sees those.
+        widens: Whether gradients of 16-bit weights are fp32.
+
+    Attributes:
+        name: The class's.
+        of_class, masters, widens: As given.
+
+    Raises:
+        ConfigError: It is no such class, or cannot be run so.
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        masters: bool,
+        widens: bool,
+    ) -> None:
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ConfigError("wrap", kind, "give a class of torch.optim.Optimizer, and its arguments after it")
+        self.name = f"{kind.__module__}.{kind.__qualname__}"
+        for refused, why in REFUSED.items():
+            if issubclass(kind, refused):
+                raise ConfigError("wrap", self.name, f"use another class: {why}")
+        self.of_class, self._args, self._kwargs = kind, args, dict(kwargs)
+        self.masters, self.widens = masters, widens
+        self._packings: dict[tuple[Any, ...], Packing] = {}
+        self._groups: dict[int, Group] = {}  # as they were first
+        self._starts_with_state = self._changes_groups = False
+        self._left: dict[int, tuple[Mapping[str, Any], Group]] = {}
+
+    def begin_step(self) -> None:
+        """Forget what the updates of the last step have left of the groups."""
+        self._left.clear()
+
+    def _make(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
+        return self.of_class(groups, *self._args, **self._kwargs)
+
+    def groups(self, params: Iterable[Any]) -> tuple[list[Group], dict[str, Any]]:
+        """Return groups with all hyperparameters that the class adds, and its defaults; nothing is allocated.
+
+        Args:
+            params: What the class would be made with.
+
+        Raises:
+            ConfigError: An option cannot be had here.
+        """
+        given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
+        groups = [{"params": given}] if given and not isinstance(given[0], Mapping) else [*map(dict, given)]
+        twins: dict[int, torch.Tensor] = {}
+
+        def twin(item: Any) -> Any:
+            if isinstance(item, tuple):
+                return (*item[:-1], twin(item[-1]))
+            if not isinstance(item, torch.Tensor):
+                return item  # which torch refuses
+            if id(item) not in twins:
+                twins[id(item)] = torch.empty_like(shards.local(item).detach(), device="cpu").requires_grad_()
+            return twins[id(item)]
+
+        for group in groups:
+            items = group.get("params", ())
+            group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
+        with _without_memory():
+            self._inner = made = self._make([{**group, "params": [*map(twin, group["params"])]} for group in groups])
+        self._starts_with_state = bool(made.state)
+        pairs = zip(made.param_groups, groups, strict=True)
+        found = [{**_without_parameters(own), "params": group["params"]} for own, group in pairs]
+        for group in found:
+            for option in NOT_HERE:
+                if group.get(option):
+                    raise ConfigError(option, True, f"leave it out: {self.name} runs on views of state on its way")
+        return found, dict(made.defaults)
+
+    # What is kept
+
+    def rule_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> ClassRule:
+        """Return the rule of a parameter, whose state is found out.
+
+        Args:
+            parameter: The parameter.
+            group: Its group.
+            number: The group's.
+
+        Raises:
+            ConfigError: The class keeps what cannot be packed.
+        """
+        dtype = torch.float32 if self.masters else parameter.dtype
+        self._groups.setdefault(number, deepcopy(_without_parameters(group)))
+        form = tuple(parameter.shape), tuple(parameter.stride())
+        key = number, *form, DTYPE_CODES[dtype]
+        if key not in self._packings:
+            forms = self._forms(*form, dtype, group)
+            try:
+                self._packings[key] = Packing(forms, parameter.numel())
+            except TypeError as cause:
+                raise self._refusal(cause) from cause
+        return ClassRule(self.name, self._packings[key].words, DTYPE_CODES[dtype], self)
+
+    def packing_of(self, parameter: Parameter) -> Packing:
+        """Return how the state of a parameter is packed; as the layout describes it."""
+        dtype = known(parameter.rule, "a parameter without a rule").master_dtype
+        return self._packings[parameter.group, parameter.shape, parameter.stride, dtype]
+
+    @property
+    def keys(self) -> set[Any]:
+        """The keys that any state may have."""
+        return {key for packing in self._packings.values() for key in packing.keys}
+
+    def _seen(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which the class sees gradients of weights of a type."""
+        return torch.float32 if self.widens else dtype
+
+    def _refusal(self, what: object) -> ConfigError:
+        allowed = f"use a class that keeps tensors and numbers for parameters: it has {what}"
+        return ConfigError("wrap", self.name, allowed)
+
+    def _forms(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
+    ) -> dict[Any, Form | None]:
+        """Return the forms of what the class keeps of a parameter."""
+        forms: dict[Any, Form | None] = {}
+        before, own = _without_parameters(group), deepcopy(_without_parameters(group))
+        with _without_memory():
+            twin = torch.nn.Parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+            made = self._make([{**own, "params": [twin]}])
+            for step in range(STEPS + 1):
+                if step:
+                    _set_grad(twin, torch.empty_strided(size, stride, dtype=self._seen(dtype), device="cpu"))
+                    step_alone(made)
+                if others := [key for key in made.state if key is not twin]:
+                    raise self._refusal(f"{others[0]!r} of none")
+                for key, value in made.state.get(twin, {}).items():
+                    try:
+                        form = Form.of(value)
+                    except TypeError as cause:
+                        raise self._refusal(f"{key!r}, {cause}") from cause
+                    if forms.get(key) not in (None, form) and form is not None:
+                        raise self._refusal(f"{key!r}, which was {forms[key]} and is {form} a step later")
+                    forms[key] = form or forms.get(key)
+            self._changes_groups |= not _same(before, _without_parameters(made.param_groups[0]))
+        return forms
+
+    # Trials
+
+    def check_alone(self, parameters: Iterable[torch.Tensor], group: Mapping[str, Any]) -> None:
+        """Refuse a class that updates a parameter in another way where there is another one.
+
+        Args:
+            parameters: Of the group; twins of the smallest are updated, with and without each other.
+            group: Their group.
+
+        Raises:
+            ConfigError: As said; or the class keeps something itself, which is no state.
+        """
+        smallest = min((p for p in parameters if p.numel()), key=lambda p: p.numel(), default=None)
+        if smallest is None or smallest.numel() > MOST_TRIAL_NUMEL:
+            return
+        with torch.random.fork_rng(devices=[]):
+            together, *alone = (self._trial(smallest, group, numbers) for numbers in ([0, 1], [0], [1]))
+        if not _same(together, [*alone[0], *alone[1]]):
+            allowed = "use one that updates each parameter by itself: beside another one it does something else to it"
+            raise ConfigError("wrap", self.name, allowed)
+
+    def _trial(self, like: torch.Tensor, group: Mapping[str, Any], numbers: Sequence[int]) -> list[Any]:
+        """Return weight, state and group of some twins of a parameter after a few steps."""
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.float32 if self.masters else like.dtype
+        torch.default_generator.manual_seed(0)
+
+        def draw() -> torch.Tensor:
+            drawn = torch.empty_strided(like.size(), like.stride(), dtype=torch.float32, device="cpu")
+            return drawn.normal_(generator=generator).to(dtype)
+
+        draws = [[draw() for _ in range(TRIAL_STEPS + 1)] for _ in range(2)]
+        twins = [torch.nn.Parameter(draws[n][0]) for n in numbers]
+        made = self._make([{**deepcopy(_without_parameters(group)), "params": twins}])
+        kept = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
+        for step in range(TRIAL_STEPS):
+            for twin, n in zip(twins, numbers, strict=True):
+                _set_grad(twin, draws[n][1 + step].to(self._seen(dtype)))
+            step_alone(made)
+        for name, value in vars(made).items():
+            if name not in OWN_ATTRIBUTES and not _same(kept.get(name), value):
+                allowed = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
+                raise ConfigError("wrap", self.name, allowed)
+        left = _without_parameters(made.param_groups[0])
+        return [(twin.detach(), dict(made.state.get(twin, {})), left) for twin in twins]
+
+    def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
+        """See `Runner.trial`."""
+        dtype = torch.float32 if self.masters else dtype
+        twin = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
+        _set_grad(twin, torch.ones(shape, dtype=self._seen(dtype), device="cpu"))
+        made = self._make([{**self._groups.get(group, {}), "params": [twin]}])
+        return partial(step_alone, made)
+
+    # Updates
+
+    def update(self, piece: Piece, group: int, values: Mapping[str, Any]) -> None:
+        """See `ClassRule.update`.
+
+        Raises:
+            ConfigError: The class does here what it did not when it was looked at.
+        """
+        master, given = piece.segment.master, known(piece.segment.gradient, "an update without a gradient")
+        seen, view = self._seen(master.dtype), torch.nn.Parameter(piece.shaped(master))
+        if given.dtype.itemsize > seen.itemsize:
+            name = piece.parameter.name
+            raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
+        _set_grad(view, piece.gradient(seen))
+        words = known(piece.packed, "a parameter without packed state")
+        left = self.run(view, piece.parameter, words, values, step_alone)
+        if view.data_ptr() != master.data_ptr():
+            piece.shaped(master).copy_(view)
+        if not _same(self._left.setdefault(group, (values, left))[1], left):
+            allowed = "use one that changes its groups by the step alone: two parameters of one group left two"
+            raise ConfigError("wrap", self.name, allowed)
+
+    def run(
+        self,
+        view: torch.nn.Parameter,
+        parameter: Parameter,
+        words: torch.Tensor,
+        values: Mapping[str, Any],
+        call: Callable[[torch.optim.Optimizer], Any],
+    ) -> Group:
+        """Run something of the class on a view of one parameter and its state; return its group afterwards.
+
+        Args:
+            view: The parameter.
+            parameter: What the layout says of it.
+            words: Its packed state.
+            values: Its group.
+            call: What to run, given an optimizer of the class that has this parameter alone.
+
+        Raises:
+            ConfigError: The class keeps something else than when it was looked at.
+        """
+        packing = self.packing_of(parameter)
+        state, inner = packing.load(words), self._inner
+        group = {**deepcopy(dict(values)), "params": [view]}
+        if not state and self._starts_with_state:
+            inner = self._make([group])
+        else:
+            inner.param_groups = [group]
+            inner.state = defaultdict(dict, {view: state} if state else {})
+        try:
+            call(inner)
+            if others := [key for key in inner.state if key is not view]:
+                allowed = f"use one that keeps state of parameters alone: it has {others[0]!r}"
+                raise ConfigError("wrap", self.name, allowed)
+            try:
+                packing.store(words, inner.state.get(view, {}))
+            except TypeError as cause:
+                allowed = f"use a class whose state keeps its form: of {tuple(view.shape)}, {cause}"
+                raise ConfigError("wrap", self.name, allowed) from cause
+            return _without_parameters(inner.param_groups[0])
+        finally:
+            self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+
+    def walk(
+        self, method: str, parameter: Parameter, master: torch.Tensor, words: torch.Tensor, groups: Sequence[Group]
+    ) -> None:
+        """Call a method of the class for one parameter.
+
+        Args:
+            method: Its name.
+            parameter: What the layout says of the parameter.
+            master: Its master, flat and fp32; changed in place.
+            words: Its packed state.
+            groups: Hyperparameters of all groups.
+        """
+        own = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
+        piece = Piece(parameter, SegmentTensors(own, (), None, None, SegmentFlag(0), None))
+        values, view = groups[parameter.group], torch.nn.Parameter(piece.shaped(own))
+        left = self.run(view, parameter, words, values, methodcaller(method))
+        self._left.setdefault(parameter.group, (values, left))
+        piece.shaped(master).copy_(view)
+
+    def changes(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
+        """Return what a step has changed of a group; of one that no parameter was updated of, too.
+
+        Args:
+            number: The group's.
+            values: Its hyperparameters.
+            method: What was called in the place of a step.
+        """
+        if number not in self._left and (self._changes_groups or method != "step"):
+            self._inner.param_groups = [{**deepcopy(dict(values)), "params": []}]
+            (step_alone if method == "step" else methodcaller(method))(self._inner)
+            self._left[number] = values, _without_parameters(self._inner.param_groups[0])
+            self._inner.param_groups = []
+        before, left = self._left.get(number, ({}, {}))
+        return {name: value for name, value in left.items() if name not in before or not _same(before[name], value)}
+
+
+def _set_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Give a parameter a gradient, which may be wider."""
+    if gradient.dtype is not parameter.dtype:
+        parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
+
+
+def _without_parameters(group: Mapping[str, Any]) -> Group:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, bit for bit where they are numbers or tensors."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        if not alike or torch.equal(one, other):
+            return alike
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return one is other or bool(one == other) or (one != one and other != other)
+    except Exception:
+        return False

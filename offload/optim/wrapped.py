@@ -1,0 +1,199 @@
+"""`wrap`: any optimizer class of torch's kind with offloaded state; its bits are the class's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.layout import Parameter
+from offload.optim import ranks, shards
+from offload.optim.groups import Group
+from offload.optim.optimizer import OffloadedOptimizer, parse_config
+from offload.optim.runner import ClassRunner
+from offload.optim.state import Entry, StateView, in_order
+from offload.optim.weights import BoundParameter, check_parameter
+from offload.rules import MASTER, PACKED, ClassRule, checked_step
+
+WALKS = ("train", "eval")
+"""Methods of schedule-free optimizers: they change every weight by its state."""
+
+
+class PackedState(StateView):
+    """State as a class of torch's kind has it: its keys, types and shapes."""
+
+    runner: ClassRunner
+
+    def _has_master(self, bound: BoundParameter) -> bool:
+        """Return whether a parameter has a master that is no copy of its weight, nor the weight."""
+        return self.runner.masters and bound.parameter.dtype is not torch.float32
+
+    def _layout_of(self, bound: BoundParameter) -> Parameter:
+        return self._layout.parameters[bound.position]
+
+    def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
+        """Return copies of the state of some bound parameters, and masters that are no weights."""
+        entries = []
+        with self._lock, torch.inference_mode(False):
+            self.check()
+            bounds = [self._weights.bound[parameter] for parameter in parameters]
+            states = self._holder.engine.state.read([bound.position for bound in bounds]) if bounds else []
+            for bound, state in zip(bounds, states, strict=True):
+                entry = self.runner.packing_of(self._layout_of(bound)).load(state[PACKED])
+                if self._has_master(bound) or own_masters:
+                    entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
+                entries.append(entry)
+        return entries
+
+    def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
+        has_state = super()._has_state(parameter, start_values)
+        return has_state and bool(self.runner.packing_of(self._layout_of(self._weights.bound[parameter])).keys)
+
+    def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """See `StateView.shown`; a step count is one of the class's own."""
+        return dict(entry)
+
+    def assign(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
+        """Replace an item of a parameter's state; return what is there now."""
+        with self._lock:
+            (entry,) = self.read([parameter])
+            self[parameter] = {**entry, name: value}
+            return self.read([parameter])[0][name]
+
+    def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
+        """Return one parameter's whole state, ready to be written; values get the types that the class has."""
+        entry = dict(entry) if isinstance(entry, Mapping) else {}
+        packing = self.runner.packing_of(self._layout_of(bound))
+        words = self._layout.numel_of(bound.position, PACKED)
+        packed, master = torch.zeros(words, dtype=torch.float32, device="cpu"), entry.pop(MASTER, None)
+        try:
+            packing.store(packed, packing.cast(entry))
+        except TypeError as cause:
+            raise ConfigError(what, str(cause), f"it must be state of {self._rule.name}") from cause
+        tensors = {PACKED: packed}
+        if master is not None and self._has_master(bound):
+            tensors[MASTER] = in_order(f"{what}.{MASTER}", master, bound)
+        return tensors, checked_step(f"{what}.step", entry["step"]) or 1 if "step" in entry else 1
+
+    def is_of_parameter(self, entry: object) -> bool:
+        """Return whether an entry of a state dict looks like a parameter's state."""
+        return isinstance(entry, Mapping) and not self.runner.keys.isdisjoint(entry)
+
+
+class WrappedOptimizer(OffloadedOptimizer):
+    """An optimizer whose state is offloaded, and whose updates another class makes; see `wrap`."""
+
+    _view_of_state = PackedState
+    _state: PackedState
+
+    def __init__(self, params: Iterable[Any], runner: ClassRunner, config: OffloadConfig) -> None:
+        self._runner, self.kind = runner, runner.name
+        groups, defaults = runner.groups(params)
+        largest = 0
+        self.rule = ClassRule(runner.name, 1)  # subgroups are sized by that of the largest parameter
+        for at, group in enumerate(groups):
+            tensors = [item[-1] if isinstance(item, tuple) else item for item in group["params"]]
+            for parameter in tensors:
+                self._check(parameter, f"param_groups[{at}]")
+                if parameter.numel() > largest:
+                    largest, self.rule = parameter.numel(), runner.rule_of(parameter, group, at)
+            runner.check_alone(tensors, group)
+        super().__init__(groups, defaults, config)
+
+    def _check(self, parameter: torch.Tensor, name: str) -> None:
+        if shards.is_sharded(parameter):
+            raise ConfigError(name, "a DTensor", f"give it whole: {self.kind} updates whole parameters")
+        check_parameter(parameter, name, None)
+
+    def _open(self, config: OffloadConfig) -> None:
+        if config.shard and ranks.world()[0] > 1:
+            raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
+        self._state.runner = self._runner
+        self._weights.kept_as = self._kept_as
+        super()._open(config)
+
+    def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, ClassRule]:
+        self._check(parameter, name)
+        return group, self._runner.rule_of(parameter, self.param_groups[group], group)
+
+    def _check_saved_group(self, group: Group) -> None:
+        super()._check_saved_group(group)
+        own = self.param_groups[0].get("amsgrad")
+        if own is not None and group.get("amsgrad", own) != own:
+            value = group["amsgrad"]
+            raise ConfigError("state_dict amsgrad", value, f"make the optimizer with amsgrad={value}")
+
+    # Steps
+
+    def _is_asked_for_state(self) -> bool:
+        return False  # the class makes its state in such a step
+
+    def _step(self) -> bool | None:
+        self._runner.begin_step()
+        return super()._step()
+
+    def _report_step(self) -> None:
+        for at, group in enumerate(self.param_groups):
+            group.update(self._runner.changes(at, self.rule.values(group)))
+        super()._report_step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WALKS and callable(getattr(self._runner.of_class, name, None)):
+            return partial(self._walk, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @torch.no_grad()
+    def _walk(self, name: str) -> None:
+        """Call a method of the class that changes weights and state of every parameter."""
+        runner, groups = self._runner, [self.rule.values(group) for group in self.param_groups]
+        with self._lock:
+            self._holder.open()
+            self._state.check()
+            layout, bounds = self.engine.plan.layout, self._weights.bound.values()
+            runner.begin_step()
+
+            def walk(position: int, views: Mapping[str, torch.Tensor]) -> None:
+                runner.walk(name, layout.parameters[position], views[MASTER], views[PACKED], groups)
+
+            self.engine.state.change(walk, masters=True)
+            self._weights.note_written(bounds)
+            self._state.changed()
+            for at, group in enumerate(self.param_groups):
+                group.update(runner.changes(at, groups[at], name))
+
+
+def wrap(
+    kind: type[torch.optim.Optimizer],
+    params: Iterable[Any],
+    *args: Any,
+    offload: OffloadConfig | Mapping[str, Any] | None = None,
+    masters: bool = False,
+    **kwargs: Any,
+) -> WrappedOptimizer:
+    """Return an optimizer with offloaded state whose updates are made by a class of `torch.optim`'s, or of your own.
+
+    Each update of a parameter runs the class on views of its weight, gradient and state, on the CPU, so all bits are
+    the class's own. Groups, schedulers, hooks and `state_dict` are as the class has them. Parameters are not cut: a
+    subgroup is at least as large as the largest one.
+
+    Args:
+        kind: A class that keeps tensors and numbers for each parameter in `state`, and updates each by itself.
+        params: As for the class.
+        args: Further arguments of the class.
+        offload: Where state may live; None for host memory.
+        masters: Keep fp32 masters of 16-bit weights: the class updates those, with gradients in fp32, and weights are
+            what they round to. By default it updates the weights, with state as it keeps it for them.
+        kwargs: Keyword arguments of the class.
+
+    Raises:
+        ConfigError: The class cannot be run so, or an argument or parameter cannot be used; raised before any file is
+            touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+    config = parse_config(offload)
+    runner = ClassRunner(kind, args, kwargs, masters=masters, widens=config.gradient_dtype == "float32")
+    return WrappedOptimizer(params, runner, config)

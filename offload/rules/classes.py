@@ -1,0 +1,82 @@
+"""Classes of `torch.optim`'s kind as update rules: a visit runs the class on views of the state.
+
+What a class keeps of a parameter is packed (`offload.optim.packing` knows how); layout and checkpoints know its size
+alone. Nothing here imports a class: a manifest names one, and whoever reads it need not have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+from offload.dtypes import DtypeCode
+from offload.errors import ConfigError, known
+from offload.rules.rule import UpdateRule
+
+
+class Scalars(NamedTuple):
+    """What an update needs beside tensors and hyperparameters."""
+
+    grad_scale: float
+    decay: float
+
+
+class Runner(Protocol):
+    """Runs the class."""
+
+    def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
+        """See `ClassRule.update`."""
+
+    def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
+        """Return a step of the class to be timed, on a tensor of a shape and type, as one of a group."""
+
+
+@dataclass(frozen=True)
+class ClassRule(UpdateRule):
+    """The rule of the parameters whose packed state has one size.
+
+    Attributes:
+        name: The class's, with its module's.
+        packed_words: See `UpdateRule`.
+        master_dtype: Likewise.
+        runner: Runs the class; None where state is only read.
+    """
+
+    name: str
+    packed_words: int
+    master_dtype: DtypeCode = DtypeCode.FLOAT32
+    runner: Runner | None = field(default=None, compare=False, repr=False)
+
+    cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
+    state: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[Any] = Scalars
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    scratch_item_bytes: ClassVar[int] = 16  # the gradient in fp32, and three tensors of the class's
+
+    def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+
+    def update(self, piece: Any, group: int, values: Mapping[str, Any]) -> None:
+        known(self.runner, f"{self.name} is only read, and is to run").update(piece, group, values)
+
+    def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
+        """See `Runner.trial`."""
+        return known(self.runner, f"{self.name} is only read, and is to run").trial(shape, dtype, group)
+
+    def row(self, step: int, values: Any, grad_scale: float) -> Scalars:
+        return Scalars(grad_scale, 0.0)
+
+
+def described(rules: Mapping[str, UpdateRule], name: str, words: int, master_dtype: DtypeCode) -> UpdateRule:
+    """Return the rule that a manifest describes by its name, and the sizes that a rule of this package leaves at 0.
+
+    Raises:
+        ConfigError: There is no such rule.
+    """
+    if words:
+        return ClassRule(name, words, master_dtype)
+    if name not in rules:
+        raise ConfigError("rule", name, f"this version of offload knows {', '.join(rules)}")
+    return rules[name]

@@ -1,0 +1,61 @@
+"""Muon, as torch has it: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+
+The momentum of a matrix is orthogonalized by Newton-Schulz, which takes all of it; `offload.kernels.muon` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from offload.errors import ConfigError
+from offload.rules.classes import Scalars
+from offload.rules.rule import UpdateRule, flag, items, not_negative, number
+
+
+class _Muon(UpdateRule):
+    name = "muon"
+    state = ("momentum_buffer",)
+    scalars = Scalars
+    cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
+    missing_step = 1
+    scratch_item_bytes = 32  # gradient, momentum and update in fp32, matrices in bf16, and rounding's random bits
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+    }
+
+    def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = {**self.defaults, **{name: group[name] for name in self.defaults if name in group}}
+        lr, weight_decay, momentum, eps = not_negative(found, "lr", "weight_decay", "momentum", "eps")
+        coefficients, steps = items(found["ns_coefficients"]) or [], found["ns_steps"]
+        if len(coefficients) != 3 or any(number(each) != number(each) for each in coefficients):
+            raise ConfigError("ns_coefficients", found["ns_coefficients"], "give three numbers")
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
+            raise ConfigError("ns_steps", steps, "give a number of iterations from 0 to 99")
+        if found["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ConfigError("adjust_lr_fn", found["adjust_lr_fn"], 'use "original" or "match_rms_adamw"')
+        plain = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+        return {
+            **found,
+            **plain,
+            "nesterov": flag(found, "nesterov"),
+            "ns_coefficients": tuple(map(number, coefficients)),
+        }
+
+    def row(self, step: int, values: Any, grad_scale: float) -> Scalars:
+        return Scalars(grad_scale, 0.0)
+
+    def work(self, shape: Sequence[int]) -> float:
+        rows, columns = shape
+        least = min(rows, columns)
+        return float(self.defaults["ns_steps"]) * (4.0 * rows * columns * least + 2.0 * least**3)
+
+
+MUON = _Muon()
