@@ -154,8 +154,8 @@ def median(turns: list[dict[str, float]], value: Callable[[dict[str, float]], fl
 def main() -> None:
     parser = arguments(__doc__, path=True)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 2048])
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512])
     parser.add_argument("--pairs", type=int, default=7)
     args = parser.parse_args()
     if args.smoke:
