@@ -138,8 +138,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
         """Take in reduced gradients, in the dtype that they are accumulated in."""
-        boundary = self.is_gradient_accumulation_boundary
-        final = bool(boundary() if callable(boundary) else boundary)
+        final = self._is_boundary
         self._auto.pace.arrived()
         for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
             number = self._numbers[parameter.ds_id]

@@ -405,12 +405,13 @@ class Engine:
     def wait_for(self, parameters: Iterable[int | str]) -> None:
         """Wait until the weights of some parameters are those of the last step, and their gradients have been read.
 
-        On a GPU the work that the calling thread enqueues from now on waits for them, too.
+        On a GPU the work that the calling thread enqueues from now on, on its stream, waits for them, too; also where
+        somebody else has waited for all of the step.
 
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        self._visits.wait_for(parameters)
+        self._visits.wait_for(parameters, leads=self._parts.lanes.on_gpu)
 
     def finish(self, *, on_gpu: bool = False) -> None:
         """Wait until the pending step is over, if there is one.

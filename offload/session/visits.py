@@ -67,12 +67,18 @@ class Visits:
         places = self._parts.plan.layout.places
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
 
-    def wait_for(self, parameters: Iterable[int | str]) -> None:
-        """Wait for a pending step to have visited some parameters; see `Engine.wait_for`."""
-        if self._thread.pending is None or os.getpid() != self._thread.pid:
+    def wait_for(self, parameters: Iterable[int | str], *, leads: bool = False) -> None:
+        """Wait for a pending step to have visited some parameters; see `Engine.wait_for`.
+
+        Args:
+            parameters: Which.
+            leads: Whether to have the caller's stream wait for their weights, too, where the step has ended: whoever
+                has waited for that may work on another.
+        """
+        if os.getpid() != self._thread.pid or (self._thread.pending is None and not leads):
             return
         subgroups = self.subgroups_of(map(self._parts.position, parameters))
-        if self._thread.wait_for(subgroups):
+        if self._thread.wait_for(subgroups) or leads:
             self._parts.lanes.lead_caller_to(subgroups)
 
     def visit(
