@@ -23,6 +23,7 @@ from test_gpu_training import Given, Place, drawn
 from test_overlap_backward import KINDS as WHERE_GRADIENTS_STAY
 from test_overlap_backward import (
     LOOSE,
+    Barrier,
     Training,
     accumulated,
     another_rate,
@@ -231,35 +232,24 @@ def named(kind: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("form", ["exact", "compact8"])
+@pytest.mark.parametrize(
+    ("keeps", "form"),
+    [
+        (False, "exact"),
+        (False, "compact8"),
+        (True, "exact"),
+        pytest.param(True, "compact8", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: str, form: str) -> None:
+def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: str, keeps: bool, form: str) -> None:
     """A fifth of the steps clips, others are not finite, are dropped, accumulate, or change what was read."""
     found = {}
+    kinds = [named(kind) for kind in ((*WHERE_GRADIENTS_STAY, torch_clips_nothing) if keeps else KINDS)]
     for overlap in ("off", "backward", "both"):
         overlaps = "off" if overlap == "off" else "backward"
-        training = OnGpu(tmp_path / overlap, place, overlaps, state_format=form, **PLACINGS[placing])
-        training.follow = overlap == "both"
-        found[overlap] = run(training, 60, 1, [named(kind) for kind in KINDS], share=0.5)
-        if overlap != "off":
-            assert training.counts["could"] > 0
-            assert training.counts["did"] >= 0.9 * training.counts["could"]
-            assert training.counts["revoked"] > 0
-    assert_says_something(found["off"])
-    assert_same(found["off"], found["backward"])
-    assert_same(found["off"], found["both"])
-
-
-@pytest.mark.parametrize("form", ["exact", "compact8"])
-@pytest.mark.parametrize("placing", PLACINGS)
-def test_bits_are_those_of_steps_without_where_gradients_stay(
-    place: Place, tmp_path: Path, placing: str, form: str
-) -> None:
-    """With `keep_grads`: whatever is done to a gradient, the step sees it."""
-    found, kinds = {}, [named(kind) for kind in (*WHERE_GRADIENTS_STAY, torch_clips_nothing)]
-    for overlap in ("off", "backward", "both"):
-        overlaps = "off" if overlap == "off" else "backward"
-        training = OnGpu(tmp_path / overlap, place, overlaps, keep_grads=True, state_format=form, **PLACINGS[placing])
+        options = {"keep_grads": keeps, "state_format": form, **PLACINGS[placing]}
+        training = OnGpu(tmp_path / overlap, place, overlaps, **options)
         training.follow = overlap == "both"
         found[overlap] = run(training, 60, 1, kinds, share=0.5)
         if overlap != "off":
@@ -335,20 +325,6 @@ def test_all_is_confirmed_where_nothing_changes(place: Place, tmp_path: Path) ->
         assert training.counts["confirmed"] == 7 * training.able_bytes()  # all but the first
         assert training.counts["revoked"] == 0
         assert "the step is hidden in backward" in str(optimizer.plan)
-
-
-class Barrier(torch.autograd.Function):
-    """The identity, whose backward calls something first."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, call: Any) -> torch.Tensor:
-        ctx.call = call
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.call()
-        return gradient, None
 
 
 def test_updates_are_made_while_backward_goes_on(place: Place, tmp_path: Path) -> None:
