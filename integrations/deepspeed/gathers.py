@@ -125,7 +125,8 @@ class Gathers:
                     self._exchange.wait_for(places)
         elif self._engine.is_pending or self._device.type != "cpu":
             with self._pace.timed_wait():
-                self._engine.wait_for([number for place in places for number in self._pieces_of[place]])
+                numbers = (number for place in places for number in self._pieces_of[place])
+                self._engine.wait_for(numbers, on_any_stream=True)
 
     def finish(self) -> None:
         """Wait until the last step is over, and all weights are here."""

@@ -73,7 +73,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         found = (self._numbers.get(parameter.ds_id) for parameter in parameters)
         numbers = [number for number in found if number is not None]
         self._used.update(dict.fromkeys(numbers))
-        self.offload.wait_for(numbers)
+        self.offload.wait_for(numbers, on_any_stream=True)
 
     def _use_order(self) -> Mapping[int, int] | None:
         used, self._used = self._used, {}

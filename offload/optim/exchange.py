@@ -110,7 +110,7 @@ class Exchange:
             with stream:
                 for bucket, latch in zip(buckets, latches, strict=True):
                     try:
-                        engine.wait_for(bucket.positions)
+                        engine.wait_for(bucket.positions, on_any_stream=True)
                     except Exception as error:
                         self._error = self._error or error
                     has_failed |= self._error is not None or engine.broken is not None

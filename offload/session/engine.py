@@ -402,16 +402,19 @@ class Engine:
         """Whether there is a step that nobody has waited for to its end."""
         return self._thread.pending is not None
 
-    def wait_for(self, parameters: Iterable[int | str]) -> None:
+    def wait_for(self, parameters: Iterable[int | str], *, on_any_stream: bool = False) -> None:
         """Wait until the weights of some parameters are those of the last step, and their gradients have been read.
 
-        On a GPU the work that the calling thread enqueues from now on, on its stream, waits for them, too; also where
-        somebody else has waited for all of the step.
+        On a GPU the work that the calling thread enqueues from now on waits for them, too.
+
+        Args:
+            parameters: Which.
+            on_any_stream: On a GPU: also where somebody has waited for all of the step, perhaps on another stream.
 
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        self._visits.wait_for(parameters, leads=self._parts.lanes.on_gpu)
+        self._visits.wait_for(parameters, on_any_stream=on_any_stream)
 
     def finish(self, *, on_gpu: bool = False) -> None:
         """Wait until the pending step is over, if there is one.
