@@ -445,6 +445,16 @@ class Device(Protocol):
             rows: Of (gradient, elements, blocks). They are copied.
         """
 
+    def fingerprint_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Put on a lane: the parts that the same blocks have in the fingerprints of many gradients.
+
+        Args:
+            lane: Which one.
+            dtype: Element type of all.
+            rows: Of (gradient, elements, parts): `offload.kernels.reference.fingerprint_parts`, on the device. They
+                are copied.
+        """
+
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
         """Post completion `op` when a timed mark has been reached, with its time; of one lane's marks in their order.
 

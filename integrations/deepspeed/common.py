@@ -23,6 +23,7 @@ import torch
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
+from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving
@@ -101,6 +102,7 @@ class OffloadedOptimizer:
     optimizer: Any
     dp_process_group: Any
     norm_for_param_grads: dict[Any, Any]
+    is_gradient_accumulation_boundary: Any
     _monitor: Callable[[], Any] = staticmethod(lambda: None)
     _flats: list[torch.Tensor]
     _lent: list[FlatState] | None = None
@@ -161,7 +163,7 @@ class OffloadedOptimizer:
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto" and self.is_early:
             self._auto.after_step(
-                self.offload, self._speculate, [self.dp_process_group], torch.device("cpu"), follows=False
+                self.offload, self._speculate, [self.dp_process_group], self._told_on, follows=False
             )
         if self.behind is not None and not self.overflow:
             self.note_weights()
@@ -169,8 +171,21 @@ class OffloadedOptimizer:
 
     @property
     def is_early(self) -> bool:
-        """Whether gradients are reduced during backward, in host memory."""
-        return str(import_module("deepspeed.accelerator").get_accelerator().device_name()) == "cpu"
+        """Whether gradients are reduced during backward."""
+        return True
+
+    @property
+    def _is_boundary(self) -> bool:
+        """Whether the micro-step under way is the last before a step."""
+        boundary = self.is_gradient_accumulation_boundary
+        return bool(boundary() if callable(boundary) else boundary)
+
+    @property
+    def _told_on(self) -> torch.device:
+        """The device on which ranks tell each other numbers."""
+        if "gloo" in torch.distributed.get_backend(self.dp_process_group):
+            return torch.device("cpu")
+        return torch.device(import_module("deepspeed.accelerator").get_accelerator().device_name())
 
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
         """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
@@ -191,11 +206,7 @@ class OffloadedOptimizer:
 
     def _greatest(self, number: int) -> int:
         """Return the greatest of all ranks' numbers."""
-        backend = torch.distributed.get_backend(self.dp_process_group)
-        device = (
-            "cpu" if "gloo" in backend else import_module("deepspeed.accelerator").get_accelerator().device_name()
-        )
-        numbers = torch.tensor([number], dtype=torch.int64, device=device)
+        numbers = torch.tensor([number], dtype=torch.int64, device=self._told_on)
         torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
         return int(numbers.item())
 
@@ -208,6 +219,9 @@ class OffloadedOptimizer:
     def _use_order(self) -> Mapping[int, int] | None:
         """Return the order in which forward uses pieces, if a step goes on into it."""
         return None
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Have steps go on into the next forward pass of a model, if they are to; ZeRO-3 knows its modules itself."""
 
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on into the next forward pass."""
@@ -229,7 +243,11 @@ class OffloadedOptimizer:
 
     def _speculate(self) -> None:
         """Have updates made during backward from now on."""
-        self.offload.speculate(functools.partial(_foreseen, weakref.ref(self)))
+        owner = weakref.ref(self)
+        # In host memory a gradient is said to have arrived when all of it has.
+        in_parts = not isinstance(self.shard.gradients, HostGradients)
+        is_last = functools.partial(_is_last, owner) if in_parts else None
+        self.offload.speculate(functools.partial(_foreseen, owner), is_last)
 
     def foreseen(self) -> tuple[list[Any], list[torch.Tensor]] | None:
         """Return what the next step would be told now; see `Engine.speculate`.
@@ -283,6 +301,7 @@ class OffloadedOptimizer:
         if self._lent is not None:
             yield self._lent
             return
+        self.finish()
         self._lent = self.shard.empty(stream.without_memory) if self._streams else self.shard.export()
         try:
             self._lend(self._lent)
@@ -438,6 +457,7 @@ class OffloadedOptimizer:
         load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            self.finish()
             self._end_lending()
             self._loading = os.path.join(load_dir, tag)
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
@@ -586,6 +606,11 @@ class OffloadedOptimizer:
         """Return whether a gradient of any rank has an element that is not finite."""
         return self._any(not self._on_all_ranks(self.shard.is_finite))
 
+    def independent_gradient_partition_epilogue(self) -> None:
+        """DeepSpeed's call when it has reduced what a backward pass has left."""
+        super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+        self.offload.gradients.end_backward()
+
     def reset_cpu_buffers(self) -> None:
         """DeepSpeed's call at the end of a step, taken or skipped."""
         super().reset_cpu_buffers()  # type: ignore[misc]
@@ -642,7 +667,7 @@ class OffloadedOptimizer:
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
         """Refuse: DeepSpeed's config says whether steps go on into forward."""
-        allowed = 'leave it out, and write "overlap": "forward" in the config: ZeRO-3 gathers weights in forward'
+        allowed = 'leave it out, and write "overlap": "forward" in the config: weights are gathered in forward then'
         raise ConfigError("overlap_forward", "called", allowed)
 
     def destroy(self) -> None:
@@ -679,6 +704,12 @@ def _foreseen(
     """Return what the next step of an optimizer would be told now, if it is still there."""
     found = optimizer()
     return None if found is None else found.foreseen()
+
+
+def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
+    """Return whether the micro-step under way is an optimizer's last before a step."""
+    found = optimizer()
+    return found is not None and found._is_boundary
 
 
 def _is_accelerates() -> bool:

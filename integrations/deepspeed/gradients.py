@@ -41,6 +41,11 @@ class HostGradients:
         self._pieces = pieces
         self._engine = engine
 
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """Memory that updates read gradients from, and that is not the engine's."""
+        return self.buffers
+
     def is_far(self, tensor: torch.Tensor) -> bool:
         """Return whether gradients that lie with a tensor have to be copied."""
         return bool(self.transfers.is_far(tensor))
@@ -130,6 +135,11 @@ class EngineGradients:
         """First gradients of pieces that the GPU updates: it reads them there, and adds to them, until the step."""
         self._lent: dict[int, torch.Tensor] = {}
         """Gradients on the GPU that somebody may have written to, and padding behind them."""
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """See `HostGradients.kept`."""
+        return [*self._kept.values(), *self._lent.values()]
 
     def is_far(self, tensor: torch.Tensor) -> bool:
         """Return True: no gradient is added to where the engine has it."""

@@ -149,9 +149,6 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
-    if settings.overlaps_forward and stage != 3:
-        allowed = 'use "off" or "backward", or ZeRO-3: below it DeepSpeed gathers new weights in its step'
-        raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
     overlaps = _section(config, "zero_optimization").get("overlap_comm")
     if settings.overlaps_backward and stage == 1 and not overlaps:
         allowed = 'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended'

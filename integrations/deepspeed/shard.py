@@ -118,14 +118,12 @@ class Shard:
     def read_by_speculation(self) -> list[torch.Tensor] | None:
         """Return what speculative updates read: gradients, and fp32 weights, which are masters.
 
-        None if weights are not where they are bound, or gradients are not in host memory.
+        None if weights are not where they are bound.
         """
         if self._bound_at != [weight.data_ptr() for weight in self.weights]:
             return None
-        if not isinstance(self.gradients, HostGradients):
-            return None
         masters = [weight.detach() for weight in self.weights if weight.dtype is torch.float32]
-        return [*self.gradients.buffers, *masters]
+        return [*self.gradients.kept, *masters]
 
     def _bind_weights(self) -> None:
         self._bound_at = [weight.data_ptr() for weight in self.weights]
@@ -229,12 +227,12 @@ class Shard:
         self._bind_weights()
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
-        if order is None or not isinstance(self.gradients, HostGradients):
+        if order is None or self.engine.config.gradient_memory is not None:
             self.engine.step(groups, scale=scale, clip=clip, active=self.active)
             self.engine.finish(on_gpu=True)  # ZeRO-3 gathers them on a stream that waits for no other
             return
         active = sorted(self.active, key=lambda number: order.get(number, -1))
-        memory = [*(weight.detach() for weight in self.weights), *self.gradients.buffers]
+        memory = [*(weight.detach() for weight in self.weights), *self.gradients.kept]
         self.engine.step(groups, scale=scale, clip=clip, active=active, pending=memory)
 
     def reload_masters(self) -> None:

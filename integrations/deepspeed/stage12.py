@@ -16,10 +16,19 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
+from offload.integrations.deepspeed.gathers import Gathers
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import FlatState, rule_of
+
+COPIED_AND_GATHERED = (
+    "single_partition_of_fp32_groups",
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "parallel_partitioned_bit16_groups",
+    "bit16_groups_flat",
+)
+"""What DeepSpeed's step copies from, and gathers: lists with one entry for each flat tensor."""
 
 SAMPLES = 8
 """Elements of each weight, less one, by which a change is noticed that torch does not count."""
@@ -30,6 +39,61 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     _samples: list[torch.Tensor] | None = None
     _noted: tuple[list[tuple[int, int]], list[torch.Tensor]] = [], []
+    _gathers: Gathers | None = None
+    _leaves_gathers = False
+
+    # Into the next forward pass
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Have steps go on into the next forward pass of a model, if they are to. Collective."""
+        if self._offload_config.overlaps_forward:
+            parts, pace = self.parallel_partitioned_bit16_groups, self._auto.pace
+            self._gathers = Gathers(self.offload, self.shard.pieces, parts, self.dp_process_group, pace)
+            self._gathers.follow(model)
+
+    def step(self, *arguments: Any, **keywords: Any) -> Any:
+        """Make a step as DeepSpeed does; where it goes on into forward, weights are gathered behind it."""
+        if self._gathers is None:
+            return super().step(*arguments, **keywords)
+        self.finish()
+        self._end_lending()
+        # DeepSpeed copies new weights from masters, which here they are, and gathers them: it is shown empty ones.
+        kept = {name: getattr(self, name) for name in COPIED_AND_GATHERED}
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        parts, empty = self.parallel_partitioned_bit16_groups, [nothing for _ in self._flats]
+        shown: tuple[list[Any], ...] = (empty, empty, [[nothing for _ in each] for each in parts], [])
+        try:
+            self.__dict__.update(zip(COPIED_AND_GATHERED, shown, strict=True))
+            self._leaves_gathers = True
+            return super().step(*arguments, **keywords)
+        finally:
+            self._leaves_gathers = False
+            self.__dict__.update(kept)
+
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        if not self._leaves_gathers:  # else they stay where they are
+            super()._update_model_bit16_weights(group_index)
+
+    def _update_all(self) -> None:
+        active = self.shard.active
+        super()._update_all()
+        if self._gathers is not None:
+            self._gathers.begin(active)
+
+    def _use_order(self) -> Mapping[int, int] | None:
+        return None if self._gathers is None else self._gathers.agree()
+
+    def finish(self) -> None:
+        """See `OffloadedOptimizer.finish`."""
+        super().finish()
+        if self._gathers is not None:
+            self._gathers.finish()
+
+    def destroy(self) -> None:
+        """See `OffloadedOptimizer.destroy`."""
+        super().destroy()
+        if self._gathers is not None:
+            self._gathers.close()
 
     # State
 
@@ -78,6 +142,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def _rebind_weights(self) -> None:
         self.shard.weights[:] = self._own_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
+        if self._gathers is not None:
+            self._gathers.moved(self.parallel_partitioned_bit16_groups)
         self.take_back()
 
     @property
@@ -88,7 +154,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def note_weights(self) -> None:
         """Note that weights are what their masters round to: where they are, how often changed, and some elements."""
-        self._noted = self._observed()
+        if self._gathers is None:  # else nobody knows before they are read
+            self._noted = self._observed()
 
     def rounded_weights(self) -> Sequence[torch.Tensor]:
         """Return all trained weights, if they are what they were when that was noted last; else none."""
@@ -167,8 +234,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
         """Take in a reduced gradient, in the dtype that it is accumulated in."""
         identity = self.get_param_id(param)
-        boundary = self.is_gradient_accumulation_boundary
-        final = bool(boundary() if callable(boundary) else boundary)
+        final = self._is_boundary
         self._auto.pace.arrived()
         flat, source, _, numel = self.grad_position[identity]
         if not self._use_compact_grad_partition_buffer(flat):

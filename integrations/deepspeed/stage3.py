@@ -74,7 +74,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         found = (self._numbers.get(parameter.ds_id) for parameter in parameters)
         numbers = [number for number in found if number is not None]
         self._used.update(dict.fromkeys(numbers))
-        self.offload.wait_for(numbers)
+        self.offload.wait_for(numbers, on_any_stream=True)
 
     def _use_order(self) -> Mapping[int, int] | None:
         used, self._used = self._used, {}
@@ -140,8 +140,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
         """Take in reduced gradients, in the dtype that they are accumulated in."""
-        boundary = self.is_gradient_accumulation_boundary
-        final = bool(boundary() if callable(boundary) else boundary)
+        final = self._is_boundary
         self._auto.pace.arrived()
         for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
             number = self._numbers[parameter.ds_id]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError, OffloadConfig
+from offload import ConfigError
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
@@ -46,6 +46,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "_create_fp32_partitions": "",
         "initialize_optimizer_states": "",
         "partition_grads": "params_to_release grad_partitions",
+        "independent_gradient_partition_epilogue": "",
         "_get_norm_groups": "",
         "has_overflow": "partition_gradients",
         "unscale_and_clip_grads": "sub_group_id total_norm",
@@ -70,6 +71,8 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
     _STAGE12: {
         "initialize_optimizer_states": "",
         "copy_grads_in_partition": "param",
+        "independent_gradient_partition_epilogue": "",
+        "_update_model_bit16_weights": "group_index",
         "get_param_gradient_attribute": "param",
         "clear_grad_attribute": "param",
         "has_overflow": "partition_gradients",
@@ -144,7 +147,6 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     config = settings.read(engine.config)
     _check_engine(engine)
     _offload_to_cpu(engine)
-    _check_overlap(config, import_module("deepspeed.accelerator").get_accelerator().device_name())
     optimizer = client_optimizer
     if optimizer is None and str(engine.optimizer_name()).lower() == settings.LION_TYPE:
         optimizer = LionGroups(model_parameters, **settings.lion_from_config(engine.optimizer_params()))
@@ -175,6 +177,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         made = type(engine.optimizer).__name__
         raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
     engine.optimizer.report_to(engine)
+    engine.optimizer.follow(engine.module)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)
     if (saving := settings.saving(engine.config)) != settings.Saving():
@@ -199,12 +202,6 @@ def _offload_to_cpu(engine: Any) -> None:
     zero.offload_optimizer = given.model_copy(update={"device": device.cpu})
     if engine.global_rank == 0:
         log.warning('%s.device counts as "cpu" beside %s; write it, and this is not said', settings.OFFLOAD, KEY)
-
-
-def _check_overlap(config: OffloadConfig, accelerator: str) -> None:
-    if (config.overlaps_backward or config.overlaps_forward) and accelerator != "cpu":
-        allowed = f'use "off" on {accelerator}: it is for weights and gradients in host memory'
-        raise ConfigError(f"{KEY}.overlap", config.overlap, allowed)
 
 
 def _check_engine(engine: Any) -> None:

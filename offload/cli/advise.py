@@ -229,8 +229,8 @@ class Setting:
         memory, question = answer.question.node_memory, answer.question
         image_bytes = question.ranks * (answer.use.host_bytes + answer.plan.speculative_memory_bytes)
         no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, question.ranks)
-        if question.all_ranks > 1:  # weights are gathered before a module's turn: none waits for its own
-            hidden = {where: seconds for where, seconds in hidden.items() if where == "backward"}
+        if question.all_ranks > 1 and question.weights_on_gpu:  # what ranks exchange there meanwhile is not predicted
+            hidden = {}
         # Where little is streamed, both together are predicted to hide what waits for the norm.
         if no_room or hidden.get("backward", math.inf) > (1 - WORTH) * answer.iteration_s:
             hidden = {where: seconds for where, seconds in hidden.items() if where == "forward"}
@@ -435,9 +435,8 @@ def to_paste(setting: Setting) -> str:
 
 
 def _in_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what DeepSpeed's object takes of a config: gradients leave there anyway, no step goes on in forward."""
-    left_out = {"keep_grads"} | ({"overlap"} if config.get("overlap") != "backward" else set())
-    return {name: value for name, value in config.items() if name not in left_out}
+    """Return what DeepSpeed's object takes of a config: gradients leave there anyway."""
+    return {name: value for name, value in config.items() if name != "keep_grads"}
 
 
 def _python(config: Mapping[str, Any]) -> str:

@@ -488,8 +488,7 @@ def ask(
     if prediction is not None and forward_s is not None and backward_s is not None:
         on_cpu = not question.weights_on_gpu
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
-        may_begin = on_cpu or (question.all_ranks == 1 and not question.keep_grads)
-        if may_begin and not plan.gradient_buffers:
+        if not plan.gradient_buffers:
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(prediction, plan, forward_s, backward_s, follows=follows)
     return Answer(question, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)

@@ -361,6 +361,11 @@ class AcceleratorDevice:
         with self.current(), working_on(self.stream(lane)):
             self._kernel.gather_rows(dtype, rows)
 
+    def fingerprint_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """See `Device.fingerprint_gradients`."""
+        with self.current(), working_on(self.stream(lane)):
+            self._kernel.fingerprint_rows(dtype, rows)
+
     def close(self) -> None:
         """See `Device.close`."""
         if self._closed:

@@ -85,8 +85,9 @@ class GpuLanes(Lanes):
         self.borrows = borrows
         self.borrowed_bytes = 0
         """What the last step has borrowed."""
+        self.caller: Hashable = None
+        """Who made the last request, where memory is borrowed."""
         self._borrowed_slots: list[int] = []
-        self._caller: Hashable = None  # who made the last request
         self._shortages = 0
         self._nodes = {} if named_nodes else nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
@@ -201,14 +202,14 @@ class GpuLanes(Lanes):
             How many slots there are.
         """
         plan = self._known_plan
-        self.borrow_buffers(self._caller)
+        self.borrow_buffers(self.caller)
         while len(self._borrowed_slots) < plan.gpu_slots:
             try:
-                self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self._caller))
+                self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self.caller))
             except OffloadError as error:
                 self._tell_shortage(len(self._borrowed_slots), plan.gpu_slots, error)
                 break
-        self.follow_borrowed(self._caller)
+        self.follow_borrowed(self.caller)
         buffers_bytes = PIECE_BUFFERS * self.pieces.buffer_bytes
         self.borrowed_bytes = len(self._borrowed_slots) * plan.gpu_slot_bytes + buffers_bytes
         return len(self._borrowed_slots)
@@ -332,7 +333,7 @@ class GpuLanes(Lanes):
         """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
         if self.borrows:
-            self._caller = self.device.caller()
+            self.caller = self.device.caller()
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES, DeviceLane.LEAVING):
             self.device.follow(lane, mark)
 
@@ -462,8 +463,8 @@ class GpuLanes(Lanes):
         self._time("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
-        """Make the next run of a subgroup on the CPU wait until its last weights have left host memory."""
-        self._inputs[subgroup] = self._written.get(subgroup, ())[:1]
+        """Make the next run of a subgroup on the CPU wait until its last weights have left host memory, too."""
+        self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
 
     def await_push(self, operation: AwaitPush) -> None:
         """Report when a subgroup's new weights have left their slot."""

@@ -43,6 +43,7 @@ class NoDevice:
 
     adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
+    fingerprint_gradients = _refuse
 
     def free_bytes(self) -> int:
         """Return 0."""

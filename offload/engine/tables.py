@@ -237,8 +237,8 @@ class Tables:
 
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any], begun: StepRows
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Return addresses and sizes of gradients and fp32 weights that a step reads, and others may have written to.
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Return where gradients and fp32 weights lie that a step reads, and that others may have written to.
 
         Args:
             subgroup: The subgroup.
@@ -246,14 +246,15 @@ class Tables:
             begun: The step.
 
         Returns:
-            One row for each segment: its gradient, its fp32 weight; sizes are 0 if the update does not read them.
+            For each segment its parameter; addresses of its gradient and of its fp32 weight; and their sizes, which
+            are 0 if the update does not read them.
         """
         parameter, start = self._columns[subgroup][:2]
         is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
         numel = np.where(active_rows(table), table["numel"], np.uint64(0))
         sizes = np.stack([numel * ITEM_BYTES[table["gradient_dtype"]], numel * np.uint64(4 * is_fp32)], axis=1)
         gradients = begun.gradients[parameter] + start * ITEM_BYTES[begun.gradient_dtypes[parameter]]
-        return np.stack([gradients, table["master"]], axis=1), sizes.astype(np.uint64)
+        return parameter, np.stack([gradients, table["master"]], axis=1), sizes.astype(np.uint64)
 
     def weight_copies(
         self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None

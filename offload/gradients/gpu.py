@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,35 +29,51 @@ from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.tables import GradientsAt, Tables
-from offload.errors import ConfigError, InternalError
+from offload.engine.tables import GradientsAt, StepRows, Tables
+from offload.errors import ConfigError, InternalError, known
 from offload.gradients.additions import Additions, Sending
-from offload.gradients.store import BLOCK_BYTES, GradientSlots, GradientStore
-from offload.kernels import CpuUpdateKernel
+from offload.gradients.store import BLOCK_BYTES, FinalGradient, GradientSlots, GradientStore
+from offload.kernels import CpuUpdateKernel, blocks_numel
 from offload.kernels.reference import TORCH_DTYPES
-from offload.layout import SEGMENT_ALIGN_NUMEL, Segment
+from offload.layout import SEGMENT_ALIGN_NUMEL, Segment, Subgroup
 from offload.limits import Limits
 from offload.memory.arenas import Arena
 from offload.plan import Plan
 from offload.plan.budget import BROUGHT_AHEAD
-from offload.protocols import DeviceLane, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
 from offload.schedule.operations import Visit
 
 
 @dataclass(slots=True)
 class _GradientRecord:
-    """The record of one parameter's gradient since the last step."""
+    """The record of one parameter's gradient since the last step.
+
+    Attributes:
+        parts: Memory of its block sums in the host, or of the parts that its segments have in their fingerprints.
+        device_blocks: The same on the device.
+        starts: First element of each of its segments, which have parts of their own: they begin anywhere in a block.
+    """
 
     numel: int
     slot: torch.Tensor
     stays: bool
-    blocks: npt.NDArray[np.float64]
+    parts: npt.NDArray[np.uint64]
     device_blocks: int
+    starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
     dtype: DtypeCode = DtypeCode.NONE
     mark: Departure | None = None
     was_added: bool = False
+
+    @property
+    def blocks(self) -> npt.NDArray[np.float64]:
+        """Block sums."""
+        return self.parts[: blocks_numel(self.numel)].view(np.float64)
+
+    def first_part(self, start: int) -> int:
+        """Return the number of the first part of the segment that begins at element `start`."""
+        return start // NORM_BLOCK_NUMEL + self.starts.index(start)
 
     def forget(self) -> None:
         """Drop the gradient."""
@@ -174,6 +190,7 @@ class GpuGradients(GradientStore):
         self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
         self._gap_bytes = 0  # see `PieceCopies.to_host`
         self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
+        self._final_read: Mark | None = None  # after it no lane reads gradients of `bring_final`
 
     # Memory
 
@@ -191,14 +208,17 @@ class GpuGradients(GradientStore):
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         del self.records[first:]  # of an `adopt` that failed
+        layout = plan.layout
+        starts = [tuple(layout.subgroups[s].segments[n].start for s, n in each) for each in layout.places[first:]]
+        counts = [count + len(each) for count, each in zip(counts, starts, strict=True)]
         region, device = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, 0
         if region is not None:
             device = self.lanes.device.allocate(region.nbytes) if not self.lanes.borrows else 0
             self._regions.append(_Region(device, region))
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
-        for parameter, count in zip(self._parameters[first:], counts, strict=True):
-            blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
-            self.records.append(_GradientRecord(parameter.numel, empty, False, blocks, device + offset))
+        for parameter, count, each in zip(self._parameters[first:], counts, starts, strict=True):
+            parts = region.numpy(offset, count, np.uint64) if region is not None else np.zeros(0, np.uint64)
+            self.records.append(_GradientRecord(parameter.numel, empty, False, parts, device + offset, each))
             offset += count * BLOCK_BYTES
         for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=False):
             record.slot, record.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
@@ -238,17 +258,21 @@ class GpuGradients(GradientStore):
             undo.pop_all()
         for region, address in taken:
             for record in self.records:
-                offset = record.blocks.ctypes.data - region.host.address
+                offset = record.parts.ctypes.data - region.host.address
                 if 0 <= offset < region.host.nbytes:
                     record.device_blocks = address + offset
         return taken
 
-    def _borrow(self, *, buffers: bool) -> None:
-        """Borrow memory for block sums, and for `buffers` of pieces; on the caller's thread, which has the lock."""
+    def _borrow(self, *, buffers: bool, caller: Hashable = None) -> None:
+        """Borrow memory for block sums, and for `buffers` of pieces, from the calling thread, which has the lock.
+
+        On the engine thread: from `caller`.
+        """
         lanes = self.lanes
         if not lanes.borrows or all(region.address for region in self._regions):
             return
-        device, caller = lanes.device, lanes.device.caller()
+        device = lanes.device
+        caller = device.caller() if caller is None else caller
         if buffers:
             lanes.borrow_buffers(caller)
         taken = self._take_for_sums(caller)
@@ -270,13 +294,17 @@ class GpuGradients(GradientStore):
         lanes = self.lanes
         with self._lock:
             self.leave()
-            for region in self._regions:
-                if region.address:
-                    lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.address, region.host.nbytes)
+            self._copy_sums()
             if lanes.borrows:
                 for region in self._regions:
                     region.address = 0
                 lanes.return_borrowed()
+
+    def _copy_sums(self) -> None:
+        """Put on lane `GRADIENTS`: copy all block sums that are on the device to host memory."""
+        for region in self._regions:
+            if region.address:
+                self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.address, region.host.nbytes)
 
     def bound_at(self) -> GradientsAt:
         """See `GradientStore.bound_at`."""
@@ -449,6 +477,75 @@ class GpuGradients(GradientStore):
         self._in_transit_bytes -= self.in_transit.popleft()[1].nbytes
         if not self.in_transit:  # an interrupt may have come between the two
             self._in_transit_bytes = 0
+
+    # For updates in backward, of gradients that stay where they are
+
+    def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
+        """See `GradientStore.final`."""
+        slot = self._slots[position]
+        if slot.numel() and slot.dtype is not gradient.dtype:
+            return None  # the step brings it to a wider one
+        return gradient, self.lanes.device.mark(DeviceLane.CALLER, timed=False)
+
+    def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
+        """See `GradientStore.read_final`: in their slots, as rows say already."""
+
+    def bring_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup) -> None:
+        """Copy gradients of a subgroup that is admitted to their slots, and make its run wait for them.
+
+        The caller may write to them meanwhile: the step compares what the update has read with what is there then.
+        """
+        copies: list[tuple[int, int, int]] = []
+        for segment in subgroup.segments:
+            if segment.parameter in final and segment.numel:
+                gradient, mark = final[segment.parameter]
+                for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
+                    self.lanes.device.follow(lane, known(mark, "a gradient on a device has no mark"))
+                start, nbytes = (numel * gradient.itemsize for numel in (segment.start, segment.numel))
+                target = self._slots[segment.parameter].data_ptr()
+                copies.append((gradient.data_ptr() + start, target + start, nbytes))
+        self.lanes.bring(Visit(subgroup.index, speculative=True), (), as_pieces(copies), self._gap_bytes)
+        self._final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
+
+    def end_final(self) -> None:
+        """Wait until no lane reads gradients that `bring_final` was given, which are dropped then."""
+        mark, self._final_read = self._final_read, None
+        if mark is not None:
+            mark.wait()
+
+    def fingerprints(
+        self,
+        positions: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.uint64]:
+        """See `GradientStore.fingerprints`: those of gradients that have not left are made on the device."""
+        stay = np.array([self.records[position].mark is None for position in positions.tolist()], bool)
+        found = super().fingerprints(positions, addresses, np.where(stay, np.uint64(0), sizes))
+        chosen = np.flatnonzero(stay & (sizes > 0))
+        if not chosen.size:
+            return found
+        positions, addresses = positions[chosen], addresses[chosen]
+        dtypes = self._tables.gradient_dtypes[positions]
+        starts = (addresses - self._tables.gradients[positions]) // ITEM_BYTES[dtypes]
+        numels = sizes[chosen] // ITEM_BYTES[dtypes]
+        # In the place of their blocks' sums: the norm, if there is one, has been made.
+        self._gathered[positions] = DtypeCode.NONE
+        records = [self.records[position] for position in positions.tolist()]
+        first = [record.first_part(start) for record, start in zip(records, starts.tolist(), strict=True)]
+        lanes, device = self.lanes, self.lanes.device
+        with self._lock:
+            self._borrow(buffers=False, caller=lanes.caller)
+            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))  # behind the caller
+            at = [record.device_blocks + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)]
+            rows = np.stack([addresses, numels, np.array(at, np.uint64)], axis=1)
+            for dtype in np.unique(dtypes).tolist():
+                device.fingerprint_gradients(DeviceLane.GRADIENTS, DtypeCode(dtype), rows[dtypes == dtype])
+            self._copy_sums()
+            device.mark(DeviceLane.GRADIENTS, timed=False).wait()
+        for number, record, start, numel in zip(chosen.tolist(), records, first, numels.tolist(), strict=True):
+            found[number] = record.parts[start : start + blocks_numel(numel)].sum(dtype=np.uint64)
+        return found
 
     # Between passes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from offload.device.host import HostMemory
 from offload.device.none import never, nothing
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.engine.tables import GradientsAt, Tables
+from offload.engine.tables import GradientsAt, StepRows, Tables
 from offload.errors import ConfigError
 from offload.gradients.additions import BUFFERS, buffer_bytes
 from offload.kernels import CpuUpdateKernel, norm_sq_at
@@ -24,6 +24,9 @@ from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
 BLOCK_BYTES = 8
 """Of the sum of a block's squares."""
+
+FinalGradient = tuple[torch.Tensor, Mark | None]
+"""A gradient that is read where it lies, in no slot; on a device with the mark after which it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class GradientStore:
     """
 
     leave = hold = forget = settle = announce = finish = bring = coming = park = unpark = return_borrowed = nothing
+    bring_final = end_final = nothing
     stays = has_arrived = have_arrived = begin_step = never
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""
 
@@ -205,6 +209,44 @@ class GradientStore:
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """Return whether the gradients of some segments are in their slots, as far as they have left a GPU."""
         return True
+
+    # Gradients that updates in backward read, and that lie in no slot
+
+    def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
+        """Return a gradient that the caller has made, as updates in backward will find it; on the caller's thread.
+
+        None where they cannot read it.
+        """
+        return gradient, None
+
+    def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
+        """Say in the rows of the expected step where updates of some segments read their gradients.
+
+        Args:
+            final: Gradients in no slot, by the position of their parameter.
+            segments: The segments.
+            rows: What is changed.
+        """
+        for segment in segments:
+            if segment.parameter in final:
+                gradient, _ = final[segment.parameter]
+                rows.gradients[segment.parameter] = gradient.data_ptr()
+                rows.gradient_dtypes[segment.parameter] = DTYPE_CODES[gradient.dtype]
+
+    def fingerprints(
+        self,
+        positions: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.uint64]:
+        """Return fingerprints of pieces of gradients, where the step that begins reads them.
+
+        Args:
+            positions: Parameter of each.
+            addresses: Where it lies.
+            sizes: Its bytes.
+        """
+        return self._kernel.fingerprints(addresses, sizes)
 
     # Between steps
 

@@ -155,13 +155,22 @@ class DeviceKernel(ABC):
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
         """
-        used = rows[rows[:, 1] > 0]
-        invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
-        invariant(bool(used.all()), "a gradient, or its sums, at address 0")
-        aligned = used % np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64) == 0
-        invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
-        if len(used):
+        if len(used := _checked_rows(dtype, rows)):
             self._gather_rows(int(dtype), used)
+
+    def fingerprint_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Enqueue the parts that blocks have in many gradients' fingerprints; see `CpuUpdateKernel.fingerprints`.
+
+        Args:
+            dtype: Element type of all.
+            rows: Of (address of a gradient, its elements, address of the parts): 64 bits for each block of the norm,
+                whose sum modulo 2^64 is the fingerprint.
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        if len(used := _checked_rows(dtype, rows)):
+            self._fingerprint_rows(int(dtype), used)
 
     # What the kinds do, each in its way; all has been checked
 
@@ -182,6 +191,20 @@ class DeviceKernel(ABC):
     @abstractmethod
     def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         """Enqueue sums of gradients that have elements."""
+
+    @abstractmethod
+    def _fingerprint_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+        """Enqueue fingerprints, in parts, of gradients that have elements."""
+
+
+def _checked_rows(dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the rows of gradients that have elements."""
+    used = rows[rows[:, 1] > 0]
+    invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
+    invariant(bool(used.all()), "a gradient, or its sums, at address 0")
+    aligned = used % np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64) == 0
+    invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
+    return used
 
 
 def device_kernel(device: torch.device | None = None) -> DeviceKernel:

@@ -108,7 +108,8 @@ class GpuUpdateKernel(DeviceKernel):
                     BLOCK=BLOCK_NUMEL,
                     **UPDATE_OPTIONS,
                 )
-                self._kernels.gather_rows[(0,)](table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
+                for of_rows in (self._kernels.gather_rows, self._kernels.fingerprint_rows):
+                    of_rows[(0,)](table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
                 for adds in (False, True):
                     self._kernels.gather[(0,)](
                         _SOME_ADDRESS,
@@ -192,6 +193,10 @@ class GpuUpdateKernel(DeviceKernel):
     def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         blocks = -(-rows[:, 1].astype(np.int64) // NORM_BLOCK_NUMEL)
         self._launch_rows(self._kernels.gather_rows, rows, blocks, SOURCE=dtype, **GATHER_OPTIONS)
+
+    def _fingerprint_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+        blocks = -(-rows[:, 1].astype(np.int64) // NORM_BLOCK_NUMEL)
+        self._launch_rows(self._kernels.fingerprint_rows, rows, blocks, SOURCE=dtype, **GATHER_OPTIONS)
 
     def _launch_rows(
         self, kernel: Any, rows: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int64], **options: Any

@@ -129,6 +129,13 @@ class PlainUpdateKernel(DeviceKernel):
         for address, numel, blocks in rows.tolist():
             self._gather((address, dtype), numel, blocks, (0, 0), False)
 
+    def _fingerprint_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+        for address, numel, parts in rows.tolist():
+            for start, count in _pieces(numel):
+                first_block = start // NORM_BLOCK_NUMEL
+                found = reference.fingerprint_parts(self._elements(address, dtype, start, count), first_block)
+                self._at(parts + 8 * first_block, found.numel(), torch.int64).copy_(found)
+
     def _elements(self, address: int, code: int, start: int, count: int) -> torch.Tensor:
         dtype = TORCH_DTYPES[DtypeCode(code)]
         return self.at(address + start * dtype.itemsize, count, dtype)

@@ -39,7 +39,7 @@ import triton.language as tl
 from offload import formats, rules
 from offload.dtypes import DtypeCode
 from offload.formats.compact8 import BLOCK_NUMEL
-from offload.kernels.reference import minifloat
+from offload.kernels.reference import FINGERPRINT_KEYS, minifloat
 from offload.kernels.reference.rounding import COUNTER_STEP, INDEX_STEP
 from offload.protocols import MAX_STATES, NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 
@@ -54,6 +54,7 @@ def _word(field: str, bytes_each: int) -> tl.constexpr:
 NONE = tl.constexpr(int(DtypeCode.NONE))
 BFLOAT16 = tl.constexpr(int(DtypeCode.BFLOAT16))
 FLOAT16 = tl.constexpr(int(DtypeCode.FLOAT16))
+FLOAT32 = tl.constexpr(int(DtypeCode.FLOAT32))
 DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
 LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
 ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
@@ -63,6 +64,7 @@ BYTE = tl.constexpr(4)  # beside the codes of dtypes: uint8, as it is
 SHARED = tl.constexpr(BLOCK_NUMEL)
 CODE_UNIT, ONE = tl.constexpr(2.0**126), tl.constexpr(1)
 INFINITY = tl.constexpr(0x7F800000)  # its bits
+(START_A, STEP_A), (START_B, STEP_B) = (map(tl.constexpr, keys) for keys in FINGERPRINT_KEYS)
 SIGNED_BITS, ROOT_BITS = tl.constexpr(minifloat.SIGNED_MANTISSA_BITS), tl.constexpr(minifloat.ROOT_MANTISSA_BITS)
 NAN_SCALE, MASTER_RANDOM = tl.constexpr(minifloat.NAN_SCALE), tl.constexpr(minifloat.MASTER_RANDOM)
 SIGNED_LEAST, SIGNED_GREATEST, ROOT_LEAST, ROOT_GREATEST = (
@@ -642,6 +644,56 @@ def gather_rows(table, pieces, SOURCE: tl.constexpr):
             gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, False)
     else:
         gather_block(source, room, start, sums, source, SOURCE, NONE, False, False, False)
+
+
+@triton.jit
+def product_of_halves(words):
+    """Return the product of the two halves of each 64-bit word."""
+    return (words & 0xFFFFFFFF) * (words >> 32)
+
+
+@triton.jit
+def fingerprint_block(source, room, start, part, SOURCE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """Write the part of one block of the norm in a gradient's fingerprint (`reference.fingerprint_parts`)."""
+    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), tl.arange(0, NORM_BLOCK) < room, FULL)
+    EACH: tl.constexpr = 2 if SOURCE == FLOAT32 else 4  # elements of a word
+    if SOURCE == FLOAT32:
+        bits = found.to(tl.uint32, bitcast=True).to(tl.uint64)
+    else:
+        bits = found.to(tl.uint16, bitcast=True).to(tl.uint64)
+    shifts = (tl.arange(0, EACH) * (64 // EACH)).to(tl.uint64)
+    words = tl.sum(tl.reshape(bits, [NORM_BLOCK // EACH, EACH]) << shifts[None, :], axis=1)
+    word = tl.arange(0, NORM_BLOCK // EACH)
+    position = start // EACH + word
+    first = product_of_halves(words ^ (position * STEP_A + START_A).to(tl.uint64, bitcast=True))
+    second = product_of_halves(words ^ (position * STEP_B + START_B).to(tl.uint64, bitcast=True))
+    terms = first + ((second << 32) | (second >> 32))
+    inside = word * EACH < room
+    tl.store(part, tl.sum(tl.where(inside, terms, tl.zeros_like(terms)), axis=0))
+
+
+@triton.jit
+def fingerprint_rows(table, pieces, SOURCE: tl.constexpr):
+    """Write the part of one block of one of many gradients in its fingerprint.
+
+    Args:
+        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its parts, and nothing.
+        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        SOURCE: Dtype code of the gradients.
+    """
+    piece = pieces + 2 * tl.program_id(0)
+    row = table + tl.load(piece).to(tl.int64) * 4
+    block = tl.load(piece + 1).to(tl.int64)
+    source, start = tl.load(row), block * NORM_BLOCK
+    room = tl.load(row + 1) - start
+    part = (tl.load(row + 2) + block * 8).to(tl.pointer_type(tl.uint64))
+    if source % 16 == 0:
+        if room >= NORM_BLOCK:
+            fingerprint_block(source, room, start, part, SOURCE, True, True)
+        else:
+            fingerprint_block(source, room, start, part, SOURCE, True, False)
+    else:
+        fingerprint_block(source, room, start, part, SOURCE, False, False)
 
 
 @triton.jit

@@ -14,14 +14,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._compile import _disable_dynamo
 
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError, OffloadError, known
 from offload.optim import ranks, shards
-from offload.optim.exchange import Exchange
+from offload.optim.exchange import BUCKET_BYTES, UNUSED, Bucket, Exchange
 from offload.optim.holder import EngineHolder
 from offload.optim.pace import Pace
 from offload.optim.weights import BoundParameter, Weights
@@ -82,14 +82,12 @@ class Overlap:
             if ranks.is_flattened(parameter) or (shards.is_sharded(parameter) and parameter not in gathered):
                 allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
                 raise ConfigError("model", type(parameter).__name__, allowed)
-        rows_over = self._weights.rows_over
-        if rows_over is not None and str(self._weights.required_device) != "cpu":
-            allowed = "leave it out for weights on an accelerator: there ranks exchange their rows in step()"
-            raise ConfigError("model", "shard=True", allowed)
         self._holder.check_open()
         self.finish()
+        rows_over = self._weights.rows_over
         if rows_over is not None and self.exchange is None:
-            self.exchange = Exchange(rows_over)
+            device = known(self._weights.required_device, "weights are cut by rows, and lie nowhere")
+            self.exchange = Exchange(rows_over.get_group(), device)
         for other in [other for other in self.models if other.model is model]:
             other.remove()
         followed = FollowedModel(self, model, check)
@@ -122,7 +120,10 @@ class Overlap:
         """
         if self.exchange is None:
             return []
-        order = self.exchange.agree(self._weights.shared, at_once, later)
+        own, shared = {bound: 1 + place for place, bound in enumerate(later)}, self._weights.shared
+        own |= dict.fromkeys(at_once, 0)
+        agreed = self.exchange.agree([own.get(bound, UNUSED) for bound in shared])
+        order = [shared[number] for place, number in agreed if place != UNUSED]
         places = {bound: place for place, bound in enumerate(order)}
         later.sort(key=lambda bound: places.get(bound, -1))
         return order
@@ -146,8 +147,26 @@ class Overlap:
 
     def exchange_behind(self, bounds: list[BoundParameter]) -> None:
         """Have ranks exchange the rows of weights behind the step that has begun; see `agree`."""
-        if self.exchange is not None:
-            self.exchange.begin(self._holder.engine, bounds, self.hidden_copies)
+        if self.exchange is None:
+            return
+        nbytes, filled = 0, list[list[BoundParameter]]([[]])
+        for bound in bounds:
+            if nbytes >= BUCKET_BYTES:
+                filled.append([])
+                nbytes = 0
+            filled[-1].append(bound)
+            nbytes += bound.parameter.nbytes
+        self.exchange.begin(self._holder.engine, [self._bucket(bucket) for bucket in filled])
+
+    def _bucket(self, bounds: list[BoundParameter]) -> Bucket:
+        # Not through the parameters, whose versions count what their users change.
+        weights = [self.hidden_copies.get(bound, bound.parameter.data) for bound in bounds]
+
+        def gather(mesh: Any, notes: torch.Tensor) -> None:
+            cuts = (bound.cut for bound in bounds)
+            shards.gather([*shards.send(zip(weights, cuts, strict=True), mesh), notes], mesh)
+
+        return Bucket(bounds, [bound.position for bound in bounds], gather)
 
     def hide(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
@@ -240,6 +259,27 @@ class OptimizerLock:
         self._lock.release()
 
 
+class Waiting(Protocol):
+    """What knows which weights are there, for a model whose modules wait for theirs: an `Overlap`, or another.
+
+    Attributes:
+        models: The models that wait.
+        has_ended: See `Overlap`.
+    """
+
+    models: list[FollowedModel]
+    has_ended: bool
+
+    def note_use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that a forward pass uses some weights now, and wait for them."""
+
+    def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for some weights, if there is a step that goes on."""
+
+    def finish(self) -> None:
+        """Wait until the last step is over."""
+
+
 class FollowedModel:
     """A model whose modules wait for their weights; returned by `overlap_forward`. It does not keep the optimizer.
 
@@ -249,7 +289,7 @@ class FollowedModel:
         parameters: The parameters that a hook waits for.
     """
 
-    def __init__(self, overlap: Overlap, model: torch.nn.Module, check: bool) -> None:
+    def __init__(self, overlap: Waiting, model: torch.nn.Module, check: bool) -> None:
         self.model = model
         self.check = check
         self._overlap = weakref.ref(overlap)

@@ -51,16 +51,15 @@ def choose_route(
     elif isinstance(holder.device, NoDevice):
         kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
     else:
-        kind, come_early = (StepRoute, False) if holder.config.keep_grads else (DepartureRoute, arrive_reduced)
+        kind = StepRoute if holder.config.keep_grads else DepartureRoute
+        come_early = arrive_reduced and not (kind is StepRoute and holder.config.shard and not is_alone)
         # Until backward has shown what is free there.
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
     if holder.config.overlaps_backward and not come_early:
         allowed = (
-            'use "off": gradients have to come to host memory, of one process or of FSDP2, or of DDP with '
-            "shard=True where weights are there, too"
+            'use "off": gradients have to be final before the step, of one process or of FSDP2, or of DDP with '
+            "shard=True where weights are in host memory"
         )
-        if kind is StepRoute:
-            allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
         holder.close()
         raise ConfigError("overlap", holder.config.overlap, allowed)
     route = kind(holder, weights, scaling, overlap)
@@ -100,7 +99,7 @@ class Route:
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
     is_early: bool = False
-    """Whether gradients that are final lie in host memory before the step begins."""
+    """Whether gradients that are final can be read before the step begins."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -134,6 +133,23 @@ class Route:
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Do what this route does with a gradient before the step begins."""
+
+    def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
+        """Tell the engine that a gradient is final where it lies, unless the step will copy it.
+
+        Args:
+            bound: The parameter.
+            gradient: Its gradient; None for the one in `.grad`.
+        """
+        parameter, gradient = bound.parameter, bound.parameter.grad if gradient is None else gradient
+        if self._engine.broken is not None or gradient is None or gradient.requires_grad:
+            return
+        if shards.placed_as(gradient, parameter):
+            rows = None if shards.is_sharded(parameter) else bound.cut
+            gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
+            _check_gradient(gradient, parameter, bound.name)
+            if _lies_as(gradient, parameter):
+                self._engine.gradients.final(bound.position, shards.own(gradient, rows))
 
     def bind(self) -> list[BoundParameter]:
         """Tell the engine where gradients lie; return the parameters that have one."""
@@ -261,7 +277,11 @@ class Route:
 
 
 class StepRoute(Route):
-    """Brings gradients from a GPU when the step begins."""
+    """Leaves gradients on a GPU until the step begins; updates in backward copy those that are final."""
+
+    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
+        if self._engine.speculates:
+            self._mark_final(bound)
 
 
 class ReducedRoute(Route):
@@ -318,23 +338,6 @@ class ReducedRoute(Route):
             buckets.forget()
         for bound in bounds:
             self._mark_final(bound)
-
-    def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
-        """Tell the engine that a gradient is final where it lies, unless the step will copy it.
-
-        Args:
-            bound: The parameter.
-            gradient: Its gradient; None for the one in `.grad`.
-        """
-        parameter, gradient = bound.parameter, bound.parameter.grad if gradient is None else gradient
-        if self._engine.broken is not None or gradient is None or gradient.requires_grad:
-            return
-        if shards.placed_as(gradient, parameter):
-            rows = None if shards.is_sharded(parameter) else bound.cut
-            gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
-            _check_gradient(gradient, parameter, bound.name)
-            if _lies_as(gradient, parameter):
-                self._engine.gradients.final(bound.position, shards.own(gradient, rows))
 
 
 class SlotRoute(Route):

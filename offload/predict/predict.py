@@ -84,7 +84,8 @@ def with_backward_s(
 
     All of that state is then moved both ways; in forward staging slots are flushed and filled. Updates take their
     time from backward, on the same cores; those of state at home in memory are the step's. With weights on a GPU
-    updates are made beside backward, and only those of the CPU; new weights are sent in the step.
+    updates are made beside backward, and only those of the CPU, as are copies of gradients that stay there; new
+    weights are sent in the step.
 
     Args:
         prediction: Of the step, with a timeline.
@@ -105,6 +106,8 @@ def with_backward_s(
         sent = sum(s.weight_bytes for s in ahead) / max(prediction.lane_bytes.get("h2d", 0), 1)
         left_s = prediction.step_s * factor * (1 - streamed_bytes / max(plan.state_bytes, 1))
         left_s += prediction.busy_s.get("h2d", 0.0) * factor * sent
+        if plan.budgets.gradients_on_gpu:
+            update_s = max(update_s, prediction.busy_s.get("d2h", 0.0) * factor)
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + left_s)
         return forward_s + max(backward_s, update_s, io_s - in_forward_s) + left_s

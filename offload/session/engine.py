@@ -311,9 +311,9 @@ class Engine:
     ) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
-        A step that would do the same, bit for bit, takes over the new version; else it is revoked. This is
-        for gradients in host memory: with weights on a GPU, those that leave it during backward (`keep_grads=False`)
-        for 16-bit weights that the CPU updates; where they stay there, and where they leave for the paths
+        A step that would do the same, bit for bit, takes over the new version; else it is revoked. With weights on a
+        GPU this is for 16-bit weights that the CPU updates, whose gradients leave during backward (`arrived`), or
+        stay and are copied when an update is about to read them (`final`). Where they leave for the paths
         (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
 
         Args:
@@ -324,8 +324,7 @@ class Engine:
             is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
                 never says False, a gradient is final at its n-th arrival, n being the number before the last step.
         """
-        elsewhere = self.plan.budgets.gradients_on_gpu or self.plan.gradient_buffers
-        if self.plan.home_bytes[Home.STREAMED] and not elsewhere:
+        if self.plan.home_bytes[Home.STREAMED] and not self.plan.gradient_buffers:
             self._parts.lanes.wakes = hyperparameters is not None
             self._thread.speculation.is_last_pass = is_last_pass
             self._thread.speculation.hyperparameters = hyperparameters
@@ -403,15 +402,19 @@ class Engine:
         """Whether there is a step that nobody has waited for to its end."""
         return self._thread.pending is not None
 
-    def wait_for(self, parameters: Iterable[int | str]) -> None:
+    def wait_for(self, parameters: Iterable[int | str], *, on_any_stream: bool = False) -> None:
         """Wait until the weights of some parameters are those of the last step, and their gradients have been read.
 
         On a GPU the work that the calling thread enqueues from now on waits for them, too.
 
+        Args:
+            parameters: Which.
+            on_any_stream: On a GPU: also where somebody has waited for all of the step, perhaps on another stream.
+
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        self._visits.wait_for(parameters)
+        self._visits.wait_for(parameters, on_any_stream=on_any_stream)
 
     def finish(self, *, on_gpu: bool = False) -> None:
         """Wait until the pending step is over, if there is one.

@@ -105,15 +105,19 @@ class Gradients:
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
         """Say that a parameter's gradient lies where the step will read it, unless more of it comes.
 
-        See `Engine.speculate`.
+        See `Engine.speculate`. One on an accelerator is copied to its slot when an update is about to read it.
 
         Args:
             parameter: Which one.
-            gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before.
+            gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before. On an
+                accelerator the caller's stream has it.
         """
         self._visits.wait_for([parameter])
         self._thread.check_usable()
-        self._thread.speculation.note_arrival(self._parts.position(parameter), gradient)
+        position = self._parts.position(parameter)
+        final = self._parts.gradients.final(position, gradient)
+        if final is not None:
+            self._thread.speculation.note_arrival(position, final)
 
     def end_backward(self) -> None:
         """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""

@@ -25,7 +25,7 @@ import torch
 
 from offload.engine.tables import StepRows
 from offload.errors import ConfigError, InternalError, OffloadError, known
-from offload.kernels.reference import DTYPE_CODES
+from offload.gradients.store import FinalGradient
 from offload.kernels.table import active_rows
 from offload.layout import Subgroup
 from offload.memory.arenas import Arena, available_bytes
@@ -89,7 +89,7 @@ class Speculation:
         """Returns an open sweep of these visits, in which the visitor works."""
         self.account = StepAccount()
         """The account of the step that was sealed last."""
-        self.arrivals: deque[tuple[int, torch.Tensor | None, bool | None]] = deque()
+        self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
         """Posted and not counted yet: position, the gradient if it lies in no slot, whether the pass is the last."""
         self._parts = parts
         self._first_position: int | None = None  # of the gradient that came first: with it a pass begins
@@ -116,12 +116,12 @@ class Speculation:
         self._image_candidates: frozenset[int] = frozenset()  # some may have found no memory for an image
         self._sources: dict[int, _Source] = {}
         self._slotless: set[int] = set()  # parameters whose gradients lie in no slot
-        self._loose_gradients: dict[int, torch.Tensor] = {}  # ... and where updates may read them
+        self._loose_gradients: dict[int, FinalGradient] = {}  # ... and where updates may read them
         self._kept_tensors: Sequence[torch.Tensor] = ()
 
     # On the caller's thread, or that of backward
 
-    def note_arrival(self, position: int, gradient: torch.Tensor | None = None) -> None:
+    def note_arrival(self, position: int, gradient: FinalGradient | None = None) -> None:
         """Post that a gradient has arrived, accumulated or new: in its slot, or where `gradient` lies."""
         if self.hyperparameters is None:
             return
@@ -162,7 +162,7 @@ class Speculation:
             if len(self.arrivals) < self._wanted:  # else they have come before `_wanted` said that they count
                 return
 
-    def _count(self, position: int, gradient: torch.Tensor | None, is_last: bool | None) -> None:
+    def _count(self, position: int, gradient: FinalGradient | None, is_last: bool | None) -> None:
         if position == DROPPED:
             self._forget_arrivals()
             return
@@ -206,11 +206,9 @@ class Speculation:
         if self._rows is None:
             self._is_armed = False
             return
-        for segment in self._parts.plan.layout.subgroups[subgroup].segments if self._loose_gradients else ():
-            gradient = self._loose_gradients.get(segment.parameter)
-            if gradient is not None:
-                self._rows.gradients[segment.parameter] = gradient.data_ptr()
-                self._rows.gradient_dtypes[segment.parameter] = DTYPE_CODES[gradient.dtype]
+        if self._loose_gradients:
+            segments = self._parts.plan.layout.subgroups[subgroup].segments
+            self._parts.gradients.read_final(self._loose_gradients, segments, self._rows)
         self._admissible.append(subgroup)
 
     def _expect_step(self) -> StepRows | None:
@@ -266,6 +264,10 @@ class Speculation:
                 machine.handle(Begin(self.open(visits, self._visit)))
             admitted = []
             while self._next_has_landed():
+                if self._loose_gradients:
+                    parts.gradients.bring_final(
+                        self._loose_gradients, parts.plan.layout.subgroups[self._admissible[0]]
+                    )
                 admitted.append(self._admissible.popleft())
             if admitted:
                 machine.handle(Admit(tuple(admitted)))
@@ -361,6 +363,8 @@ class Speculation:
     def _release_gradients(self) -> None:
         """Let go of gradients in no slot, which no update reads any more."""
         if self._parts.machine.broken is None:  # else some may
+            with self._stopping():
+                self._parts.gradients.end_final()
             self._loose_gradients.clear()
 
     def _forget_versions(self) -> None:
@@ -382,8 +386,9 @@ class Speculation:
         if not alike:
             return []
         ranges = [tables.read_by(number, sources[number].table, tables.begun) for number in alike]
-        addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
-        sums = self._parts.kernel.fingerprints(addresses.reshape(-1), sizes.reshape(-1)).reshape(-1, SUMS)
+        positions, addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
+        of_gradients = parts.gradients.fingerprints(positions, addresses[:, 0], sizes[:, 0])
+        sums = np.stack([of_gradients, parts.kernel.fingerprints(addresses[:, 1], sizes[:, 1])], axis=1)
         read = np.concatenate([sources[number].sums for number in alike])
         same = (sums == read).all(axis=1)
         ends = np.cumsum([len(sources[number].sums) for number in alike])

@@ -67,12 +67,12 @@ class Visits:
         places = self._parts.plan.layout.places
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
 
-    def wait_for(self, parameters: Iterable[int | str]) -> None:
+    def wait_for(self, parameters: Iterable[int | str], *, on_any_stream: bool = False) -> None:
         """Wait for a pending step to have visited some parameters; see `Engine.wait_for`."""
-        if self._thread.pending is None or os.getpid() != self._thread.pid:
+        if os.getpid() != self._thread.pid or (self._thread.pending is None and not on_any_stream):
             return
         subgroups = self.subgroups_of(map(self._parts.position, parameters))
-        if self._thread.wait_for(subgroups):
+        if self._thread.wait_for(subgroups) or on_any_stream:
             self._parts.lanes.lead_caller_to(subgroups)
 
     def visit(

@@ -31,7 +31,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InternalError, OffloadError
 from offload.formats import FORMATS, StateSpec, StateTensor
 from offload.kernels import CpuUpdateKernel
-from offload.kernels.reference import TORCH_DTYPES
+from offload.kernels.reference import TORCH_DTYPES, fingerprint_parts
 from offload.kernels.table import checked
 from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
 from offload.rules import MASTER, RULES, segment_dtype
@@ -582,18 +582,38 @@ class SimulatedDevice:
 
     def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """See `Device.sum_gradients`."""
+        self._look_at(lane, dtype, rows, "gradients", self._kernel.gradient_blocks)
+
+    def fingerprint_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """See `Device.fingerprint_gradients`."""
+
+        def of_one(source: int, dtype: DtypeCode, numel: int, parts: int) -> None:
+            found = fingerprint_parts(_tensor(source, numel, dtype))
+            ctypes.memmove(parts, found.data_ptr(), found.nbytes)
+
+        self._look_at(lane, dtype, rows, "fingerprints", of_one)
+
+    def _look_at(
+        self,
+        lane: DeviceLane,
+        dtype: DtypeCode,
+        rows: npt.NDArray[np.uint64],
+        label: str,
+        of_one: Callable[[int, DtypeCode, int, int], object],
+    ) -> None:
+        """Put on a lane what reads many gradients, and writes 64 bits for each block of each."""
         listed = [row for row in rows.tolist() if row[1]]
 
         def act() -> None:
             for source, numel, blocks in listed:
-                self._kernel.gradient_blocks(source, dtype, numel, blocks)
+                of_one(source, dtype, numel, blocks)
 
         item = int(ITEM_BYTES[dtype])
         spans = [(source, source + numel * item, False) for source, numel, _ in listed]
         spans += [(blocks, blocks + 8 * -(-numel // NORM_BLOCK_NUMEL), True) for _, numel, blocks in listed]
         if listed:
             self._send_table(lane, 32 * len(listed))
-            self._put(lane, "gradients", act, tuple(spans), item * sum(row[1] for row in listed))
+            self._put(lane, label, act, tuple(spans), item * sum(row[1] for row in listed))
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
         """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""

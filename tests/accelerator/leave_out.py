@@ -40,6 +40,7 @@ FIRST = (
     "given",
     "borrowing-departing",
     "borrowing",
+    "backward-kept",
 )
 """Trainings that are tried first: together they find most."""
 
@@ -60,6 +61,9 @@ UNNOTICED: dict[str, str] = {
     ),
     "GpuGradients.begin_step: self.lanes.device.follow(lane, mark.on_lane())": (
         "for steps that find no room for a staging slot, which the trainings leave; the simulated device has some"
+    ),
+    "GpuGradients.bring_final: self.lanes.device.follow(lane, known(mark, 'a gradient on a device has no mark'))": (
+        "an update that has read a gradient too early has read another than the step finds, and is revoked"
     ),
     "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
         "who replaces state at home has its weights fetched first, behind the update"

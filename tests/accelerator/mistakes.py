@@ -516,6 +516,14 @@ MISTAKES: tuple[Mistake, ...] = (
         workload="departing-cpu",
     ),
     Mistake(
+        "fingerprints-before-backward",
+        "fingerprints of gradients that stay do not follow the stream that makes them",
+        "an update is confirmed that has read other gradients than the step's",
+        Shows.BITS,
+        left_out("follow", "GpuGradients.fingerprints"),
+        workload="backward-kept",
+    ),
+    Mistake(
         "small-gradients-gathered-before-backward",
         "the kernel that gathers small gradients does not follow the stream that makes them",
         "small gradients of another pass",

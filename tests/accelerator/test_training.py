@@ -410,6 +410,8 @@ RANKS = [
     ("fsdp2", False, 0.3, "forward"),
     ("fsdp2", False, 0.3, "backward"),
     ("fsdp2", False, 0.3, "both"),
+    ("fsdp2", True, 0.3, "both"),
+    ("ddp", True, 0.5, "forward"),
 ]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from limited import limited
+from settling import settle
 from torch.nn import functional
 
 import offload
@@ -296,6 +297,20 @@ def partial(run: Run) -> None:
             _passes(run, model, step, 1)
             (model.layers[0](batch(10 * step + 5).to(run.device)).float().sum() / 64).backward()
             _step(run, optimizer, clip=step != 1)
+        run.keep_all(model, optimizer)
+
+
+def written(run: Run) -> None:
+    """Updates have read gradients that the caller's stream still scales when the step is asked for."""
+    model = run.model()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(5):
+            _passes(run, model, step, 1)
+            if run.pace is not None:
+                settle(optimizer.engine)
+            for parameter in model.parameters() if step > 1 else ():
+                parameter.grad.mul_(0.5)
+            _step(run, optimizer, clip=False)
         run.keep_all(model, optimizer)
 
 
@@ -677,6 +692,11 @@ WORKLOADS = {
                 "host_memory": 0,
                 "on_paths": True,
             },
+        ),
+        Workload(
+            "backward-kept",
+            written,
+            {**PLAIN, "placement": "cpu", "overlap": "backward", "host_memory": 0, "on_paths": True},
         ),
         Workload("on-paths", plain, {**PLAIN, **ON_PATHS}),
         Workload("on-paths-streams", streams, {**PLAIN, **ON_PATHS}),

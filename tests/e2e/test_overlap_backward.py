@@ -305,6 +305,20 @@ def test_scaled_losses(tmp_path: Path, scaler: Callable[..., Any]) -> None:
         assert training.counts["confirmed"] > 0
 
 
+class Barrier(torch.autograd.Function):
+    """The identity, whose backward calls something first."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.call()
+        return gradient, None
+
+
 def clamp(parameter: torch.Tensor) -> None:
     parameter.grad.clamp_(-1e-3, 1e-3)
 

@@ -1,4 +1,4 @@
-"""Updates during the backward pass by the CPU, with weights on a GPU that gradients leave (`keep_grads=False`).
+"""Updates during the backward pass by the CPU, with weights on a GPU, which gradients leave or on which they stay.
 
 On the simulated device, on the test accelerator, and on real ones with `-m gpu`.
 """
@@ -9,6 +9,7 @@ import contextlib
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,10 @@ import torch
 from devices import CUDA, LATE_FULL
 from settling import settle
 from test_gpu_training import Given, Place, drawn
+from test_overlap_backward import KINDS as WHERE_GRADIENTS_STAY
 from test_overlap_backward import (
     LOOSE,
+    Barrier,
     Training,
     accumulated,
     another_rate,
@@ -32,7 +35,9 @@ from test_overlap_backward import (
     run,
     run_as_predicted,
     saved,
+    signs_flipped_everywhere,
     state_read,
+    torch_clips_nothing,
     weights_written,
 )
 from test_overlap_forward import assert_same, everything
@@ -40,7 +45,7 @@ from test_overlap_forward import assert_same, everything
 import offload
 from offload import waits
 from offload.device.lanes import GpuLanes
-from offload.errors import ConfigError, OffloadError, StepAbortedError
+from offload.errors import OffloadError, StepAbortedError
 from offload.gradients import gpu as gpu_gradients
 from offload.plan import Home, Placement, Plan
 from offload.predict import predict
@@ -227,16 +232,26 @@ def named(kind: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("form", ["exact", "compact8"])
+@pytest.mark.parametrize(
+    ("keeps", "form"),
+    [
+        (False, "exact"),
+        (False, "compact8"),
+        (True, "exact"),
+        pytest.param(True, "compact8", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: str, form: str) -> None:
+def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: str, keeps: bool, form: str) -> None:
     """A fifth of the steps clips, others are not finite, are dropped, accumulate, or change what was read."""
     found = {}
+    kinds = [named(kind) for kind in ((*WHERE_GRADIENTS_STAY, torch_clips_nothing) if keeps else KINDS)]
     for overlap in ("off", "backward", "both"):
         overlaps = "off" if overlap == "off" else "backward"
-        training = OnGpu(tmp_path / overlap, place, overlaps, state_format=form, **PLACINGS[placing])
+        options = {"keep_grads": keeps, "state_format": form, **PLACINGS[placing]}
+        training = OnGpu(tmp_path / overlap, place, overlaps, **options)
         training.follow = overlap == "both"
-        found[overlap] = run(training, 60, 1, [named(kind) for kind in KINDS], share=0.5)
+        found[overlap] = run(training, 60, 1, kinds, share=0.5)
         if overlap != "off":
             assert training.counts["could"] > 0
             assert training.counts["did"] >= 0.9 * training.counts["could"]
@@ -244,6 +259,36 @@ def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: 
     assert_says_something(found["off"])
     assert_same(found["off"], found["backward"])
     assert_same(found["off"], found["both"])
+
+
+def test_all_is_confirmed_where_gradients_stay_and_nothing_changes(place: Place, tmp_path: Path) -> None:
+    """Also where torch clips, by 1; and nothing is where each gradient changes."""
+    options = PLACINGS["part of the visits"] | {"keep_grads": True}
+    training = OnGpu(tmp_path / "run", place, "backward", **options)
+    with training.optimizer as optimizer:
+        for kind in (*6 * [plain], torch_clips_nothing, signs_flipped_everywhere):
+            before = training.counts["confirmed"]
+            kind(training, random.Random(0))
+            training.step()
+            optimizer.zero_grad()
+            confirms = optimizer.engine.step_number > 1 and kind is not signs_flipped_everywhere
+            assert training.counts["confirmed"] == before + confirms * training.able_bytes()
+        assert training.counts["revoked"] == training.able_bytes() > 0
+
+
+def test_gradients_that_stay_are_let_go_of(place: Place, tmp_path: Path) -> None:
+    """When they are dropped before a step, and when it has been taken."""
+    training = OnGpu(tmp_path / "run", place, "backward", keep_grads=True)
+    with training.optimizer as optimizer:
+        for drops in (False, False, True, False):
+            training.backward()
+            training.settle()
+            gradients = [weakref.ref(parameter.grad) for parameter in training.model.parameters()]
+            assert all(gradient() is not None for gradient in gradients)
+            if not drops:
+                training.step()
+            optimizer.zero_grad()
+            assert not any(gradient() is not None for gradient in gradients)
 
 
 def test_what_revokes(place: Place, tmp_path: Path) -> None:
@@ -280,20 +325,6 @@ def test_all_is_confirmed_where_nothing_changes(place: Place, tmp_path: Path) ->
         assert training.counts["confirmed"] == 7 * training.able_bytes()  # all but the first
         assert training.counts["revoked"] == 0
         assert "the step is hidden in backward" in str(optimizer.plan)
-
-
-class Barrier(torch.autograd.Function):
-    """The identity, whose backward calls something first."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, call: Any) -> torch.Tensor:
-        ctx.call = call
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.call()
-        return gradient, None
 
 
 def test_updates_are_made_while_backward_goes_on(place: Place, tmp_path: Path) -> None:
@@ -422,11 +453,6 @@ def test_float32_weights_are_updated_in_the_step(place: Place, tmp_path: Path) -
     assert training.counts["confirmed"] == training.counts["revoked"] == 0
 
 
-def test_it_is_refused_where_gradients_stay(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"overlap.*set keep_grads=False"):
-        OnGpu(tmp_path / "run", place, "backward", keep_grads=True)
-
-
 def test_a_session_that_is_opened_after_backward(tmp_path: Path) -> None:
     """With state at home on the GPU as there is room, and none for all of it."""
     found = []
@@ -440,14 +466,15 @@ def test_a_session_that_is_opened_after_backward(tmp_path: Path) -> None:
     assert training.counts["confirmed"] > 0
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("follow", [False, True])
 def test_auto_does_what_predictions_say(
-    place: Place, tmp_path: Path, follow: bool, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, follow: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First that hiding the step wins, then that it does not, then again that it does."""
     found = []
     for overlap in ("off", "auto"):
-        training = OnGpu(tmp_path / overlap, place, overlap)
+        training = OnGpu(tmp_path / overlap, place, overlap, keep_grads=keeps)
         training.follow = follow
         state, speculates = run_as_predicted(training, monkeypatch)
         found.append(state)

@@ -83,9 +83,16 @@ def beside_off(folder: Path, kind: str, steps: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        *(("ddp", ranks) for ranks in (1, 2, 3)),
-        *((kind, 2) for kind in ("views", "both", "fsdp2 keeps", "fsdp2 prefetches", "fsdp2 both")),
-        *(("fsdp2", ranks) for ranks in (1, 2, 3)),
+        ("ddp", 3),
+        ("fsdp2 prefetches", 2),
+        *(
+            pytest.param(kind, ranks, marks=pytest.mark.full)
+            for kind, ranks in (
+                *(("ddp", ranks) for ranks in (1, 2)),
+                *((kind, 2) for kind in ("views", "both", "fsdp2 keeps", "fsdp2 both")),
+                *(("fsdp2", ranks) for ranks in (1, 2, 3)),
+            )
+        ),
     ],
 )
 def test_bits_are_those_without(tmp_path: Path, kind: str, ranks: int) -> None:
@@ -167,7 +174,7 @@ def ranks_go_ways_of_their_own(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
 def test_no_rank_waits_for_what_another_calls(tmp_path: Path, ranks: int) -> None:
     spawn(ranks, tmp_path, ranks_go_ways_of_their_own)
 

@@ -288,6 +288,8 @@ def state_of(engine: Any, moments: Sequence[str] = ("exp_avg", "exp_avg_sq")) ->
     found: dict[str, torch.Tensor] = {}
     # Stock ZeRO-1 and 2 do not find the moments of a second parameter group.
     stock = "Offloaded" not in type(engine.optimizer).__name__
+    if not stock:
+        engine.optimizer.finish()
     readable = not (stock and engine.zero_optimization_stage() < 3 and len(engine.optimizer.param_groups) > 1)
     for name, parameter in engine.module.named_parameters():
         gathered = [parameter] if hasattr(parameter, "ds_id") else []

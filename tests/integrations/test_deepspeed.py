@@ -303,25 +303,9 @@ def config(**sections: Any) -> dict[str, Any]:
             "multi_tier_offload.overlap",
             "overlap_comm",
         ),
-        (
-            config(
-                zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
-                multi_tier_offload={"overlap": "forward"},
-            ),
-            "multi_tier_offload.overlap",
-            "ZeRO-3",
-        ),
         (config(multi_tier_offload={"checkpoint": {"layout": "copy"}}), "checkpoint.layout", "stock, in_place"),
         (config(multi_tier_offload={"checkpoint": {"wait": "no"}}), "checkpoint.wait", "true or false"),
         (config(multi_tier_offload={"checkpoint": {"async": True}}), "multi_tier_offload.checkpoint", '"wait"'),
-        (
-            config(
-                zero_optimization={"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
-                multi_tier_offload={"overlap": "both"},
-            ),
-            "multi_tier_offload.overlap",
-            "ZeRO-3",
-        ),
     ],
 )
 def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:
@@ -434,14 +418,3 @@ def test_layouts_that_cannot_be_run_are_named(attributes: dict[str, Any], names:
             DeepSpeedEngine._configure_optimizer(SimpleNamespace(config=config, **attributes), None, [])
     finally:
         backend.disable()
-
-
-@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
-def test_hidden_steps_are_refused_where_gradients_are_on_a_gpu(overlap: str) -> None:
-    from offload import ConfigError, OffloadConfig
-    from offload.integrations.deepspeed import switch
-
-    switch._check_overlap(OffloadConfig(overlap=overlap), "cpu")
-    switch._check_overlap(OffloadConfig(), "cuda")
-    with pytest.raises(ConfigError, match=rf"overlap.*'{overlap}'.*off.*cuda"):
-        switch._check_overlap(OffloadConfig(overlap=overlap), "cuda")

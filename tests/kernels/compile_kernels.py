@@ -43,6 +43,7 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
         "update": UPDATE_OPTIONS,
         "gather": GATHER_OPTIONS,
         "gather_rows": GATHER_OPTIONS,
+        "fingerprint_rows": GATHER_OPTIONS,
         "copy_pieces": COPY_OPTIONS,
     }[kernel] | changed
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -96,6 +97,7 @@ def main() -> None:
     rows = {"table": "*i64", "pieces": "*i32"}
     for source in (bfloat16, float16, float32):
         compiled("gather_rows", capability, rows, {"SOURCE": source})
+        compiled("fingerprint_rows", capability, rows, {"SOURCE": source})
     compiled("copy_pieces", capability, tables, {"BLOCK": COPY_BLOCK_BYTES})
 
 

@@ -48,7 +48,7 @@ from test_update_kernel import (  # noqa: F401
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
 from offload.formats import FORMATS
-from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, plain, reference
+from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, norm_sq, plain, reference
 from offload.kernels.device import DeviceKernel
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
 from offload.kernels.reference import DTYPE_CODES
@@ -75,6 +75,10 @@ class Synchronous:
 
     def gather_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
         self.kernel.gather_rows(dtype, rows)
+        self._wait()
+
+    def fingerprint_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
+        self.kernel.fingerprint_rows(dtype, rows)
         self._wait()
 
     def copy_pieces(self, pieces: np.ndarray) -> None:
@@ -245,6 +249,28 @@ def test_many_gradients_are_summed_as_one_is(kernel, dtype):
     for row, message in (((0, 4, 64), "address 0"), ((65, 4, 64), "not aligned"), ((64, 4, 68), "not aligned")):
         with pytest.raises(InternalError, match=message):
             kernel.gather_rows(DTYPE_CODES[dtype], np.array([row], np.uint64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fingerprints_are_those_of_the_cpu(kernel, dtype):
+    """The parts of all blocks, added; whatever a gradient's length and alignment, and NaNs with their payloads."""
+    sizes = [1, 2, NORM_BLOCK_NUMEL, 5, 0, 3 * NORM_BLOCK_NUMEL + 3, NORM_BLOCK_NUMEL - 1, 700]
+    gradients = [values(n, n, dtype, "wild" if n % 5 == 0 else "plain") for n in sizes]
+    placed = [Placed(gradient, gradient.itemsize * (n % 5)) for n, gradient in enumerate(gradients)]
+    counts = [blocks_numel(n) for n in sizes]
+    parts = torch.full((sum(counts) + 1,), -7, dtype=torch.int64, device=Placed.device)
+    starts = np.cumsum([0, *counts])
+    rows = [(p.address, n, parts.data_ptr() + 8 * int(at)) for p, n, at in zip(placed, sizes, starts, strict=False)]
+    kernel.fingerprint_rows(DTYPE_CODES[dtype], np.array(rows, np.uint64))
+    found = parts.cpu().numpy().view(np.uint64)
+    assert parts[-1] == -7
+    sums = [int(found[first:end].sum(dtype=np.uint64)) for first, end in itertools.pairwise(starts)]
+    assert sums == [reference.fingerprint(gradient) for gradient in gradients]
+    addresses = np.array([gradient.data_ptr() for gradient in gradients], np.uint64)
+    nbytes = np.array([gradient.nbytes for gradient in gradients], np.uint64)
+    with CpuUpdateKernel(threads=1) as on_cpu:
+        chosen = nbytes > 0
+        assert sums == np.where(chosen, on_cpu.fingerprints(np.where(chosen, addresses, 8), nbytes), 0).tolist()
 
 
 def test_pieces_of_any_size_are_copied_bit_for_bit(kernel):

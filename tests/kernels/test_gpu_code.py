@@ -176,8 +176,8 @@ def test_pieces_are_copied_as_wide_as_memory_allows_and_never_as_numbers(compile
 def test_addresses_of_any_alignment_use_one_compiled_kernel():
     """Block sums lie at multiples of 8, by luck of 16: another kernel for those would be compiled during backward."""
     program = (
-        "from offload.kernels.triton_kernels import copy_pieces, gather, gather_rows, update\n"
-        "print(sorted({p.name for k in (copy_pieces, gather, gather_rows, update) for p in k.params"
+        "from offload.kernels.triton_kernels import copy_pieces, fingerprint_rows, gather, gather_rows, update\n"
+        "print(sorted({p.name for k in (copy_pieces, fingerprint_rows, gather, gather_rows, update) for p in k.params"
         " if not (p.do_not_specialize or p.is_constexpr)}))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -13,7 +13,7 @@ from offload._native import CompletionQueue
 from offload.device.accelerator import AcceleratorDevice
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, OffloadError
-from offload.kernels import CpuUpdateKernel
+from offload.kernels import CpuUpdateKernel, reference
 from offload.memory.arenas import Arena
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
@@ -201,6 +201,7 @@ def test_gradients_are_summed_and_added_as_on_the_cpu(
 
 @pytest.mark.parametrize("dtype", [DtypeCode.BFLOAT16, DtypeCode.FLOAT32])
 def test_many_gradients_are_summed_as_one_is(device: Device, host: Arena, dtype: DtypeCode) -> None:
+    """And have the fingerprints that the CPU makes of them."""
     item = 2 if dtype is DtypeCode.BFLOAT16 else 4
     drawn = np.random.default_rng(1).standard_normal(40_000, np.float32)
     values = drawn if item == 4 else (drawn.view(np.uint32) >> 16).astype(np.uint16)
@@ -216,6 +217,14 @@ def test_many_gradients_are_summed_as_one_is(device: Device, host: Arena, dtype:
     device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
     device.follow(DeviceLane.D2H, device.mark(DeviceLane.GRADIENTS))
     assert fetch(device, host, sums, wanted.nbytes, 0) == wanted.tobytes()
+    device.fingerprint_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
+    device.follow(DeviceLane.D2H, device.mark(DeviceLane.GRADIENTS))
+    parts = np.frombuffer(fetch(device, host, sums, wanted.nbytes, 0), np.uint64)
+    at = block = 0
+    for _, numel, _ in rows:
+        gradient = torch.from_numpy(values[at : at + numel].copy())
+        assert parts[block : block + -(-numel // 4096)].sum() == np.uint64(reference.fingerprint(gradient))
+        at, block = at + numel, block + -(-numel // 4096)
 
 
 def test_pieces_are_copied_at_once(device: Device, host: Arena) -> None:

@@ -342,7 +342,7 @@ def _kind(argument: Any) -> Any:
 def test_what_is_launched_has_been_compiled(
     monkeypatch: pytest.MonkeyPatch, weight: DtypeCode, formats: tuple[StateFormat, ...]
 ) -> None:
-    recorders = {name: Recorder() for name in ("update", "gather", "copy_pieces", "gather_rows")}
+    recorders = {name: Recorder() for name in ("update", "gather", "copy_pieces", "gather_rows", "fingerprint_rows")}
     launched = SimpleNamespace(**recorders, triton=SimpleNamespace(JITFunction=()))
     monkeypatch.setattr(kernels, "import_module", lambda name: launched)
     kernel = kernels.GpuUpdateKernel("cpu")
@@ -358,7 +358,8 @@ def test_what_is_launched_has_been_compiled(
         table["gradient_dtype"], table["numel"], table["flags"] = int(gradient), 5000, int(SegmentFlag.ACTIVE)
         kernel.update(table)
         kernel.gather(at, gradient, 5000, at)
-        kernel.gather_rows(gradient, np.array([[at, 5000, at + 8]], np.uint64))
+        for look_at in (kernel.gather_rows, kernel.fingerprint_rows):
+            look_at(gradient, np.array([[at, 5000, at + 8]], np.uint64))
         kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
         for rows in range(1, 4):  # what follows them is at multiples of 16 bytes
             kernel.update(np.repeat(table[:1], rows))

@@ -126,6 +126,17 @@ def test_forward_and_backward_follow_from_tokens_and_flops(rates, capsys):
     assert few["backward_s"] == pytest.approx(2 * 1e9 / (50 * GB), rel=0.01)
 
 
+@pytest.mark.parametrize("more", [("--ranks", "2"), (), ("--no-keep-grads",)], ids=" ".join)
+def test_iterations_with_a_step_that_is_hidden_on_a_gpu(rates, capsys, more):
+    """Forward and backward by themselves at least, and less than with the whole step behind them."""
+    arguments = ["--params", "4e9", "--rates", rates, "--weights-on", "gpu", "--placement", "cpu", "--flops", "1e14"]
+    found = plan_json(capsys, *arguments, "--host-memory", "0", "--tokens", "20000", *more)
+    computes_s = found["forward_s"] + found["backward_s"]
+    assert found["hidden_iteration_s"].keys() == {"forward", "backward", "both"}
+    for seconds in found["hidden_iteration_s"].values():
+        assert computes_s <= seconds < found["iteration_s"]
+
+
 def test_what_a_step_hidden_in_backward_takes(rates, capsys):
     arguments = ["--params", "1e9", "--rates", rates, "--weights-on", "cpu", "--flops", "1e12", "--tokens", "3000"]
     found = plan_json(capsys, *arguments, "--ranks", "2")

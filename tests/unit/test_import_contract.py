@@ -34,7 +34,14 @@ LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 SIBLINGS = {
     ("cli", "integrations"),
 }
-PUBLIC = ("offload", "offload.optim.auto", "offload.rules")
+PUBLIC = (
+    "offload",
+    "offload.optim.auto",
+    "offload.optim.exchange",
+    "offload.optim.overlap",
+    "offload.optim.pace",
+    "offload.rules",
+)
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
 SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index")
 PURE = ["plan", *(f"schedule/{name}.py" for name in SCHEDULE), "layout.py"]

@@ -44,10 +44,11 @@ TORCH_DTYPES: dict[DtypeCode, torch.dtype] = {code: getattr(torch, code.name.low
 DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 FINGERPRINT_KEYS = (
-    (np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)),
-    (np.uint64(0xB7E151628AED2A6B), np.uint64(0x6A09E667F3BCC909)),
+    (0x243F6A8885A308D3, 0x9E3779B97F4A7C15 - (1 << 64)),
+    (0xB7E151628AED2A6B - (1 << 64), 0x6A09E667F3BCC909),
 )
-"""The two keys of a gradient's first word, and by how much those of the next are more; see `fingerprint`."""
+"""The two keys of a gradient's first word, and by how much those of the next are more, modulo 2^64, as int64; see
+`fingerprint_parts`."""
 
 _CHANGES: dict[str, Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]] = {
     "adam": adam.change,
@@ -295,21 +296,34 @@ def block_sums(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(gradient: torch.Tensor) -> int:
-    """Return 64 bits that change when any bit of a gradient does; csrc/kernels/body.h says why.
+    """Return 64 bits that change when any bit of a gradient does; csrc/kernels/body.h says why."""
+    return int(fingerprint_parts(gradient).sum()) % (1 << 64) if gradient.numel() else 0
+
+
+def fingerprint_parts(gradient: torch.Tensor, first_block: int = 0) -> torch.Tensor:
+    """Return int64, the part of each block of the norm in the fingerprint that their gradient has.
 
     The gradient's bytes are taken as 64-bit words (little endian), the last one padded with zeros. The word at
     position i is combined by exclusive or with each of two keys, `start + i * step`, and the two halves of both
-    results are multiplied. The first product and the second one with its halves swapped are added to the fingerprint,
-    modulo 2^64.
+    results are multiplied. The first product and the second one with its halves swapped are added, modulo 2^64.
+
+    Args:
+        gradient: The elements of some blocks, of which the last may have fewer.
+        first_block: Number of the first of them in the gradient.
     """
-    contents = gradient.contiguous().reshape(-1).view(torch.uint8).numpy()
-    padded = np.zeros(-(-contents.size // 8) * 8, np.uint8)
-    padded[: contents.size] = contents
-    words, half = padded.view("<u8"), np.uint64(32)
-    positions = np.arange(words.size, dtype=np.uint64)
-    keyed = [words ^ (start + positions * step) for start, step in FINGERPRINT_KEYS]
-    first, second = ((word & np.uint64(0xFFFFFFFF)) * (word >> half) for word in keyed)
-    return int(np.sum(first + (second << half | second >> half), dtype=np.uint64))
+    contents = gradient.detach().contiguous().reshape(-1).view(torch.uint8)
+    count, block_words = -(-contents.numel() // 8), NORM_BLOCK_NUMEL * gradient.itemsize // 8
+    padded = torch.zeros(8 * count, dtype=torch.uint8, device=contents.device)
+    padded[: contents.numel()] = contents
+    words, half = padded.view(torch.int64), 0xFFFFFFFF
+    positions = torch.arange(count, device=contents.device) + first_block * block_words
+    first, second = (
+        (word & half) * (word >> 32 & half)
+        for word in (words ^ (start + positions * step) for start, step in FINGERPRINT_KEYS)
+    )
+    terms = torch.zeros(-(-count // block_words) * block_words, dtype=torch.int64, device=contents.device)
+    terms[:count] = first + (second << 32 | second >> 32 & half)
+    return terms.view(-1, block_words).sum(1)
 
 
 def accumulate(slot: torch.Tensor, gradient: torch.Tensor) -> None:
