@@ -39,7 +39,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "Read and change state": (
         *("state", "state_for", "state_dict", "load_state_dict", "reset_state", "refresh_masters"),
     ),
-    "Give memory back": ("park", "unpark"),
+    "Have less in memory": ("activations_on_paths", "park", "unpark"),
     "End, and look inside": ("close", "config", "keeps_grads", "engine"),
 }
 """What one wants to do, and with which members of an optimizer or other public names."""

@@ -25,7 +25,7 @@ from itertools import accumulate
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.formats import EXACT, EXACT_ADAMW, FP32, StateFormat, StateSpec, StateTensor
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import ACTIVATIONS, SECTOR_BYTES, TileId
 from offload.rules import MASTER, UpdateRule
 
 SECTOR_NUMEL = FP32.sector_numel
@@ -399,7 +399,9 @@ class Layout:
         return tuple(tuple(items) for items in found)
 
     def parameters_of(self, tile: TileId) -> str:
-        """Return the names of the parameters that have elements in a tile, for messages."""
+        """Return what a tile is of, with the names of the parameters that have elements in it, for messages."""
+        if tile.tensor == ACTIVATIONS:
+            return "activations"
         subgroup = self.subgroups[tile.subgroup]
         first = tile.tile * subgroup.tile_numel
         last = first + subgroup.tile_numel

@@ -42,6 +42,10 @@ WAKE = 0
 """Operation id of a completion that only wakes whoever waits for one."""
 
 
+ACTIVATIONS = 1 << 16
+"""The tensor that tiles of activations are numbered under, beyond those of state and of gradients."""
+
+
 class TileId(NamedTuple):
     """Names one tile: an aligned piece of one state tensor of one subgroup."""
 

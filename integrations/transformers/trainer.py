@@ -35,12 +35,18 @@ _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
 
 
-def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
+def enable(
+    config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    activation_memory: int | str | None = None,
+) -> None:
     """Let a `Trainer` be given `optim="offload_adamw"`, or another name of `OPTIMIZERS`.
 
     Args:
         config: Tiers and budgets of the optimizers that Trainers make from now on: a mapping of the fields of
             `OffloadConfig`, or a JSON file of one. Where it has no `checkpoints_kept`, `save_total_limit` says it.
+        activation_memory: Host memory for saved tensors, which leave for the paths beyond: each training step is in
+            `activations_on_paths(model, activation_memory)`. None: they stay where they are.
 
     Raises:
         ConfigError: The config cannot be used, or transformers is not there or lacks what is relied on.
@@ -66,6 +72,8 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
         "_load_from_checkpoint": lambda original: functools.partialmethod(_load_model, original),
     }
+    if activation_memory is not None:
+        wrappers["training_step"] = lambda original: functools.partialmethod(_train, original, activation_memory)
     gone = [name for name in wrappers if not hasattr(trainer, name)]
     if gone:
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
@@ -182,6 +190,20 @@ def _overlapping(trainer: Any) -> Any:
                 ours.finish()
 
     return Overlapping()
+
+
+def _train(
+    trainer: Any,
+    original: Callable[..., Any],
+    memory: int | str,
+    model: torch.nn.Module,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Stand in for `Trainer.training_step`, which is forward and backward."""
+    ours = _ours(trainer)
+    with contextlib.nullcontext() if ours is None else ours.activations_on_paths(model, memory):
+        return original(trainer, model, *arguments, **options)
 
 
 def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *arguments: Any, **options: Any) -> None:

@@ -1084,6 +1084,7 @@ def _as_dict(
         "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
         "config": config_of(answer.question),
         "parked": parked(answer),
+        "activations_on_paths": activations_on_paths(answer),
         "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
@@ -1113,6 +1114,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
             hidden = ", ".join(f"in {where} {format_seconds(s)}" for where, s in answer.overlapped_s.items())
             line += f"; with the step hidden {hidden}"
         lines.append(line)
+    lines += _activation_lines(answer)
     if "backward" in answer.overlapped_s:
         memory, storage = format_bytes(plan.speculative_memory_bytes), format_bytes(plan.speculative_storage_bytes)
         lines.append(f"hidden in backward, a step takes {memory} more of a rank's memory and {storage} of its paths")
@@ -1169,6 +1171,43 @@ def parked(answer: Answer) -> dict[str, float]:
         "gpu_bytes": answer.use.gpu.get("state", 0) + answer.use.gpu.get("staging", 0),
         "seconds": moved_bytes / sum(path.write.alone for path in rates.paths),
     }
+
+
+def activations_on_paths(answer: Answer) -> dict[str, Any]:
+    """Return the seconds that an iteration takes longer if activations leave for the paths, are recomputed, or both.
+
+    Also what is the least of these, as "advice", and the bytes that leave; empty where not all of that is known.
+    """
+    question, paths = answer.question, answer.rates.paths
+    forward_s, backward_s = answer.forward_s, answer.backward_s
+    if question.shape is None or question.tokens is None or not paths or forward_s is None or backward_s is None:
+        return {}
+    tokens, again_s = math.ceil(question.tokens / question.accumulate), 0.0 if question.recompute else forward_s
+    write, read = sum(path.write.alone for path in paths), sum(path.read.alone for path in paths)
+    forward_s, backward_s = forward_s / question.accumulate, backward_s / question.accumulate
+
+    def longer_s(nbytes: int, more_s: float) -> float:
+        waits_s = max(0.0, nbytes / write - forward_s) + max(0.0, nbytes / read - backward_s - more_s)
+        return question.accumulate * waits_s
+
+    whole, inputs = (question.shape.activation_bytes(tokens, recompute=again) for again in (question.recompute, True))
+    found = {"paths_s": longer_s(whole, 0.0)}
+    if not question.recompute:
+        found |= {"recompute_s": again_s, "both_s": again_s + longer_s(inputs, again_s / question.accumulate)}
+    return {"bytes": whole, **found, "advice": min(found, key=found.__getitem__).removesuffix("_s")}
+
+
+def _activation_lines(answer: Answer) -> list[str]:
+    """Return what it takes that activations leave for the paths, beside recomputation."""
+    found = activations_on_paths(answer)
+    if not found:
+        return []
+    texts = {"paths": "on the paths", "recompute": "recomputed", "both": "both"}
+    costs = [f"{text} +{format_seconds(found[f'{way}_s'])}" for way, text in texts.items() if f"{way}_s" in found]
+    line = f"activations ({format_bytes(found['bytes'])}): {', '.join(costs)} an iteration"
+    if found["advice"] != "paths":
+        line += "; the paths are too slow to take all behind forward: recompute, and take both where memory is short"
+    return [line]
 
 
 def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:

@@ -380,6 +380,21 @@ class GpuLanes(Lanes):
         self.device.mark(DeviceLane.LEAVING, timed=False).wait()
         return bounce
 
+    def save(self, target: int, source: int, nbytes: int) -> Mark:
+        """See `Lanes.save`; the copy is put on a lane."""
+        self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))
+        self.copy(DeviceLane.LEAVING, target, source, nbytes)
+        return self.device.mark(DeviceLane.LEAVING)
+
+    def restore(self, target: int, source: int, nbytes: int) -> Mark:
+        """See `Lanes.restore`; the copy is put on a lane."""
+        for lane in (DeviceLane.CALLER, DeviceLane.LEAVING):  # where the target was used before, and `save`
+            self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
+        self.copy(DeviceLane.H2D, target, source, nbytes)
+        mark = self.device.mark(DeviceLane.H2D)
+        self.device.follow(DeviceLane.CALLER, mark)
+        return mark
+
     def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state into a staging slot on the device, whose last copy-out has ended."""
         slot, nbytes = operation.through, operation.nbytes

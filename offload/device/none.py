@@ -18,7 +18,7 @@ from offload.device.pieces import Pieces
 from offload.errors import InternalError
 from offload.memory.arenas import Arena
 from offload.plan import NO_GPU, GpuRates, Plan, Rates
-from offload.protocols import Device, Mark
+from offload.protocols import Device, DeviceLane, Mark
 
 
 def nothing(*work: Any, **options: Any) -> None:
@@ -97,6 +97,14 @@ class Lanes:
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
         return address
+
+    def save(self, target: int, source: int, nbytes: int) -> Mark:
+        """Copy to host memory, behind the caller's work; return the mark after which nothing reads the source."""
+        ctypes.memmove(target, source, nbytes)
+        return self.device.mark(DeviceLane.CALLER)
+
+    restore = save
+    """The way back; work of the calling thread comes behind it from now on."""
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""

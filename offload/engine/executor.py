@@ -102,11 +102,6 @@ def nothing_comes(subgroup: int) -> None:
     """Tell nobody."""
 
 
-def no_buffer(buffer: int) -> int:
-    """Refuse: gradients pass through no buffers."""
-    raise InternalError("gradients pass through no buffers (this is a bug in offload)")
-
-
 class LiveExecutor:
     """Drives tiers and kernel.
 
@@ -118,7 +113,7 @@ class LiveExecutor:
         verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         lanes: Those of a device.
-        gradient_address: Returns the address of a gradient buffer.
+        buffer_address: Return the address of a buffer, by what passes through it.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
             Whoever opens one puts it there.
     """
@@ -133,7 +128,7 @@ class LiveExecutor:
         verify: bool = True,
         stall_s: float = STALL_S,
         lanes: Lanes = NO_LANES,
-        gradient_address: Callable[[int], int] = no_buffer,
+        buffer_address: Mapping[str, Callable[[int], int]] | None = None,
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
@@ -159,7 +154,7 @@ class LiveExecutor:
         self._coming: Coming = nothing_comes
         self._updates = False
         self.save_source: SaveSource | None = None
-        self._gradient_address = gradient_address
+        self._buffer_address = buffer_address or {}
         self._others = {} if others is None else others
         self._slot_bytes = 0
         self._staging_address = 0
@@ -259,9 +254,9 @@ class LiveExecutor:
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
         """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify or (isinstance(operation, WriteTile) and operation.gradients):
+        if not self._verify or (isinstance(operation, WriteTile) and operation.what != "state"):
             return None, True
-        if isinstance(operation, ReadTile) and operation.gradients:
+        if isinstance(operation, ReadTile) and operation.what != "state":
             return operation.record.checksum, True
         if isinstance(operation, SaveTile):
             return self._seals.saving(operation), True
@@ -330,9 +325,9 @@ class LiveExecutor:
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
         if isinstance(operation, ReadTile | WriteTile):
-            if operation.gradients:
-                buffer = known(operation.slot, "gradients without a buffer")
-                return self._gradient_address(buffer) + operation.buffer_offset
+            if operation.what != "state":
+                buffer = known(operation.slot, f"{operation.what} without a buffer")
+                return self._buffer_address[operation.what](buffer) + operation.buffer_offset
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         source = self._source()
         if operation.buffer is None:

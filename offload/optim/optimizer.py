@@ -28,6 +28,7 @@ from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
+from offload.optim.activations import LEAST_BYTES, ActivationsOnPaths, check_model
 from offload.optim.auto import AutoOverlap
 from offload.optim.buckets import CommHook, attach
 from offload.optim.groups import TorchOptions, check_options, names
@@ -506,6 +507,36 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         with self._lock:
             return self._overlap.follow(model, check, self._parameters())
+
+    def activations_on_paths(
+        self, model: torch.nn.Module, host_memory: int | str, *, least_bytes: int | str = LEAST_BYTES
+    ) -> ActivationsOnPaths:
+        """Have what forward saves for backward leave memory for the paths: a context for forward and backward.
+
+        Tensors that autograd saves are copied to buffers, which go to the paths behind forward, those first that
+        backward needs last, and come back ahead of backward. All numbers stay what they are. Weights and buffers of
+        the model stay where they are, and so do small tensors, and what finds no room: on the paths they take what
+        state and promised checkpoints leave. With recomputation (`torch.utils.checkpoint`) only the inputs of layers
+        leave. A saved tensor that is changed in place before backward is torch's own error. Contexts may be nested,
+        and backward may come after the context, several times, or with `create_graph=True`; what backward itself
+        saves stays in memory. `metrics` says what has left.
+
+        On an accelerator this opens the session, if the first step has not: no state is at home there then.
+
+        Args:
+            model: The model whose forward pass trains; compiled or wrapped as it is called.
+            host_memory: Host memory of the buffers, beside the optimizer's own: bytes, or a size such as "2GiB". It
+                is taken when the context is first entered, and kept until another size is asked for.
+            least_bytes: The smallest tensors that leave.
+
+        Raises:
+            ConfigError: An argument cannot be used, or (when entered) there are no paths, or another size is in use.
+            InfeasiblePlanError: When entered: the system has no such memory.
+            SessionBrokenError: When entered: the optimizer was closed.
+        """
+        check_model(model, set(self._parameters()))
+        device = self._weights.required_device or torch.device("cpu")
+        return ActivationsOnPaths(self._holder, device, model, host_memory, least_bytes)
 
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on into the next forward pass (`overlap_forward`).

@@ -63,6 +63,15 @@ LEAST_BUFFERS = SPARE_BUFFERS + 2
 """Gradient buffers where no gradients stay: one that is being filled, and the one before, to which the order of
 backward may come back."""
 
+MOVING_ACTIVATIONS = 4
+"""Tiles of activations, for each path and direction, that keep a drive busy."""
+
+LEAST_ACTIVATION_BUFFERS = 16
+"""Some are written, some read, some filled, and the others hold what backward needs first."""
+
+MOST_ACTIVATION_TILE_BYTES = 4 << 20
+LEAST_ACTIVATION_TILE_BYTES = 64 << 10
+
 LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
 """The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
 
@@ -142,6 +151,8 @@ class Budgets:
         gradients_kept_bytes: Host memory for gradients that need not leave, where they pass through buffers, and lie
             on the paths until the step as far as they do not fit there; None where all lie in slots.
         gradient_item_bytes: Bytes of a gradient's element there; 0 for those of its weight.
+        activation_bytes: Host memory for the buffers of activations, which leave for the paths beyond.
+        activation_tile_bytes: Size of one of those buffers, and of a tile of activations.
         speculates: Whether memory is for new weights of what is streamed, which updates during backward make.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
@@ -164,6 +175,8 @@ class Budgets:
     gradient_bytes: int = 0
     gradients_kept_bytes: int | None = None
     gradient_item_bytes: int = 0
+    activation_bytes: int = 0
+    activation_tile_bytes: int = 0
     speculates: bool = False
     follow_rates: bool = False
     gpu_bytes: int = 0
@@ -368,6 +381,26 @@ class Plan:
         has_all = self.gradient_buffers >= len(self.layout.subgroups)
         return self.gradient_buffers if has_all else self.gradient_buffers - SPARE_BUFFERS
 
+    @property
+    def activation_buffers(self) -> int:
+        """Number of buffers of activations."""
+        return self.budgets.activation_bytes // max(self.budgets.activation_tile_bytes, 1)
+
+    @property
+    def moving_activations(self) -> int:
+        """Tiles of activations that are read, and written, at once before there is need: state waits for no more."""
+        return min(self.activation_buffers // 4, MOVING_ACTIVATIONS * len(self.budgets.paths))
+
+    @property
+    def staying_activations(self) -> int:
+        """Number of activation buffers that may hold what lies nowhere else; others are written, read, or filled."""
+        return self.activation_buffers - 2 * self.moving_activations
+
+    @property
+    def activation_storage_bytes(self) -> int:
+        """Most bytes that activations may take on the paths, with headers: what state and checkpoints leave."""
+        return max(0, self._spare_bytes - self.checkpoint_bytes) if self.activation_buffers else 0
+
     def counting_buffers(self, bounces: int = 0) -> Plan:
         """Return a plan whose budgets count the memory of gradient buffers, if there are any.
 
@@ -504,7 +537,7 @@ class Plan:
     def host_bytes(self) -> int:
         """Host memory that the session will use, all told."""
         passing = self.weight_slots * self.weight_slot_bytes + self.bounce_bytes
-        slots = self.staging_bytes + self.budgets.gradient_bytes + self.image_bytes
+        slots = self.staging_bytes + self.budgets.gradient_bytes + self.budgets.activation_bytes + self.image_bytes
         return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
     @property
@@ -559,6 +592,11 @@ class Plan:
             )
         else:
             lines.append(f"               {gradients:>10}  gradients (in place of torch's own)")
+        if self.activation_buffers:
+            size = format_bytes(self.budgets.activation_tile_bytes)
+            buffers = f"{format_count(self.activation_buffers, 'buffer')} of {size}"
+            activations = format_bytes(self.budgets.activation_bytes)
+            lines.append(f"               {activations:>10}  activations, {buffers}; others leave for the paths")
         if self.image_bytes:
             images = format_bytes(self.image_bytes)
             lines.append(f"               {images:>10}  new weights, where they are made during backward")
@@ -594,6 +632,9 @@ class Plan:
             lines.append(
                 f"               {left:>10}  gradients, written in backward, read in the step; room for {room}"
             )
+        if self.activation_buffers:
+            room = format_bytes(self.activation_storage_bytes)
+            lines.append(f"               {room:>10}  activations at most: what state and checkpoints leave")
         if self.image_bytes:
             room = (
                 "" if self.has_room_to_speculate else ", which is more than there is: part is updated during backward"

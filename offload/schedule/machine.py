@@ -8,7 +8,7 @@ given them decides the same operations.
 
 Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
 `offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add),
-`offload.schedule.gradients` (gradients that pass through buffers).
+`offload.schedule.gradients` and `offload.schedule.activations` (what passes through buffers).
 
 A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
 speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
@@ -37,6 +37,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
+from offload.schedule.activations import ActivationBuffers
 from offload.schedule.gradients import GradientBuffers
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import (
@@ -44,6 +45,7 @@ from offload.schedule.operations import (
     AwaitPush,
     Begin,
     BeginSave,
+    Discard,
     Done,
     Drop,
     Event,
@@ -55,6 +57,8 @@ from offload.schedule.operations import (
     Leave,
     Lend,
     Operation,
+    Pack,
+    Packed,
     ReadTile,
     Release,
     Reshare,
@@ -68,6 +72,8 @@ from offload.schedule.operations import (
     Taken,
     TakeOver,
     Transfer,
+    Unpack,
+    Unpacked,
     Visit,
     WriteTile,
 )
@@ -179,6 +185,7 @@ class Machine:
         self.gradients = GradientBuffers(
             plan, index, self._new_op, self._issue, lambda tile: self._break(_full_error(tile))
         )
+        self.activations = ActivationBuffers(plan, index, self._new_op, self._issue)
         self._runs = Runs(plan, self.staging, self._new_op, self._issue, self.gradients.buffer_of)
         self.saver = Saver(index, self._new_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
@@ -274,6 +281,16 @@ class Machine:
                 case Drop():
                     invariant(self.idle, "gradients are dropped during a sweep")
                     self.gradients.drop()
+                case Pack(tile):
+                    self.activations.pack(tile)
+                case Packed(tile):
+                    self.activations.packed(tile)
+                case Unpack(tile):
+                    self.activations.unpack(tile)
+                case Unpacked(tile):
+                    self.activations.unpacked(tile)
+                case Discard(tile):
+                    self.activations.discard(tile)
                 case BeginSave(save):
                     self._begin_save(save)
                 case Taken(Sweep()):
@@ -332,6 +349,7 @@ class Machine:
         self._runs.check(self._in_flight.values())
         if self.broken is None:
             self.gradients.check(self._in_flight.values())
+            self.activations.check(self._in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
@@ -366,6 +384,7 @@ class Machine:
         self.staging.adopt(plan)
         self._runs.adopt(plan)
         self.gradients.adopt(plan)
+        self.activations.adopt(plan)
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -595,11 +614,13 @@ class Machine:
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
         match operation:
-            case ReadTile(gradients=True) | WriteTile(gradients=True):
+            case ReadTile(what="gradients") | WriteTile(what="gradients"):
                 number = operation.tile.subgroup
                 is_whole = self._subgroups[number].phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT)
                 if self.gradients.landed(operation, checksum) and is_whole and not self.saver.blocks(number):
                     self._let_on(number)
+            case ReadTile(what="activations") | WriteTile(what="activations"):
+                self.activations.landed(operation, checksum)
             case ReadTile(tile=tile):
                 fetched = self._subgroups[tile.subgroup]
                 fetched.unread -= 1
@@ -730,7 +751,10 @@ class Machine:
         if isinstance(operation, SaveOperation):
             self.saver.landed(operation, 0, error)
             return
-        if isinstance(operation, WriteTile) and operation.gradients:
+        if isinstance(operation, ReadTile | WriteTile) and operation.what == "activations":
+            self.activations.failed(operation, error)
+            return
+        if isinstance(operation, WriteTile) and operation.what == "gradients":
             if not self._goes_elsewhere(operation, error):
                 self._break(error)
             return
@@ -780,7 +804,7 @@ class Machine:
         if self.broken is not None:
             return False
         again = (write.tile, write.slot, write.buffer_offset, location.nbytes)
-        found = self.gradients.write_again(write) if write.gradients else self._write(*again)
+        found = self.gradients.write_again(write) if write.what == "gradients" else self._write(*again)
         if found:
             self._on_warning(f"{error}; tiles go to other paths from now on")
         return found
@@ -810,6 +834,8 @@ class Machine:
             self._assign_slots()
         if self.broken is None:
             self.gradients.advance()
+        if self.broken is None:
+            self.activations.advance()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_on_hold and self._sweep.is_open):

@@ -67,7 +67,7 @@ class Sweep:
 class ReadTile:
     """Fetch one tile: from its slot in a store to its place in staging slot `slot`, or at home in memory (None).
 
-    A tile of gradients: to its place in gradient buffer `slot`.
+    A tile of gradients or activations: to its place in their buffer `slot`.
     """
 
     op: int
@@ -75,14 +75,14 @@ class ReadTile:
     slot: int | None
     buffer_offset: int
     record: Record
-    gradients: bool = False
+    what: Literal["state", "gradients", "activations"] = "state"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTile:
     """Flush one tile: from staging slot `slot`, or from its home in memory (None), to a free slot of a store.
 
-    A tile of gradients: from gradient buffer `slot`.
+    A tile of gradients or activations: from their buffer `slot`.
     """
 
     op: int
@@ -90,7 +90,7 @@ class WriteTile:
     slot: int | None
     buffer_offset: int
     record: Record
-    gradients: bool = False
+    what: Literal["state", "gradients", "activations"] = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +240,10 @@ SaveOperation = SaveTile | CopyTile | Sync | Commit
 def tile_label(operation: ReadTile | WriteTile | SaveTile | CopyTile) -> str:
     """Return what a timeline calls the transfer of a tile."""
     tile = operation.tile
-    if isinstance(operation, ReadTile | WriteTile) and operation.gradients:
+    if isinstance(operation, ReadTile | WriteTile) and operation.what == "gradients":
         return f"gradients of subgroup {tile.subgroup} tile {tile.tile}"
+    if isinstance(operation, ReadTile | WriteTile) and operation.what == "activations":
+        return f"activations tile {tile.tile}"
     return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
 
 
@@ -296,6 +298,44 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Event: gradients that no step has used are dropped; between sweeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Event: activations are about to be written to the buffer of a new tile; at any time, during a sweep too.
+
+    Nothing but the caller touches that buffer until `Packed`.
+    """
+
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Event: a tile of activations holds all that it will."""
+
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Event: somebody is about to read a tile of activations from its buffer, where it stays until `Unpacked`."""
+
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """Event: somebody who has asked for a tile of activations has read it, or gives that up."""
+
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Event: a tile of activations is of no use any more."""
+
+    tile: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +450,11 @@ Event = (
     | Seal
     | Fill
     | Drop
+    | Pack
+    | Packed
+    | Unpack
+    | Unpacked
+    | Discard
     | BeginSave
     | Leave
     | Stay

@@ -11,6 +11,7 @@ shows before it is called, or after it has returned, the next request of any kin
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import weakref
@@ -63,6 +64,7 @@ class Engine:
         limits: No setting: for tests, whose models are small.
 
     Attributes:
+        activations: What is saved for backward, and leaves memory: see `offload.session.activations.Activations`.
         checkpoints: To save and load them: see `offload.session.checkpoints.Checkpoints`.
         config: What it was made with.
         gradients: Where they lie, when they have arrived, their norms: see `offload.session.gradients.Gradients`.
@@ -107,6 +109,7 @@ class Engine:
                 self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
+                self.activations = thread.activations
                 # None of these holds this object, so an engine that is forgotten is closed.
                 self._shutdown = Shutdown(parts, thread)
                 self._finalizer = weakref.finalize(self, self._shutdown.forgotten)
@@ -184,7 +187,12 @@ class Engine:
         before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
         state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
         `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included. With
-        `mirror` also `mirrored_bytes`: state that this session has copied there.
+        `mirror` also `mirrored_bytes`: state that this session has copied there. Where activations leave for the
+        paths, of the last forward pass and its backward passes `activations/packed_bytes` (saved tensors that went to
+        buffers), `activations/kept_bytes` (that found no room, and stayed where they were),
+        `activations/written_bytes` and `activations/read_bytes` (of that, what went to the paths and came back),
+        `activations/predicted_write_s` and `activations/predicted_read_s` (what that takes at the paths' rates), and
+        `activations/waited_s` (what callers have waited for buffers).
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -209,6 +217,7 @@ class Engine:
             figures["speculation/confirmed_bytes"] = account.confirmed_bytes
             figures["speculation/revoked_bytes"] = account.revoked_bytes
         figures |= self._thread.parking.metrics()
+        figures |= self.activations.metrics()
         totals = lane_totals(timeline)
         for lane in (ENGINE, "cpu", *parts.lanes.names):
             figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
@@ -246,12 +255,14 @@ class Engine:
                 still holds, whose memory stays.
 
         Raises:
-            ConfigError: A size is none, or gradients have left a GPU and no step has used them.
+            ConfigError: A size is none, gradients have left a GPU and no step has used them, or tensors are saved for
+                a backward pass (`activations`).
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
             OffloadError: Paths have failed; what they did not take of homes is still in memory, and training goes on.
         """
         host_bytes, gpu_bytes = parse_bytes("host_memory", host_memory), parse_bytes("gpu_memory", gpu_memory)
         parts, thread = self._parts, self._thread
+        self.activations.rest()
         with thread.turn():
             if wait:
                 parts.saves.wait_for_pending()
@@ -260,6 +271,8 @@ class Engine:
                 pending.append(thread.parking.begin(host_bytes, gpu_bytes, accepted))
 
             pending: list[PendingPark] = []
+            if self.activations.are_in_use():
+                gc.collect()  # torch's checkpoints leave cycles, which hold what an interrupted pass has saved
             thread.request(begin, needs_memory=False)
         if wait:
             pending[0].wait()

@@ -86,6 +86,8 @@ class Parking:
         self.figures: Mapping[str, float] = {}
         self.visit: Callable[[Sequence[int], Callable[[Run], None]], Sweep]
         """Begins a sweep in which the visitor works on some subgroups, and changes nothing."""
+        self.saves_activations: Callable[[], bool]
+        """Says whether tensors are saved for backward in memory of the session's."""
         self._parts = parts
         self._pending: PendingPark | None = None
         self._numbers = 0
@@ -124,13 +126,16 @@ class Parking:
             accepted: See `Engine.park`.
 
         Raises:
-            ConfigError: A gradient is there that no step has used.
+            ConfigError: A gradient is there that no step has used, or a backward pass has not been taken.
             InfeasiblePlanError: The paths have no room for what has to leave; nothing has changed.
         """
         parts, machine = self._parts, self._parts.machine
         plan, subgroups = parts.plan, parts.plan.layout.subgroups
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
+
+        if self.saves_activations():
+            raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
 
         def at(home: Home) -> list[int]:
             numbers = (number for number, place in enumerate(plan.homes) if place is home)
@@ -213,6 +218,7 @@ class Parking:
         if machine.broken is not None or self._finished is not None:
             return True
         may_begin = machine.saver.under_way is None and not machine.is_leaving and Phase.BUSY not in machine.phases
+        may_begin = may_begin and machine.activations.is_empty
         return pending.leave is None and may_begin
 
     @property

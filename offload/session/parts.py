@@ -129,6 +129,7 @@ class SessionParts:
             gradient_slots = True
         self.fill_gradients: Callable[[int], int]
         self.drop_gradients: Callable[[Callable[[], None]], None]
+        self.activation_address: Callable[[int], int]
         leaves = config.gradient_memory is not None
         if leaves:
             self._make_gradients = self._make_path_gradients
@@ -291,7 +292,7 @@ class SessionParts:
             verify=config.checksum,
             stall_s=config.stall_timeout_s,
             lanes=self.lanes,
-            gradient_address=self.gradients.buffer_address,
+            buffer_address={"gradients": self.gradients.buffer_address, "activations": self.activation_address},
             others=self.others,
         )
         self.ends.callback(self.executor.close)

@@ -30,6 +30,7 @@ from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Release, Stop, Sweep
+from offload.session.activations import Activations
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
 from offload.session.speculation import Speculation
@@ -84,6 +85,8 @@ class EngineThread:
         """The updates that are made before their step is sealed."""
         self.parking = Parking(parts)
         """Gives memory back between steps, and takes it again."""
+        self.activations = Activations(parts, self)
+        """What is saved for backward, and leaves memory."""
         self.aborted: Callable[[BaseException], OffloadError]
         """Returns what to raise for the next step if an error has broken the session before it was called."""
         self.pending: PendingStep | None = None
@@ -316,6 +319,7 @@ class EngineThread:
         return (
             machine.finished_sweep is not None
             or machine.saver.finished_save is not None
+            or self.activations.is_due()
             or self.parking.is_due()
             or self._may_begin(machine)
             or self._may_speculate()
@@ -335,6 +339,8 @@ class EngineThread:
             if not machine.failed:
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
+        elif self.activations.is_due():
+            self.activations.serve()
         elif self._may_begin(machine):
             if machine.is_open:
                 self.speculation.hold()

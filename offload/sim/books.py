@@ -8,10 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from offload.errors import InternalError
 from offload.plan.budget import Plan
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import ACTIVATIONS, SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record
 from offload.schedule.operations import (
     AwaitPush,
@@ -216,6 +217,7 @@ class StorageBook:
         saving_bytes: What saves may take.
         lost_bytes: Of slots that a write has failed to fill, and that nobody uses again.
         most_away_bytes: Most that state at home in memory that has ever left may take.
+        most_activation_bytes: Most that activations have taken at once.
         reshared: Whether tiles have been spread in other proportions.
         most_beside: Most slots that versions beside the live ones of one sweep may take, by payload bytes.
     """
@@ -227,6 +229,7 @@ class StorageBook:
         self.orphans: dict[Location, None] = {}
         self.saving_bytes = self.lost_bytes = 0
         self.most_away_bytes = 0
+        self.most_activation_bytes = 0
         self.reshared = False
         self.most_beside: Counter[int] = Counter()
 
@@ -242,6 +245,7 @@ class StorageBook:
         bytes_used = sum(path.used if path.failed or self.reshared else path.end for path in self.extents)
         beside = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.most_beside.items())
         most = self.ground.plan.storage_bytes + self.saving_bytes + self.lost_bytes + beside + self.most_away_bytes
+        most += self.most_activation_bytes
         if bytes_used > most:
             # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
             bytes_used = sum(path.used for path in self.extents)
@@ -597,14 +601,14 @@ class SaveBook:
 
 
 @dataclass(slots=True)
-class KnownGradients:
-    """What is known of one subgroup's gradients.
+class KnownBuffer:
+    """What is known of data that passes through buffers, of one owner.
 
     Attributes:
-        version: How often they were written to since they were used last; 0 for none.
-        buffer: The gradient buffer that is theirs.
+        version: How often it was written to since it was used last; 0 for none.
+        buffer: The buffer that is the owner's.
         in_buffer: The version that is whole in it.
-        stored: Where their tiles lie that are whole on storage.
+        stored: Where its tiles lie that are whole on storage.
         stored_version: The version of those.
         arriving: Tiles of the newest version that are on storage while not all are.
         reads: Tiles on their way to the buffer, with their operation.
@@ -621,25 +625,171 @@ class KnownGradients:
     writes: dict[TileId, int] = field(default_factory=dict)
 
 
-class GradientBook:
-    """Gradients that pass through buffers.
+class BufferBook:
+    """Data of one kind that passes through buffers.
 
     Attributes:
-        filling: The subgroup whose gradients the caller brings, if it does.
         useless: Writes in flight of what is of no use any more.
     """
 
+    rule: ClassVar[str]
+
     def __init__(self, ground: Ground, storage: StorageBook) -> None:
-        self.ground, self.storage, self._require = ground, storage, ground.require
-        self.filling: int | None = None
+        self.ground, self.storage = ground, storage
         self.useless: set[int] = set()
-        self._known: dict[int, KnownGradients] = {}
+        self._known: dict[int, KnownBuffer] = {}
         self._owners: dict[int, int] = {}
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise self.ground.violation(f"{self.rule}: {what}")
+
+    # What kinds of data do differently
+
+    def owner_of(self, operation: ReadTile | WriteTile) -> int:
+        """Return whose tile is moved."""
+        raise NotImplementedError
+
+    def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
+        """Return offset and size of each tile of an owner."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> int:
+        """Number of buffers."""
+        raise NotImplementedError
+
+    def is_busy(self, owner: int) -> bool:
+        """Return whether the caller writes to the owner's buffer."""
+        raise NotImplementedError
+
+    def may_lose(self, owner: int) -> bool:
+        """Return whether nobody reads an owner's buffer."""
+        return True
+
+    # What happens
+
+    def of(self, owner: int) -> KnownBuffer:
+        """Return what is known of an owner's data."""
+        return self._known.setdefault(owner, KnownBuffer())
+
+    def issued(self, operation: ReadTile | WriteTile) -> None:
+        """Verify a transfer."""
+        owner, buffer, tile = self.owner_of(operation), operation.slot, operation.tile
+        known = self.of(owner)
+        place = operation.buffer_offset, operation.record.location.nbytes
+        self._require(self.places(owner).get(tile) == place, "a tile is not where the plan puts it")
+        if buffer is None or not 0 <= buffer < self.count:
+            raise self.ground.violation(f"{self.rule}: there is no such buffer")
+        self._require(known.version > 0, "a transfer of what is not there")
+        if isinstance(operation, ReadTile):
+            self._take(owner, buffer)
+            whole = known.stored_version == known.version
+            self._require(whole and known.stored.get(tile) == operation.record, "a read of something else")
+            self._require(not known.writes and tile not in known.reads, "a read into a buffer in use")
+            known.in_buffer = 0
+            known.reads[tile] = operation.op
+            return
+        self._require(known.buffer == buffer, "a write from another's buffer")
+        self._require(not self.is_busy(owner), "a write from a buffer that the caller writes to")
+        self._require(known.in_buffer == known.version, "a write of what is not whole in its buffer")
+        self._require(known.stored_version != known.version, "a write of what is on storage")
+        self._require(not (tile in known.writes or tile in known.arriving), "a second write of a tile")
+        self.storage.take(operation.record.location)
+        known.writes[tile] = operation.op
+
+    def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
+        """Take in that a transfer has ended."""
+        owner, location = self.owner_of(operation), operation.record.location
+        known = self.of(owner)
+        if isinstance(operation, ReadTile):
+            del known.reads[operation.tile]
+            if not known.reads:
+                known.in_buffer = known.version
+        elif self._is_useless(operation):
+            self.storage.extents[location.path].leave(location.offset)
+        else:
+            del known.writes[operation.tile]
+            known.arriving[operation.tile] = Record(location, operation.record.step, checksum)
+            if len(known.arriving) == len(self.places(owner)):
+                known.stored, known.stored_version, known.arriving = known.arriving, known.version, {}
+
+    def failed(self, operation: ReadTile | WriteTile) -> bool:
+        """Take in that a transfer has failed; return whether a write has to be issued again."""
+        known, location = self.of(self.owner_of(operation)), operation.record.location
+        if isinstance(operation, ReadTile):
+            del known.reads[operation.tile]
+            return False
+        self.storage.extents[location.path].leave(location.offset)
+        if self._is_useless(operation):
+            return False
+        del known.writes[operation.tile]
+        return True
+
+    def _is_useless(self, write: WriteTile) -> bool:
+        if write.op not in self.useless:
+            return False
+        self.useless.discard(write.op)
+        del self.of(self.owner_of(write)).writes[write.tile]
+        return True
+
+    def used(self, owner: int) -> None:
+        """Take in that an owner's data is of no use any more."""
+        known = self.of(owner)
+        self.useless.update(known.writes.values())
+        self.storage.leave(known.stored)
+        self.storage.leave(known.arriving)
+        known.stored, known.arriving, known.stored_version, known.version, known.in_buffer = {}, {}, 0, 0, 0
+
+    def _take(self, owner: int, buffer: int) -> None:
+        """Verify that a buffer is an owner's, or may become it."""
+        self._require(0 <= buffer < self.count, "there is no such buffer")
+        known, old = self.of(owner), self._owners.get(buffer)
+        if old == owner:
+            return
+        self._require(known.buffer is None or not known.version, "a second buffer for one owner")
+        if old is not None:
+            before = self.of(old)
+            useful = before.version and before.stored_version != before.version
+            self._require(not useful, "a buffer changes hands with what lies nowhere else")
+            self._require(not (before.reads or before.writes), "a buffer changes hands amid transfers")
+            self._require(self.may_lose(old), "a buffer changes hands while it is read")
+            before.buffer, before.in_buffer = None, 0
+        if known.buffer is not None:
+            del self._owners[known.buffer]
+        self._owners[buffer], known.buffer = owner, buffer
+
+
+class GradientBook(BufferBook):
+    """Gradients that pass through buffers; owners are subgroups.
+
+    Attributes:
+        filling: The subgroup whose gradients the caller brings, if it does.
+    """
+
+    rule = "28"
+
+    def __init__(self, ground: Ground, storage: StorageBook) -> None:
+        super().__init__(ground, storage)
+        self.filling: int | None = None
         self._was_filled = False
 
-    def of(self, number: int) -> KnownGradients:
-        """Return what is known of a subgroup's gradients."""
-        return self._known.setdefault(number, KnownGradients())
+    def owner_of(self, operation: ReadTile | WriteTile) -> int:
+        """See `BufferBook.owner_of`."""
+        return operation.tile.subgroup
+
+    def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
+        """See `BufferBook.places`."""
+        return {tile: (offset, nbytes) for tile, offset, nbytes in self.ground.plan.gradient_tiles[owner]}
+
+    @property
+    def count(self) -> int:
+        """See `BufferBook.count`."""
+        return self.ground.plan.gradient_buffers
+
+    def is_busy(self, owner: int) -> bool:
+        """See `BufferBook.is_busy`."""
+        return self.filling == owner and self._was_filled
 
     def fill(self, number: int | None) -> None:
         """Take in that the caller is about to bring gradients of a subgroup, or of none any more."""
@@ -656,92 +806,22 @@ class GradientBook:
     def filled(self, number: int, buffer: int) -> None:
         """Verify that the caller writes gradients to a buffer, and take in that it does."""
         known = self.of(number)
-        self._require(self.filling == number, "28: gradients are written that were not announced")
+        self._require(self.filling == number, "gradients are written that were not announced")
         self._take(number, buffer)
-        self._require(not (known.reads or known.writes), "28: gradients are written to a buffer amid transfers")
-        self._require(known.in_buffer == known.version, "28: gradients are added to what is not whole in its buffer")
+        self._require(not (known.reads or known.writes), "gradients are written to a buffer amid transfers")
+        self._require(known.in_buffer == known.version, "gradients are added to what is not whole in its buffer")
         known.version += 1
         known.in_buffer, self._was_filled = known.version, True
 
-    def issued(self, operation: ReadTile | WriteTile) -> None:
-        """Verify a transfer of gradients."""
-        number, buffer, tile = operation.tile.subgroup, operation.slot, operation.tile
-        known, plan = self.of(number), self.ground.plan
-        places = {tile: (offset, nbytes) for tile, offset, nbytes in plan.gradient_tiles[number]}
-        place = operation.buffer_offset, operation.record.location.nbytes
-        self._require(places.get(tile) == place, "28: a tile of gradients is not where the plan puts it")
-        if buffer is None or not 0 <= buffer < plan.gradient_buffers:
-            raise self.ground.violation("28: there is no such gradient buffer")
-        self._require(known.version > 0, "28: a transfer of gradients that are not there")
-        if isinstance(operation, ReadTile):
-            self._take(number, buffer)
-            whole = known.stored_version == known.version
-            self._require(whole and known.stored.get(tile) == operation.record, "28: a read of other gradients")
-            self._require(not known.writes and tile not in known.reads, "28: a read into a buffer in use")
-            known.in_buffer = 0
-            known.reads[tile] = operation.op
-            return
-        self._require(known.buffer == buffer, "28: a write from another's gradient buffer")
-        busy = self.filling == number and self._was_filled
-        self._require(not busy, "28: a write from a buffer that the caller writes to")
-        self._require(known.in_buffer == known.version, "28: a write of what is not whole in its buffer")
-        self._require(known.stored_version != known.version, "28: a write of gradients that are on storage")
-        again = tile in known.writes or tile in known.arriving
-        self._require(not again, "28: a second write of a tile of gradients")
-        self.storage.take(operation.record.location)
-        known.writes[tile] = operation.op
-
-    def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
-        """Take in that a transfer of gradients has ended."""
-        number, location = operation.tile.subgroup, operation.record.location
-        known, count = self.of(number), len(self.ground.plan.gradient_tiles[number])
-        if isinstance(operation, ReadTile):
-            del known.reads[operation.tile]
-            if not known.reads:
-                known.in_buffer = known.version
-        elif self._is_useless(operation):
-            self.storage.extents[location.path].leave(location.offset)
-        else:
-            del known.writes[operation.tile]
-            known.arriving[operation.tile] = Record(location, operation.record.step, checksum)
-            if len(known.arriving) == count:
-                known.stored, known.stored_version, known.arriving = known.arriving, known.version, {}
-
-    def failed(self, operation: ReadTile | WriteTile) -> bool:
-        """Take in that a transfer of gradients has failed; return whether a write has to be issued again."""
-        known, location = self.of(operation.tile.subgroup), operation.record.location
-        if isinstance(operation, ReadTile):
-            del known.reads[operation.tile]
-            return False
-        self.storage.extents[location.path].leave(location.offset)
-        if self._is_useless(operation):
-            return False
-        del known.writes[operation.tile]
-        return True
-
-    def _is_useless(self, write: WriteTile) -> bool:
-        if write.op not in self.useless:
-            return False
-        self.useless.discard(write.op)
-        del self.of(write.tile.subgroup).writes[write.tile]
-        return True
-
     def issued_run(self, run: Run) -> None:
         """Verify that a visit finds its gradients."""
-        self._require(run.visit.gradients == (run.gradient_buffer is not None), "29: a visit with a wrong buffer")
+        require = self.ground.require
+        require(run.visit.gradients == (run.gradient_buffer is not None), "29: a visit with a wrong buffer")
         if run.visit.gradients:
             known = self.of(run.visit.subgroup)
-            self._require(known.buffer == run.gradient_buffer, "29: a visit with another's gradient buffer")
+            require(known.buffer == run.gradient_buffer, "29: a visit with another's gradient buffer")
             whole = known.in_buffer == known.version > 0 and not known.reads
-            self._require(whole, "29: a visit before its gradients are whole in their buffer")
-
-    def used(self, number: int) -> None:
-        """Take in that gradients are of no use any more."""
-        known = self.of(number)
-        self.useless.update(known.writes.values())
-        self.storage.leave(known.stored)
-        self.storage.leave(known.arriving)
-        known.stored, known.arriving, known.stored_version, known.version, known.in_buffer = {}, {}, 0, 0, 0
+            require(whole, "29: a visit before its gradients are whole in their buffer")
 
     def drop(self) -> None:
         """Take in that all gradients are of no use any more."""
@@ -749,22 +829,82 @@ class GradientBook:
             self.used(number)
         self.fill(None)
 
-    def _take(self, number: int, buffer: int) -> None:
-        """Verify that a buffer is a subgroup's, or may become it."""
-        self._require(0 <= buffer < self.ground.plan.gradient_buffers, "28: there is no such gradient buffer")
-        known, owner = self.of(number), self._owners.get(buffer)
-        if owner == number:
-            return
-        self._require(known.buffer is None or not known.version, "28: a second buffer for a subgroup's gradients")
-        if owner is not None:
-            before = self.of(owner)
-            useful = before.version and before.stored_version != before.version
-            self._require(not useful, "28: a buffer changes hands with gradients that lie nowhere else")
-            self._require(not (before.reads or before.writes), "28: a buffer changes hands amid transfers")
-            before.buffer, before.in_buffer = None, 0
-        if known.buffer is not None:
+
+class ActivationBook(BufferBook):
+    """Activations that pass through buffers; owners are tiles."""
+
+    rule = "30"
+
+    def __init__(self, ground: Ground, storage: StorageBook) -> None:
+        super().__init__(ground, storage)
+        self._filling: set[int] = set()
+        self._readers: Counter[int] = Counter()
+
+    def owner_of(self, operation: ReadTile | WriteTile) -> int:
+        """See `BufferBook.owner_of`."""
+        return operation.tile.tile
+
+    def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
+        """See `BufferBook.places`."""
+        return {TileId(0, ACTIVATIONS, owner): (0, self.ground.plan.budgets.activation_tile_bytes)}
+
+    @property
+    def count(self) -> int:
+        """See `BufferBook.count`."""
+        return self.ground.plan.activation_buffers
+
+    def is_busy(self, owner: int) -> bool:
+        """See `BufferBook.is_busy`."""
+        return owner in self._filling
+
+    def may_lose(self, owner: int) -> bool:
+        """See `BufferBook.may_lose`."""
+        return not self._readers[owner]
+
+    def pack(self, tile: int) -> None:
+        """Take in that the caller is about to write a tile."""
+        self._filling.add(tile)
+
+    def filled(self, tile: int, buffer: int) -> None:
+        """Verify that the caller writes a tile to a buffer, and take in that it does."""
+        self._require(tile in self._filling, "activations are written that were not announced")
+        self._take(tile, buffer)
+        known = self.of(tile)
+        known.version = known.in_buffer = 1
+
+    def packed(self, tile: int) -> None:
+        """Take in that a tile holds all that it will."""
+        self._filling.discard(tile)
+
+    def unpack(self, tile: int, by: int) -> None:
+        """Take in that one more asks for a tile, or (-1) one less."""
+        self._readers[tile] += by
+
+    def read(self, tile: int, buffer: int) -> None:
+        """Verify that the caller reads a tile from a buffer."""
+        known = self.of(tile)
+        self._require(self._readers[tile] > 0, "activations are read that nobody has asked for")
+        self._require(known.buffer == buffer, "activations are read from another's buffer")
+        whole = known.in_buffer == known.version > 0 and not known.reads
+        self._require(whole, "activations are read before they are whole in their buffer")
+
+    def issued(self, operation: ReadTile | WriteTile) -> None:
+        """See `BufferBook.issued`."""
+        if isinstance(operation, WriteTile):
+            on_paths = 1 + sum(bool(known.stored or known.writes or known.reads) for known in self._known.values())
+            nbytes = on_paths * (operation.record.location.nbytes + SECTOR_BYTES)
+            self.storage.most_activation_bytes = max(self.storage.most_activation_bytes, nbytes)
+        super().issued(operation)
+
+    def failed(self, operation: ReadTile | WriteTile) -> bool:
+        """See `BufferBook.failed`; a tile that cannot be read has no buffer, one that no path takes stays there."""
+        known = self.of(self.owner_of(operation))
+        if isinstance(operation, WriteTile):
+            self.storage.lost_bytes += operation.record.location.nbytes + SECTOR_BYTES
+        elif known.buffer is not None:
             del self._owners[known.buffer]
-        self._owners[buffer], known.buffer = number, buffer
+            known.buffer = None
+        return super().failed(operation)
 
 
 class LeaveBook:

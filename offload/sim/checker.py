@@ -80,6 +80,13 @@ Rules:
  29. A visit that reads gradients runs when they are whole in their buffer. Then they are of no use, as all are after
      `Drop`.
 
+ Activations that pass through buffers:
+ 30. An activation buffer has one owner, a tile, and a tile one buffer. The caller writes to it between `Pack` and
+     `Packed`; callers read it between `Unpack` and `Unpacked`, when it holds all of the tile. It changes hands only
+     if its owner is whole on storage and nobody has asked for it, or was discarded. Tiles are written from it after
+     `Packed`, and read into it, as rules 6 and 7 have it. They take bytes beyond those of rule 8. A write that has
+     failed is issued again elsewhere, or the tile stays in its buffer; no failure of these ends a session.
+
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
 """
@@ -101,6 +108,7 @@ from offload.schedule.operations import (
     BeginSave,
     Commit,
     CopyTile,
+    Discard,
     Done,
     Drop,
     Event,
@@ -112,6 +120,8 @@ from offload.schedule.operations import (
     Leave,
     Lend,
     Operation,
+    Pack,
+    Packed,
     ReadTile,
     Release,
     Reshare,
@@ -124,10 +134,13 @@ from offload.schedule.operations import (
     Sync,
     TakeOver,
     Transfer,
+    Unpack,
+    Unpacked,
     Visit,
     WriteTile,
 )
 from offload.sim.books import (
+    ActivationBook,
     Beside,
     DeviceBook,
     GradientBook,
@@ -161,6 +174,8 @@ class CheckedExecutor:
         self._saves = SaveBook(self._ground, self._storage)
         self._leaves = LeaveBook(self._ground, self._storage)
         self._gradients = GradientBook(self._ground, self._storage)
+        self.activations = ActivationBook(self._ground, self._storage)
+        """What callers write and read of activations is told to this."""
         self._places, self._subgroups = self._ground.places, self._ground.subgroups
         self._require, self._violation = self._ground.require, self._ground.violation
         self._owners: list[int | None] = []
@@ -255,6 +270,16 @@ class CheckedExecutor:
                 self._gradients.fill(subgroup)
             case Drop():
                 self._gradients.drop()
+            case Pack(tile):
+                self.activations.pack(tile)
+            case Packed(tile):
+                self.activations.packed(tile)
+            case Unpack(tile):
+                self.activations.unpack(tile, 1)
+            case Unpacked(tile):
+                self.activations.unpack(tile, -1)
+            case Discard(tile):
+                self.activations.used(tile)
         self._gradients.settle()
 
     def filled(self, subgroup: int, buffer: int) -> None:
@@ -352,7 +377,11 @@ class CheckedExecutor:
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
             self._require(not self._again, "9: an operation before a failed write is issued again")
-        if isinstance(operation, ReadTile | WriteTile) and operation.gradients:
+        if isinstance(operation, ReadTile | WriteTile) and operation.what == "activations":
+            self.activations.issued(operation)
+            self._flying[operation.op] = operation
+            return
+        if isinstance(operation, ReadTile | WriteTile) and operation.what == "gradients":
             self._again.pop(operation.tile, None)
             if isinstance(operation, ReadTile):
                 self._issued_in_order(operation)
@@ -395,7 +424,7 @@ class CheckedExecutor:
             return
         place, where = found
         staged = isinstance(operation, Run) and operation.gpu_slot is not None
-        of_gradients = isinstance(operation, ReadTile) and operation.gradients
+        of_gradients = isinstance(operation, ReadTile) and operation.what == "gradients"
         alike = where, type(operation), visit.gpu, staged or of_gradients
         self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
         self._begun[alike] = place
@@ -704,7 +733,7 @@ class CheckedExecutor:
         if operation is None:
             raise self._violation("1: an operation is reported that is not in flight")
         staged = isinstance(operation, ReadTile | WriteTile) and operation.slot is not None
-        if isinstance(operation, ReadTile | WriteTile) and staged and not operation.gradients:
+        if isinstance(operation, ReadTile | WriteTile) and staged and operation.what == "state":
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
@@ -712,8 +741,10 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.done(operation, checksum)
-            case ReadTile(gradients=True) | WriteTile(gradients=True):
+            case ReadTile(what="gradients") | WriteTile(what="gradients"):
                 self._gradients.done(operation, checksum)
+            case ReadTile(what="activations") | WriteTile(what="activations"):
+                self.activations.done(operation, checksum)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -789,10 +820,12 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.failed(operation)
-            case ReadTile(gradients=True):
+            case ReadTile(what="activations") | WriteTile(what="activations"):
+                self.activations.failed(operation)
+            case ReadTile(what="gradients"):
                 self._gradients.failed(operation)
                 self._fatal = self._fatal or error
-            case WriteTile(gradients=True):
+            case WriteTile(what="gradients"):
                 is_useful = self._gradients.failed(operation)
                 if isinstance(error, TierError):
                     self._storage.extents[operation.record.location.path].failed = True

@@ -126,6 +126,9 @@ class SimData:
         gradient_words = plan.gradient_buffer_bytes // FP32.item_bytes
         self.gradients = [np.full(gradient_words, RUBBISH, np.uint32) for _ in range(plan.gradient_buffers)]
         """What each gradient buffer holds."""
+        words = plan.budgets.activation_tile_bytes // FP32.item_bytes
+        self.activations = [np.full(words, RUBBISH, np.uint32) for _ in range(plan.activation_buffers)]
+        """What each activation buffer holds."""
         # One more than there are paths: the store that takes copies.
         self.stores = [SimStore() for _ in range(len(plan.budgets.paths) + 1)]
         self.weights = {
@@ -293,8 +296,8 @@ class SimData:
         numel = operation.record.location.nbytes // FP32.item_bytes
         if operation.slot is None:
             return self.resident[operation.tile.subgroup][start : start + numel]
-        slots = self.gradients if operation.gradients else self.staging
-        return slots[operation.slot][start : start + numel]
+        slots = {"state": self.staging, "gradients": self.gradients, "activations": self.activations}
+        return slots[operation.what][operation.slot][start : start + numel]
 
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup

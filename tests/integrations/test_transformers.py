@@ -88,6 +88,13 @@ def test_a_trainer_trains_with_muon_and_resumes(tmp_path: Path) -> None:
     assert resumed["weights"] == whole["weights"]
 
 
+def test_saved_tensors_leave_with_the_same_bits(tmp_path: Path) -> None:
+    plain, leaving = (
+        run(tmp_path / name, "offload_adamw", 3, *rest) for name, rest in (("a", ()), ("b", ("activations=1MiB",)))
+    )
+    assert [leaving[name] for name in ("losses", "norms")] == [plain[name] for name in ("losses", "norms")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["null", "1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:

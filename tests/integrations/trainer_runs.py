@@ -1,6 +1,7 @@
 """Trains a small model in Hugging Face's `Trainer`; run as a program by `test_transformers.py`.
 
-    python trainer_runs.py FOLDER OPTIM STEPS [resume] [kill=N] [overlap=...] [key=value of TrainingArguments ...]
+    python trainer_runs.py FOLDER OPTIM STEPS [resume] [kill=N] [overlap=...] [activations=SIZE]
+        [key=value of TrainingArguments ...]
 
 Prints one line of JSON: losses, gradient norms and a digest of the weights.
 """
@@ -56,7 +57,8 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     kill = int(options.pop("kill", 0))
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True)
-    offload_transformers.enable({**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")})
+    config = {**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")}
+    offload_transformers.enable(config, activation_memory=options.pop("activations", None))
     args = TrainingArguments(
         output_dir=folder,
         optim=optim,

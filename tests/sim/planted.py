@@ -1144,14 +1144,16 @@ class RevokesNothing(Speculation):
 
 def of_gradients(operation: Any, kind: Any) -> bool:
     """Return whether an operation is of that kind, and of gradients."""
-    return isinstance(operation, kind) and operation.gradients
+    return isinstance(operation, kind) and operation.what == "gradients"
 
 
 class VisitsBeforeTheLastGradients(Filtered):
     def hears(self, event, operation):
         yield event
         if isinstance(event, Done) and of_gradients(operation, ReadTile) and not self.idle:
-            left = [read for read in self.under_way(ReadTile) if read.gradients and read.slot == operation.slot]
+            left = [
+                read for read in self.under_way(ReadTile) if read.what == "gradients" and read.slot == operation.slot
+            ]
             if len(left) == 1:
                 yield Done(left[0].op)
 
@@ -1164,7 +1166,7 @@ class LosesGradientsThatLeave(Skips):
 class WritesGradientsOverState(Overwrites):
     def target(self, write):
         tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
-        return of_size(map(self.live, tiles), write) if write.gradients else None
+        return of_size(map(self.live, tiles), write) if write.what == "gradients" else None
 
 
 class IgnoresFailedGradients(IgnoresFailure):
@@ -1204,6 +1206,35 @@ class ReadsTheFirstGradientsAgain(Filtered):
             record = replace(operation.record, location=self.first[operation.tile])
             operation = replace(operation, record=record)
         return (operation,)
+
+
+# Activations that pass through buffers
+
+
+def of_activations(operation: Any, kind: Any) -> bool:
+    """Return whether an operation is of that kind, and of activations."""
+    return isinstance(operation, kind) and operation.what == "activations"
+
+
+class LosesActivationsThatLeave(Skips):
+    def hits(self, operation):
+        return of_activations(operation, WriteTile)
+
+
+class ReadsActivationsTooEarly(EndsEarly):
+    def hits(self, operation):
+        return of_activations(operation, ReadTile)
+
+
+class IgnoresFailedActivations(IgnoresFailure):
+    def hits(self, operation):
+        return of_activations(operation, WriteTile)
+
+
+class WritesActivationsOverState(Overwrites):
+    def target(self, write):
+        tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
+        return of_size(map(self.live, tiles), write) if write.what == "activations" else None
 
 
 MACHINES = {
@@ -1286,6 +1317,12 @@ FILLING = {
     KeepsGradientsThatWereDropped: "rule 28:",
     LetsTheCallerAddToWhatIsStillRead: "rule 7:",
     ReadsTheFirstGradientsAgain: "rule 28:",
+}
+SAVING = {
+    LosesActivationsThatLeave: "rule 30:",
+    ReadsActivationsTooEarly: "rule 30:",
+    IgnoresFailedActivations: "rule 30:",
+    WritesActivationsOverState: "rule 7:",
 }
 FORWARDS = {
     WritesGradientsAtOnce: "weights are not the last step's",

@@ -557,3 +557,22 @@ def test_rates_without_nodes_are_refused_by_name(rates, capsys):
     arguments = ["plan", "--params", "8e9", "--rates", rates, "--host-memory", "node0=100GiB"]
     assert cli.main(arguments) != 0
     assert "'node0' cannot be used; the rates have no memory nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gigabytes", "advice"), [(600, "paths"), (1, "recompute")])
+def test_activations_on_paths_beside_recomputation(gigabytes: int, advice: str, tmp_path, capsys):
+    path = {"read_bytes_per_s": gigabytes * GB, "write_bytes_per_s": gigabytes * GB, "latency_s": 1e-6}
+    file = tmp_path / "node.json"
+    file.write_text(json.dumps({"format": 1, "rates": {**RATES, "paths": [path]}}))
+    asked = ("--model", "llama-1b", "--rates", str(file), "--tokens", "4096", "--host-memory", "0")
+    answer = plan_json(capsys, *asked)
+    found = answer["activations_on_paths"]
+    assert found["advice"] == advice
+    assert found["recompute_s"] == pytest.approx(answer["forward_s"])
+    waits = (found["bytes"] / (gigabytes * GB) - answer[f"{part}_s"] for part in ("forward", "backward"))
+    assert found["paths_s"] == pytest.approx(sum(max(0.0, wait) for wait in waits))
+    assert cli.main(["plan", *asked]) == 0
+    text = capsys.readouterr().out
+    assert "on the paths +" in text
+    assert ("too slow" in text) == (advice == "recompute")
+    assert "both_s" not in plan_json(capsys, *asked, "--recompute")["activations_on_paths"]

@@ -1,0 +1,257 @@
+"""Saved tensors on the paths: how much more fits, and what an iteration takes.
+
+A Llama with a byte vocabulary, fp32, trains on the CPU; all of its optimizer state lies on a path.
+
+*Room.* The largest batch times length within a given amount of memory: with saved tensors in memory, on the path,
+with recomputation, and with both. Each is tried in a process of its own, by two iterations; its peak (VmHWM) at
+two sizes gives bytes a token and those of the process, hence the largest size; a trial at 0.97 of that has to stay
+within the limit. The buffers of activations count, and so does everything else.
+
+*Time.* In one process, in turns, at equal tokens: an iteration with saved tensors in memory, on the path, packed by
+torch's `save_on_cpu` (which moves nothing on the CPU) and by `torch.save` to a file each. The bound is
+max(F, W / w) + max(B, R / r): the seconds of forward and backward with tensors in memory, the bytes that left and
+that came back, and the path's rates. Gradients are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from _capacity import Block
+from _common import Target, arguments, end_with_parent, environment, progress, report
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.functional import cross_entropy, rms_norm
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.cli.model import VOCABULARY, Shape
+from offload.config import parse_bytes
+from offload.units import format_bytes, format_seconds
+
+KINDS = ("memory", "paths", "recompute", "both")
+LENGTH = 512
+"""Tokens of a row: attention's own memory grows with its square, and is the same for all."""
+
+
+class Model(nn.Module):
+    """A Llama whose layers may be computed again in backward."""
+
+    def __init__(self, shape: Shape, recomputes: bool, vocabulary: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recomputes = recomputes
+        self.embed = nn.Embedding(vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        logits = rms_norm(x, x.shape[-1:], self.norm) @ self.embed.weight.T
+        return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Training:
+    """One model, and its optimizer with all state on a path."""
+
+    def __init__(self, shape: Shape, folder: Path, recomputes: bool, vocabulary: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model = Model(shape, recomputes, vocabulary)
+        folder.mkdir(exist_ok=True)
+        config = offload.OffloadConfig(host_memory=0, paths=[folder], checkpoints_kept=0)
+        self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-4, offload=config)
+        self.vocabulary = vocabulary
+
+    def on_paths(self, host_memory: str) -> AbstractContextManager[Any]:
+        return self.optimizer.activations_on_paths(self.model, host_memory, least_bytes="64KiB")
+
+    def iteration(self, rows: int, length: int, context: AbstractContextManager[Any]) -> dict[str, float]:
+        """Return seconds of forward and backward, and a digest of the gradients."""
+        tokens = torch.randint(self.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+        started_s = time.perf_counter()
+        with context:
+            loss = self.model(tokens)
+            forward_s = time.perf_counter() - started_s
+            loss.backward()
+            whole_s = time.perf_counter() - started_s
+        digest = 0
+        for parameter in self.model.parameters():
+            digest = zlib.crc32(parameter.grad.numpy(), digest)
+        self.optimizer.zero_grad()
+        found = {"forward_s": forward_s, "backward_s": whole_s - forward_s, "whole_s": whole_s, "digest": digest}
+        figures = self.optimizer.metrics()
+        return found | {key.partition("/")[2]: n for key, n in figures.items() if key.startswith("activations/")}
+
+
+# Room
+
+
+def trial(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Take two iterations at each size in this process; return the peaks of memory."""
+    kind, shape = request["kind"], Shape(request["layers"], request["hidden"])
+    training = Training(
+        shape, Path(request["folder"]), kind in ("recompute", "both"), request["vocabulary"], request["threads"]
+    )
+    found = []
+    for rows in request["rows"]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        for _ in range(2):
+            context = training.on_paths(request["host_memory"]) if kind in ("paths", "both") else nullcontext()
+            turn = training.iteration(rows, request["length"], context)
+        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        found.append({"peak_bytes": int(peak.split()[1]) << 10, "digest": turn["digest"], "whole_s": turn["whole_s"]})
+    training.optimizer.close()
+    return found
+
+
+def tried(args: Any, kind: str, rows: Sequence[int], folder: Path) -> list[dict[str, Any]]:
+    """Return what trials in a process of their own have found, in order of size."""
+    request = {"kind": kind, "rows": [*rows], "length": args.length, "layers": args.layers, "hidden": args.hidden}
+    request |= {"folder": str(folder), "host_memory": args.buffers, "vocabulary": args.vocabulary}
+    request["threads"] = torch.get_num_threads()
+    command = [sys.executable, __file__, "--trial", json.dumps(request)]
+    # Freed memory goes back at once: its peak is then what was in use.
+    variables = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=end_with_parent, env=variables
+    )
+    if done.returncode:
+        raise RuntimeError(f"{kind}, {rows} rows: {done.stderr[-2000:]}")
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def largest(args: Any, kind: str, folder: Path) -> dict[str, Any]:
+    """Return the most rows within the limit, by two trials, and the peak of a trial near it."""
+    limit, (few, more) = parse_bytes("limit", args.limit), args.rows
+    progress(kind)
+    low, high = tried(args, kind, args.rows, folder)
+    row_bytes = max(1.0, (high["peak_bytes"] - low["peak_bytes"]) / (more - few))
+    process_bytes = low["peak_bytes"] - few * row_bytes
+    rows = int((limit - process_bytes) / row_bytes)
+    found = {"row_bytes": row_bytes, "process_bytes": process_bytes, "tokens": rows * args.length}
+    if not args.no_proof and rows * 0.97 >= 1:
+        (near,) = tried(args, kind, [int(rows * 0.97)], folder)
+        found |= {
+            "near_rows": int(rows * 0.97),
+            "near_peak_bytes": near["peak_bytes"],
+            "within": near["peak_bytes"] <= limit,
+        }
+    return found
+
+
+# Time
+
+
+def by_files(folder: Path) -> saved_tensors_hooks:
+    """Return hooks that write each saved tensor to a file of its own, and read it."""
+    numbers: Iterator[int] = iter(range(1 << 60))
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < 1 << 16 or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
+        file = folder / f"{next(numbers)}.pt"
+        torch.save(tensor.detach(), file)
+        return file
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return torch.load(packed) if isinstance(packed, Path) else packed
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def times(args: Any, folder: Path) -> dict[str, Any]:
+    """Return medians of iterations, by contender, taken in turns."""
+    training = Training(Shape(args.layers, args.hidden), folder / "time", False, args.vocabulary, args.threads)
+    files = folder / "files"
+    files.mkdir()
+    contenders: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "memory": nullcontext,
+        "paths": lambda: training.on_paths(args.buffers),
+        "save_on_cpu": save_on_cpu,
+        "torch.save": lambda: by_files(files),
+    }
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for number in range(args.pairs + 1):
+        for name, context in contenders.items():
+            progress(f"{name} {number}")
+            turns[name].append(training.iteration(args.time_rows, args.length, context()))
+            for file in files.iterdir():
+                file.unlink()
+    found: dict[str, Any] = {
+        name: {key: statistics.median(turn[key] for turn in each[1:]) for key in each[1]}
+        for name, each in turns.items()
+    }
+    rates = training.optimizer.engine.rates.paths
+    write, read = sum(path.write.alone for path in rates), sum(path.read.alone for path in rates)
+    bounds = []
+    for memory, paths in zip(turns["memory"][1:], turns["paths"][1:], strict=True):
+        left_s, back_s = paths["written_bytes"] / write, paths["read_bytes"] / read
+        bound_s = max(memory["forward_s"], left_s) + max(memory["backward_s"], back_s)
+        bounds.append(paths["whole_s"] / bound_s)
+    found["over_bound"] = statistics.median(bounds)
+    found["same"] = len({turn["digest"] for each in turns.values() for turn in each}) == 1
+    training.optimizer.close()
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--trial"]:
+        print(json.dumps(trial(json.loads(sys.argv[2]))))
+        return
+    parser = arguments(__doc__, path=True)
+    parser.add_argument("--limit", default="6GiB", help="memory of a process")
+    parser.add_argument("--buffers", default="256MiB", help="host_memory of activations")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--rows", type=int, nargs=2, default=[2, 4], help="of the two trials")
+    parser.add_argument("--time-rows", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--no-proof", action="store_true", help="take the prediction's word for what fits")
+    args = parser.parse_args()
+    args.threads = torch.get_num_threads()
+    if args.smoke:
+        args.layers, args.hidden, args.length, args.pairs, args.no_proof = 3, 64, 64, 1, True
+        args.rows, args.time_rows, args.buffers, args.limit = [8, 16], 16, "2MiB", "1GiB"
+    described = environment(device="cpu")
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.path) as where:
+        folder = Path(where)
+        results["room"] = room = {kind: largest(args, kind, folder / kind) for kind in KINDS}
+        for kind, row in room.items():
+            print(f"{kind}: {row['tokens']:,} tokens, {format_bytes(int(row['row_bytes'] / args.length))} each")
+        results["time"] = timed = times(args, folder)
+    for name in ("memory", "paths", "save_on_cpu", "torch.save"):
+        parts = ", ".join(f"{part} {format_seconds(timed[name][f'{part}_s'])}" for part in ("forward", "whole"))
+        print(f"{name}: {parts}")
+    tokens = {kind: max(1, row["tokens"]) for kind, row in room.items()}
+    targets = [
+        Target.at_least("tokens on the path over those in memory", tokens["paths"] / tokens["memory"], 6.0),
+        Target.at_least("tokens with both over recomputation alone", tokens["both"] / tokens["recompute"], 1.5),
+        Target.at_most("iteration over its bound", timed["over_bound"], 1.10),
+        Target.at_least(
+            "times as fast as torch.save", timed["torch.save"]["whole_s"] / timed["paths"]["whole_s"], 1.0
+        ),
+        Target.at_least("gradients of all, bit for bit", float(timed["same"]), 1.0),
+    ]
+    report(args, described, results, f"{int(timed['memory']['digest']):08x}", targets)
+
+
+if __name__ == "__main__":
+    main()
