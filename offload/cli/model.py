@@ -108,7 +108,7 @@ def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed
     # In its own dtype from the start: in fp32 it would take the memory of a model twice as large.
     asked = {"dtype" if hasattr(config, "dtype") else "torch_dtype": dtype}  # transformers 4.56 has renamed it
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, **asked)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, **asked)  # type: ignore[no-untyped-call]
     return model.train()
 
 

@@ -134,7 +134,7 @@ class PlainUpdateKernel(DeviceKernel):
             for start, count in _pieces(numel):
                 first_block = start // NORM_BLOCK_NUMEL
                 found = reference.fingerprint_parts(self._elements(address, dtype, start, count), first_block)
-                self._at(parts + 8 * first_block, found.numel(), torch.int64).copy_(found)
+                self.at(parts + 8 * first_block, found.numel(), torch.int64).copy_(found)
 
     def _elements(self, address: int, code: int, start: int, count: int) -> torch.Tensor:
         dtype = TORCH_DTYPES[DtypeCode(code)]
