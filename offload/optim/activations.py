@@ -5,7 +5,8 @@ It says which of them leave, knows those that share memory, and holds torch's ru
 
 A tensor that leaves is known by its storage, which is written once however many views of it are saved. Weights and
 buffers of the model stay, and so do small tensors, those of other devices and of unusual kinds, and what backward
-itself saves. What stays is saved as torch would.
+itself saves. What stays is saved where it is; a custom Function gets it without what Python has hung on it, as with
+any hooks for saved tensors.
 
 Not here: where the bytes are (`offload.session.activations`).
 """
@@ -85,7 +86,9 @@ class _Storage:
         storage = tensor.untyped_storage()
         # While it is there, no other storage has its number.
         self.key: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self.nbytes, self.version, self.counter, self.written = storage.nbytes(), tensor._version, counter, written
+        with _counting:
+            self.version = tensor._version
+        self.nbytes, self.counter, self.written = storage.nbytes(), counter, written
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of this storage has the content that has left."""
@@ -158,6 +161,7 @@ class ActivationsOnPaths:
         self._weights = {
             shards.local(tensor).untyped_storage()._cdata
             for tensor in chain(self._model.parameters(), self._model.buffers())
+            if tensor.layout is torch.strided  # others stay anyway
         }
         hooks = saved_tensors_hooks(self._pack, lambda saved: saved.get())
         hooks.__enter__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -99,7 +99,7 @@ def checked_groups(
     return saved_groups
 
 
-def to_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> list[dict[str, Any]]:
     """Return the groups' hyperparameters as JSON takes them."""
     return [
         {
@@ -107,14 +107,19 @@ def to_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
             if isinstance(value, torch.Tensor) and value.numel() == 1
             else _plain(value)
             for name, value in group.items()
-            if name not in NOT_LOADED and _is_plain(value)
+            if name not in ignored and _is_plain(value)
         }
         for group in groups
     ]
 
 
 def from_json(
-    metadata: Mapping[str, Any], path: str, kind: str, groups: Sequence[Group], check: Callable[[Group], None]
+    metadata: Mapping[str, Any],
+    path: str,
+    kind: str,
+    groups: Sequence[Group],
+    check: Callable[[Group], None],
+    ignored: Collection[str] = NOT_LOADED,
 ) -> list[dict[str, Any]]:
     """Return the groups' hyperparameters from a checkpoint's metadata, checked: it may claim to be such."""
     saved_groups = metadata.get("groups")
@@ -130,7 +135,7 @@ def from_json(
     hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
         try:
-            values = {n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in NOT_SAVED}
+            values = {n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored}
             check(values)
             hyperparameters.append(values)
         except ConfigError as cause:

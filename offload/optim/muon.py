@@ -80,6 +80,7 @@ class Muon(OffloadedOptimizer):
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
         self._is_told, self._loads = False, list[float]()
+        self._kept_exact: tuple[int, frozenset[str]] = (0, frozenset())  # of so many parameters
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 
     def _open(self, config: OffloadConfig) -> None:
@@ -120,8 +121,11 @@ class Muon(OffloadedOptimizer):
                 "parameters have no names, so embeddings cannot be told from other matrices and are updated by Muon, "
                 "too; make the optimizer from named_parameters(), or give them in a group with use_muon=False"
             )
-        everyone = [each for _, each, _ in names(self.param_groups)]
-        return name not in named_like(everyone, patterns)
+        count = sum(len(each["params"]) for each in self.param_groups)
+        if self._kept_exact[0] != count:  # for thousands of matrices the names are read once
+            everyone = [each for _, each, _ in names(self.param_groups)]
+            self._kept_exact = count, frozenset(named_like(everyone, patterns))
+        return name not in self._kept_exact[1]
 
     def _values(self) -> list[Any]:
         return [values for group in self.param_groups for values in self._values_of(group)]

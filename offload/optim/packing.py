@@ -132,7 +132,15 @@ class Packing:
         """
         if not words.numel():  # of a parameter without elements
             return
-        flags = 0
+        flags, own = 0, words.untyped_storage().data_ptr()
+        state = {  # what lies in another's place is read before that is written to
+            key: value.clone()
+            if isinstance(value, torch.Tensor)
+            and value.untyped_storage().data_ptr() == own
+            and value.data_ptr() != self._address(words, key)
+            else value
+            for key, value in state.items()
+        }
         for bit, (key, (form, start)) in enumerate(self._places.items()):
             if key not in state:
                 continue
@@ -153,6 +161,11 @@ class Packing:
         if unknown := [key for key in state if key not in self._places]:
             raise TypeError(f"{unknown[0]!r} is new")
         self._bytes(words)[:FLAG_BYTES].view(torch.int64).fill_(flags - (1 << 64) if flags >> 63 else flags)
+
+    def _address(self, words: torch.Tensor, key: Any) -> int | None:
+        """Return where a key's value lies, if it is packed at all."""
+        form, start = self._places.get(key, (None, 0))
+        return None if form is None else self._at(words, form, start).data_ptr()
 
     def _flags(self, words: torch.Tensor) -> int:
         return int(self._bytes(words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)

@@ -15,7 +15,7 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.errors import ConfigError, known
@@ -25,7 +25,7 @@ from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.packing import Form, Packing
 from offload.protocols import SegmentFlag
-from offload.rules import ClassRule
+from offload.rules import MASTER, ClassRule
 
 Group = dict[str, Any]
 
@@ -39,7 +39,10 @@ NOT_HERE = ("fused", "capturable", "differentiable")
 STEPS = 2
 """In which the state is found out."""
 
-TRIAL_STEPS = 3
+TRIAL_SCALES = (1.0, 30.0, 1 / 30)
+"""Of the gradients of a trial's steps: some classes do more to large ones."""
+
+TRIAL_STEPS = len(TRIAL_SCALES)
 MOST_TRIAL_NUMEL = 1 << 20
 """Elements of the parameters, twins of the smallest one, that a class is tried on for real."""
 
@@ -137,6 +140,14 @@ class ClassRunner:
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
         with _without_memory():
             self._inner = made = self._make([{**group, "params": [*map(twin, group["params"])]} for group in groups])
+        own = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
+        for place, values in (
+            ("an attribute", own),
+            *(("a group", _without_parameters(g)) for g in made.param_groups),
+        ):
+            for name, value in values.items():
+                if _is_fake(value):
+                    raise self._refusal(f"a tensor of its own, {name!r}, as {place}")
         self._starts_with_state = bool(made.state)
         pairs = zip(made.param_groups, groups, strict=True)
         found = [{**_without_parameters(own), "params": group["params"]} for own, group in pairs]
@@ -165,11 +176,15 @@ class ClassRunner:
         key = number, *form, DTYPE_CODES[dtype]
         if key not in self._packings:
             forms = self._forms(*form, dtype, group)
+            if self.masters and MASTER in forms:
+                raise self._refusal(f"{MASTER!r} of its own, beside those of masters=True")
             try:
                 self._packings[key] = Packing(forms, parameter.numel())
             except TypeError as cause:
                 raise self._refusal(cause) from cause
-        return ClassRule(self.name, self._packings[key].words, DTYPE_CODES[dtype], self)
+        packing = self._packings[key]
+        kept = ", ".join(map(str, packing.keys))  # a checkpoint with others, or in another order, is of another rule
+        return ClassRule(f"{self.name}({kept})", packing.words, DTYPE_CODES[dtype], self)
 
     def packing_of(self, parameter: Parameter) -> Packing:
         """Return how the state of a parameter is packed; as the layout describes it."""
@@ -228,8 +243,11 @@ class ClassRunner:
             ConfigError: As said; or the class keeps something itself, which is no state.
         """
         smallest = min((p for p in parameters if p.numel()), key=lambda p: p.numel(), default=None)
-        if smallest is None or smallest.numel() > MOST_TRIAL_NUMEL:
+        if smallest is None:
             return
+        if smallest.numel() > MOST_TRIAL_NUMEL:
+            most = int(MOST_TRIAL_NUMEL ** (1 / smallest.dim()))
+            smallest = torch.empty([min(size, most) for size in smallest.shape], dtype=smallest.dtype, device="cpu")
         with torch.random.fork_rng(devices=[]):
             together, *alone = (self._trial(smallest, group, numbers) for numbers in ([0, 1], [0], [1]))
         if not _same(together, [*alone[0], *alone[1]]):
@@ -249,10 +267,10 @@ class ClassRunner:
         draws = [[draw() for _ in range(TRIAL_STEPS + 1)] for _ in range(2)]
         twins = [torch.nn.Parameter(draws[n][0]) for n in numbers]
         made = self._make([{**deepcopy(_without_parameters(group)), "params": twins}])
-        kept = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
+        kept = {name: _copied(value) for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
         for step in range(TRIAL_STEPS):
             for twin, n in zip(twins, numbers, strict=True):
-                _set_grad(twin, draws[n][1 + step].to(self._seen(dtype)))
+                _set_grad(twin, (draws[n][1 + step] * TRIAL_SCALES[step]).to(self._seen(dtype)))
             step_alone(made)
         for name, value in vars(made).items():
             if name not in OWN_ATTRIBUTES and not _same(kept.get(name), value):
@@ -378,6 +396,21 @@ def _set_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 def _without_parameters(group: Mapping[str, Any]) -> Group:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _is_fake(value: Any) -> bool:
+    """Return whether a value has a tensor that was made where tensors have no memory."""
+    if isinstance(value, Mapping):
+        return any(map(_is_fake, value.values()))
+    return isinstance(value, FakeTensor) or (isinstance(value, list | tuple) and any(map(_is_fake, value)))
+
+
+def _copied(value: Any) -> Any:
+    """Return a value as it is now, whatever is done to it, where it can be copied."""
+    try:
+        return deepcopy(value)
+    except Exception:  # a lock, a module that is no value
+        return value
 
 
 def _same(one: Any, other: Any) -> bool:

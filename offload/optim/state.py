@@ -446,7 +446,7 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return shards.local(tensor.detach()).cpu().view(torch.int32)
+    return shards.local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:

@@ -88,6 +88,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     _view_of_state: ClassVar[type[StateView]] = StateView
 
+    _ignored: ClassVar[tuple[str, ...]] = NOT_LOADED
+
     def _start_values_of(self, group: Group) -> Mapping[str, float]:
         """Return the values that a group's state starts from, by name of the state; none where all are 0."""
         return {}
@@ -223,7 +225,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             for group, values in zip(self.param_groups, saved_groups, strict=True):
                 if values.get("param_names") is not None:
                     group.setdefault("param_names", [*values["param_names"]])
-                hyperparameters = {name: deepcopy(values[name]) for name in values if name not in NOT_LOADED}
+                hyperparameters = {name: deepcopy(values[name]) for name in values if name not in self._ignored}
                 for name, value in hyperparameters.items():  # torch.distributed.checkpoint makes lists of tuples
                     was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
                     group[name] = tuple(value) if was_tuple else value
@@ -294,7 +296,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             metadata = {
                 **({MODEL_KEY: True} if saves_model else {}),
                 "optimizer": self.kind,
-                "groups": to_json(self.param_groups),
+                "groups": to_json(self.param_groups, self._ignored),
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
                 "prefix": agreement.prefix,
             }
@@ -443,7 +445,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._load(source, groups if hyperparameters else None)
 
     def _restored_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-        return from_json(metadata, path, self.kind, self.param_groups, self._check_group)
+        return from_json(metadata, path, self.kind, self.param_groups, self._check_group, self._ignored)
 
     @contextlib.contextmanager
     def _gathering(self) -> Iterator[None]:

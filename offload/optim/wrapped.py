@@ -14,7 +14,7 @@ from offload.layout import Parameter
 from offload.optim import ranks, shards
 from offload.optim.groups import Group
 from offload.optim.optimizer import OffloadedOptimizer, parse_config
-from offload.optim.runner import ClassRunner
+from offload.optim.runner import NOT_HERE, ClassRunner
 from offload.optim.state import Entry, StateView, in_order
 from offload.optim.weights import BoundParameter, check_parameter
 from offload.rules import MASTER, PACKED, ClassRule, checked_step
@@ -44,7 +44,7 @@ class PackedState(StateView):
             states = self._holder.engine.state.read([bound.position for bound in bounds]) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
                 entry = self.runner.packing_of(self._layout_of(bound)).load(state[PACKED])
-                if self._has_master(bound) or own_masters:
+                if (self._has_master(bound) or own_masters) and MASTER not in entry:
                     entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
                 entries.append(entry)
         return entries
@@ -69,7 +69,8 @@ class PackedState(StateView):
         entry = dict(entry) if isinstance(entry, Mapping) else {}
         packing = self.runner.packing_of(self._layout_of(bound))
         words = self._layout.numel_of(bound.position, PACKED)
-        packed, master = torch.zeros(words, dtype=torch.float32, device="cpu"), entry.pop(MASTER, None)
+        packed = torch.zeros(words, dtype=torch.float32, device="cpu")
+        master = None if MASTER in packing.keys else entry.pop(MASTER, None)  # some classes keep one themselves
         try:
             packing.store(packed, packing.cast(entry))
         except TypeError as cause:
@@ -88,6 +89,7 @@ class WrappedOptimizer(OffloadedOptimizer):
     """An optimizer whose state is offloaded, and whose updates another class makes; see `wrap`."""
 
     _view_of_state = PackedState
+    _ignored = ("params", "param_names", *NOT_HERE)
     _state: PackedState
 
     def __init__(self, params: Iterable[Any], runner: ClassRunner, config: OffloadConfig) -> None:
@@ -122,8 +124,8 @@ class WrappedOptimizer(OffloadedOptimizer):
 
     def _check_saved_group(self, group: Group) -> None:
         super()._check_saved_group(group)
-        own = self.param_groups[0].get("amsgrad")
-        if own is not None and group.get("amsgrad", own) != own:
+        own = [each["amsgrad"] for each in self.param_groups if "amsgrad" in each]
+        if own and group.get("amsgrad", own[0]) not in own:
             value = group["amsgrad"]
             raise ConfigError("state_dict amsgrad", value, f"make the optimizer with amsgrad={value}")
 

@@ -70,10 +70,12 @@ class _Asked:
         address: Of the buffer, once `answered`; None where there is none.
         error: Why it cannot be read.
         mark: After the last copy that a device makes to the buffer, or from it.
+        begun: Whether the engine has heard of it; an interrupt may come before it is asked.
     """
 
     def __init__(self, tile: int, *, reads: bool) -> None:
         self.tile, self.reads = tile, reads
+        self.begun = False
         self.filled = 0
         self.address: int | None = None
         self.error: Exception | None = None
@@ -114,6 +116,7 @@ class Activations:
         self._awaited: list[_Asked] = []
         self._behind: list[tuple[Packed | Unpacked, Mark]] = []  # what is to be done when a device has copied
         self._uses: Counter[int] = Counter()  # of each tile: by `Written`, and by who has asked for it
+        self._counted: set[Piece] = set()  # those that are in `_uses`
         self._figures: Counter[str] = Counter()  # since no tile was of use
 
     # Memory
@@ -192,6 +195,9 @@ class Activations:
             self._is_writing = True
             try:
                 written = self._write(source, nbytes, tensor)
+            except BaseException:
+                self._close_tile()  # else whoever comes next waits for what may never have been asked for
+                raise
             finally:
                 self._is_writing = False
         if written is None:
@@ -206,8 +212,8 @@ class Activations:
             asked = self._open
             if asked is None or asked.filled >= tile_bytes:
                 self._close_tile()
-                asked = self._open = _Asked(self._next_tile, reads=False)
-                self._next_tile += 1
+                tile, self._next_tile = self._next_tile, self._next_tile + 1
+                asked = self._open = _Asked(tile, reads=False)
                 self._ask(asked)
             self._await(asked)
             if asked.address is None:
@@ -215,8 +221,8 @@ class Activations:
                 return None
             piece = Piece(asked.tile, asked.filled, min(nbytes, tile_bytes - asked.filled))
             asked.filled += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
-            self.posts.append(("used", piece))
             written.pieces.append(piece)
+            self.posts.append(("used", piece))
             asked.mark = lanes.save(asked.address + piece.offset, source, piece.nbytes)
             source, nbytes = source + piece.nbytes, nbytes - piece.nbytes
         if lanes.on_gpu and asked is not None and asked.mark is not None:
@@ -362,12 +368,17 @@ class Activations:
             if what == "asked":
                 self._begin(value)
             elif what == "used":
+                self._counted.add(value)
                 self._uses[value.tile] += 1
                 self._figures["packed_bytes"] += value.nbytes
             elif what == "forgotten":
                 for piece in value:
-                    self._release(piece.tile)
+                    if piece in self._counted:  # else an interrupt has come before it was
+                        self._counted.remove(piece)
+                        self._release(piece.tile)
             elif what in ("packed", "unpacked"):
+                if not value.begun:
+                    continue
                 if value in self._awaited:  # an interrupt has ended the wait
                     self._awaited.remove(value)
                 event = Packed(value.tile) if what == "packed" else Unpacked(value.tile)
@@ -382,6 +393,7 @@ class Activations:
         if not asked.reads and not self._uses:
             self._figures.clear()
         self._uses[asked.tile] += 1
+        asked.begun = True
         if machine.broken is None:
             machine.handle(Unpack(asked.tile) if asked.reads else Pack(asked.tile))
         self._awaited.append(asked)

@@ -68,6 +68,13 @@ UNNOTICED: dict[str, str] = {
     "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
         "who replaces state at home has its weights fetched first, behind the update"
     ),
+    "GpuLanes.save: self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))": (
+        "none of the trainings has activations on paths"
+    ),
+    "GpuLanes.restore: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
+        "none of the trainings has activations on paths"
+    ),
+    "GpuLanes.restore: self.device.follow(DeviceLane.CALLER, mark)": "none of the trainings has activations on paths",
     "Overlap._show: self._holder.device.give_up(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),

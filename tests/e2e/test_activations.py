@@ -439,3 +439,40 @@ def test_transforms_of_functions(tmp_path: Path):
         assert same(work(), expected)
         with pytest.raises(RuntimeError, match="saved tensor hooks"):  # torch's own words
             torch.func.grad(lambda x: layers(x).sum())(data())
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["forward", "backward"])
+def test_an_interrupt_before_a_tile_is_asked_for_changes_nothing(
+    reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    layers = model()
+    with optimizer_of(layers, tmp_path) as optimizer, on_paths(optimizer, layers):
+        layers(data()).square().mean().backward()
+        expected = gradients(layers)
+        optimizer.zero_grad()
+        activations = optimizer.engine.activations
+        ask, left = activations._ask, [1]
+
+        def interrupted(asked: Any) -> None:
+            if asked.reads is reads and left:
+                left.pop()
+                raise KeyboardInterrupt
+            ask(asked)
+
+        monkeypatch.setattr(activations, "_ask", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            layers(data()).square().mean().backward()
+        optimizer.zero_grad()
+        layers(data()).square().mean().backward()
+        assert same(gradients(layers), expected)
+        optimizer.zero_grad()
+        gc.collect()
+        optimizer.park()  # nothing is of use any more
+
+
+def test_a_sparse_buffer_of_the_model_stays(tmp_path: Path):
+    layers = model()
+    layers.register_buffer("adjacent", torch.eye(8).to_sparse())
+    with optimizer_of(layers, tmp_path) as optimizer, on_paths(optimizer, layers):
+        layers(data()).square().mean().backward()
+        assert packed_bytes(optimizer) > 0

@@ -24,8 +24,15 @@ def run(kills: int, seed: int, steps: int, file: Path, *more: str, ranks: int = 
 
 overlapping = pytest.mark.parametrize(
     "more",
-    [[], ["--overlap"], ["--overlap", "both"], ["--parks"], ["--parks", "--overlap", "both"]],
-    ids=["waited for", "behind", "behind and ahead", "parked", "parked, behind and ahead"],
+    [
+        [],
+        ["--overlap"],
+        ["--overlap", "both"],
+        ["--overlap", "leaving"],
+        ["--parks"],
+        ["--parks", "--overlap", "both"],
+    ],
+    ids=["waited for", "behind", "behind and ahead", "gradients leave", "parked", "parked, behind and ahead"],
 )
 """Whether steps go on behind the lives that are killed, and are made before they are taken; whether lives park."""
 

@@ -14,6 +14,7 @@ one has to end, by an error that it raises or by itself, or to say within `QUIET
 
 With `--overlap` steps go on behind the process that is killed (`overlap_forward`), while it makes the next gradients
 and until it saves; with `--overlap backward` they are made before it takes them; with `--overlap both`, both.
+With `--overlap leaving` they go on behind, too, and gradients leave memory for the paths.
 
 With `--parks` lives give memory back between steps, too.
 """
@@ -74,10 +75,11 @@ def make(
         checkpoints_kept=rng.choice((1, 1, 2)),
         threads=1,
         overlap="backward" if hidden in ("backward", "both") else "off",
+        gradient_memory=rng.choice((0, 60_000)) if hidden == "leaving" else None,
     )
     named = [(f"rank {rank}, {number}", parameter) for number, parameter in enumerate(layers.parameters())]
     optimizer = offload.AdamW(named, lr=1e-2, offload=config)
-    if hidden in ("forward", "both"):
+    if hidden in ("forward", "both", "leaving"):
         optimizer.overlap_forward(layers)
     return layers, optimizer
 
@@ -173,9 +175,9 @@ def live(root: Path, seed: int, expected: list[int], until: int, hidden: str, pa
     (root / "trains").touch()
     alternate = rng.random() < 0.5
     while step < until:
-        update(layers, optimizer, step, rng.choice((0.0, 0.02, 0.1)) if hidden in ("backward", "both") else 0.0)
+        update(layers, optimizer, step, rng.choice((0.0, 0.02, 0.1)) if hidden not in ("", "forward") else 0.0)
         step += 1
-        if hidden in ("forward", "both"):
+        if hidden in ("forward", "both", "leaving"):
             time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
         if rng.random() < 0.6:
             folder = folders(root)[step % 2 if alternate else 0]
@@ -413,8 +415,8 @@ def main() -> None:
         nargs="?",
         default="",
         const="forward",
-        choices=("forward", "backward", "both"),
-        help="hide steps",
+        choices=("forward", "backward", "both", "leaving"),
+        help="hide steps; leaving: behind, with gradients on the paths",
     )
     parser.add_argument("--parks", action="store_true", help="give memory back between steps")
     parser.add_argument("--json", metavar="FILE")

@@ -134,6 +134,9 @@ class Tables:
     def return_borrowed(self) -> None:
         """Nothing is borrowed."""
 
+    def end_final(self) -> None:
+        """No lane reads gradients."""
+
     def rows(
         self,
         groups: Sequence[float],
@@ -163,15 +166,17 @@ class Tables:
 
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any], begun: Told
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
         places = [(int(row["parameter"]), subgroup) for row in table]
         masters = subgroup in self._session.data.weights
         sizes = [(int(row["numel"]), int(row["numel"]) * masters) if row["flags"] else (0, 0) for row in table]
-        return np.array(places, np.uint64), np.array(sizes, np.uint64)
+        return table["parameter"].astype(np.uint64), np.array(places, np.uint64), np.array(sizes, np.uint64)
 
-    def fingerprints(self, places: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    def fingerprints(self, *ranges: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+        """Of gradients, with the parameters before their places and sizes; else of weights."""
+        kind, (places, sizes) = (0 if len(ranges) == 3 else 1), ranges[-2:]
         memory, pairs = self._session.memory, zip(places.tolist(), sizes.tolist(), strict=True)
-        return np.array([memory.fingerprint(n % 2, *pair) for n, pair in enumerate(pairs)], np.uint64)
+        return np.array([memory.fingerprint(kind, *pair) for pair in pairs], np.uint64)
 
     def weight_copies(self, subgroup: int, image: int, active: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
         self._session.publish(subgroup)

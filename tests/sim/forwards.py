@@ -220,7 +220,7 @@ class Session(saves.Session):
             queue=SimpleNamespace(exchange=self.exchange),
             saves=SimpleNamespace(end_pending=self.saved),
             memory=SimpleNamespace(drop_checkpoint_buffers=lambda: None),
-            gradients=SimpleNamespace(return_borrowed=lambda: None),
+            gradients=SimpleNamespace(return_borrowed=lambda: None, end_final=lambda: None),
         )
 
     def tell(self, event: Event) -> None:
