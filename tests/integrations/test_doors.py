@@ -17,6 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
 import yaml
 from doors import DOORS, ROOT, check
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments

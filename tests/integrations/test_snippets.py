@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import offload
