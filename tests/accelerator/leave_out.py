@@ -69,12 +69,14 @@ UNNOTICED: dict[str, str] = {
         "who replaces state at home has its weights fetched first, behind the update"
     ),
     "GpuLanes.save: self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))": (
-        "none of the trainings has activations on paths"
+        "none of the trainings has activations on paths; test_activations.py has"
     ),
     "GpuLanes.restore: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
-        "none of the trainings has activations on paths"
+        "none of the trainings has activations on paths; test_activations.py has"
     ),
-    "GpuLanes.restore: self.device.follow(DeviceLane.CALLER, mark)": "none of the trainings has activations on paths",
+    "GpuLanes.restore: self.device.follow(DeviceLane.CALLER, mark)": (
+        "none of the trainings has activations on paths; test_activations.py has"
+    ),
     "Overlap._show: self._holder.device.give_up(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),

@@ -97,7 +97,7 @@ def test_each_call_that_orders_work_is_missed_where_it_is_left_out_or_explained(
     assert keys - found <= leave_out.UNNOTICED.keys()
     assert not found & leave_out.UNNOTICED.keys()
     assert leave_out.UNNOTICED.keys() <= keys
-    assert len(keys & found) >= 0.8 * len(keys)
+    assert len(keys & found) >= 0.75 * len(keys)
 
 
 def test_each_mistake_has_a_training_or_a_reason() -> None:
