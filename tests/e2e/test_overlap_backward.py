@@ -423,11 +423,7 @@ def test_memory_for_new_weights_is_part_of_the_plan_where_it_is_asked_for(
 
 
 @pytest.mark.late(shared=True)
-def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.zeros(8, device="late"))
-    config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], overlap="backward")
-    with pytest.raises(ConfigError, match="overlap"):
-        offload.AdamW([weight], offload=config)
+def test_an_overlap_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="overlap"):
         offload.OffloadConfig(overlap="sideways")
 
