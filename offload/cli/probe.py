@@ -81,7 +81,8 @@ def _check_writable(file: Path, *, makes_folder: bool) -> None:
 
 def gpu_of(machine: Mapping[str, Any]) -> str:
     """Return what a machine's GPU is called, in words."""
-    return str(machine["gpu"] or "no GPU")
+    name = machine["gpu"]
+    return {None: "no GPU", "": "no GPU"}.get(name, str(name))
 
 
 def describe(found: RatesFile) -> str:
