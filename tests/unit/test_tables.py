@@ -71,7 +71,8 @@ def test_gradients_are_compared_where_the_step_reads_them() -> None:
     table = tables.fill(Run(0, 0, Visit(1), 0, fresh=False), 1 << 33, expected)
     assert table["gradient"].tolist() == [6 << 20, 8 << 20]
     tables.gradients[1] = 1 << 30
-    addresses, sizes = tables.read_by(1, table, tables.rows(GROUPS, 2.0, 1.0, ACTIVE))
+    positions, addresses, sizes = tables.read_by(1, table, tables.rows(GROUPS, 2.0, 1.0, ACTIVE))
+    assert positions.tolist() == [1, 3]
     assert addresses.tolist() == [[1 << 30, int(table["master"][0])], [8 << 20, int(table["master"][1])]]
     assert sizes.tolist() == 2 * [[2 * 4096, 4 * 4096]]
 

@@ -316,7 +316,7 @@ def fingerprint_parts(gradient: torch.Tensor, first_block: int = 0) -> torch.Ten
     padded = torch.zeros(8 * count, dtype=torch.uint8, device=contents.device)
     padded[: contents.numel()] = contents
     words, half = padded.view(torch.int64), 0xFFFFFFFF
-    positions = torch.arange(count, device=contents.device) + first_block * block_words
+    positions = torch.arange(count, dtype=torch.int64, device=contents.device) + first_block * block_words
     first, second = (
         (word & half) * (word >> 32 & half)
         for word in (words ^ (start + positions * step) for start, step in FINGERPRINT_KEYS)
