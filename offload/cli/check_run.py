@@ -217,7 +217,7 @@ def _distance(left: Path, right: Path) -> str:
     """Return how far two tensors are apart, in words."""
     import torch
 
-    ours, theirs = (torch.load(file).double().reshape(-1) for file in (left, right))
+    ours, theirs = (torch.load(file, weights_only=True).double().reshape(-1) for file in (left, right))
     different = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     at = int(different.int().argmax())
     apart = float((ours - theirs).abs().nan_to_num(torch.inf).max())

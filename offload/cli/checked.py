@@ -202,11 +202,10 @@ class _Watch:
             if tensor is None:
                 continue
             about = f"{kind} of {name}{f' of optimizer {number + 1}' if number else ''}"
-            plain = shards.local(tensor).detach().cpu().contiguous()
-            digest = hashlib.blake2b(plain.reshape(-1).view(torch.uint8).numpy().data, digest_size=16)
+            digest = hashlib.blake2b(shards.content(tensor).numpy().data, digest_size=16)
             self.seen.tensors.append((step, about, digest.hexdigest()))
             if self._request.dump == (step, about):
-                torch.save(plain.clone(), self._folder / TENSOR)
+                torch.save(shards.local(tensor).detach().cpu().clone(), self._folder / TENSOR)
 
 
 def main(file: str) -> None:

@@ -22,6 +22,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import model_name
 from offload.errors import CheckpointError, ConfigError
 from offload.layout import bare_names
+from offload.optim import shards
 from offload.tiers.place import Folder
 from offload.tiers.remote import crc32c_of
 
@@ -38,7 +39,7 @@ def _form(name: str, tensor: torch.Tensor) -> Form:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    elements: Any = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    elements: Any = shards.content(tensor).numpy()
     return memoryview(elements)
 
 

@@ -133,15 +133,15 @@ class Packing:
         if not words.numel():  # of a parameter without elements
             return
         flags, own = 0, words.untyped_storage().data_ptr()
-        state = {  # what lies in another's place is read before that is written to
-            key: value.clone()
-            if isinstance(value, torch.Tensor)
-            and value.untyped_storage().data_ptr() == own
-            and value.data_ptr() != self._address(words, key)
-            else value
-            for key, value in state.items()
-        }
-        for bit, (key, (form, start)) in enumerate(self._places.items()):
+        targets = {key: self._at(words, form, start) for key, (form, start) in self._places.items() if form}
+
+        def in_anothers_place(key: Any, value: Any) -> bool:
+            is_packed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == own
+            return is_packed and not (key in targets and value.data_ptr() == targets[key].data_ptr())
+
+        # Read before anything is written there.
+        state = {key: value.clone() if in_anothers_place(key, value) else value for key, value in state.items()}
+        for bit, (key, (form, _)) in enumerate(self._places.items()):
             if key not in state:
                 continue
             value = state[key]
@@ -150,7 +150,7 @@ class Packing:
                 continue
             if form is None or (Form.of(value) != form and not form.number):
                 raise TypeError(f"{key!r} was {form or 'None'} and is {Form.of(value)}")
-            target = self._at(words, form, start)
+            target = targets[key]
             if form.number is not None:
                 if type(value) is not form.number:
                     raise TypeError(f"{key!r} was a {form} and is a {type(value).__name__}")
@@ -161,11 +161,6 @@ class Packing:
         if unknown := [key for key in state if key not in self._places]:
             raise TypeError(f"{unknown[0]!r} is new")
         self._bytes(words)[:FLAG_BYTES].view(torch.int64).fill_(flags - (1 << 64) if flags >> 63 else flags)
-
-    def _address(self, words: torch.Tensor, key: Any) -> int | None:
-        """Return where a key's value lies, if it is packed at all."""
-        form, start = self._places.get(key, (None, 0))
-        return None if form is None else self._at(words, form, start).data_ptr()
 
     def _flags(self, words: torch.Tensor) -> int:
         return int(self._bytes(words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)

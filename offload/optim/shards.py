@@ -262,6 +262,11 @@ def deal(works: Mapping[torch.Tensor, float], loads: list[float]) -> dict[torch.
     return owners
 
 
+def content(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of this rank's elements, in host memory: uint8, flat; a copy where they do not lie so."""
+    return local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
     """Have all ranks get the weights that were dealt to one of them; return the others, for `gather`."""
     others = []

@@ -92,7 +92,7 @@ class StateEntry(dict[str, torch.Tensor]):
             and self._state.copies.is_as_watched(copy)
             and (value.dtype, value.shape) == (copy.dtype, copy.shape)
             and shards.placed_as(value, copy)
-            and torch.equal(_bits(value), _bits(copy))
+            and torch.equal(shards.content(value), shards.content(copy))
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -443,10 +443,6 @@ def _is_missing(value: object) -> bool:
 
 def _step_tensor(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return shards.local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def in_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:

@@ -151,7 +151,7 @@ class WrappedOptimizer(OffloadedOptimizer):
     @torch.no_grad()
     def _walk(self, name: str) -> None:
         """Call a method of the class that changes weights and state of every parameter."""
-        runner, groups = self._runner, [self.rule.values(group) for group in self.param_groups]
+        runner, groups = self._runner, self._values()
         with self._lock:
             self._holder.open()
             self._state.check()

@@ -9,18 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, known
-from offload.rules.rule import UpdateRule
-
-
-class Scalars(NamedTuple):
-    """What an update needs beside tensors and hyperparameters."""
-
-    grad_scale: float
-    decay: float
+from offload.rules.rule import UpdateRule, WholeRule
 
 
 class Runner(Protocol):
@@ -34,7 +27,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class ClassRule(UpdateRule):
+class ClassRule(WholeRule):
     """The rule of the parameters whose packed state has one size.
 
     Attributes:
@@ -49,9 +42,7 @@ class ClassRule(UpdateRule):
     master_dtype: DtypeCode = DtypeCode.FLOAT32
     runner: Runner | None = field(default=None, compare=False, repr=False)
 
-    cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
     state: ClassVar[tuple[str, ...]] = ()
-    scalars: ClassVar[Any] = Scalars
     defaults: ClassVar[Mapping[str, Any]] = {}
     scratch_item_bytes: ClassVar[int] = 16  # the gradient in fp32, and three tensors of the class's
 
@@ -64,9 +55,6 @@ class ClassRule(UpdateRule):
     def trial(self, shape: tuple[int, ...], dtype: Any, group: int) -> Callable[[], None]:
         """See `Runner.trial`."""
         return known(self.runner, f"{self.name} is only read, and is to run").trial(shape, dtype, group)
-
-    def row(self, step: int, values: Any, grad_scale: float) -> Scalars:
-        return Scalars(grad_scale, 0.0)
 
 
 def described(rules: Mapping[str, UpdateRule], name: str, words: int, master_dtype: DtypeCode) -> UpdateRule:

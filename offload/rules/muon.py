@@ -6,18 +6,15 @@ The momentum of a matrix is orthogonalized by Newton-Schulz, which takes all of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from offload.errors import ConfigError
-from offload.rules.classes import Scalars
-from offload.rules.rule import UpdateRule, flag, items, not_negative, number
+from offload.rules.rule import WholeRule, flag, items, not_negative, number
 
 
-class _Muon(UpdateRule):
+class _Muon(WholeRule):
     name = "muon"
     state = ("momentum_buffer",)
-    scalars = Scalars
-    cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
     missing_step = 1
     scratch_item_bytes = 32  # gradient, momentum and update in fp32, matrices in bf16, and rounding's random bits
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -48,9 +45,6 @@ class _Muon(UpdateRule):
             "nesterov": flag(found, "nesterov"),
             "ns_coefficients": tuple(map(number, coefficients)),
         }
-
-    def row(self, step: int, values: Any, grad_scale: float) -> Scalars:
-        return Scalars(grad_scale, 0.0)
 
     def work(self, shape: Sequence[int]) -> float:
         rows, columns = shape

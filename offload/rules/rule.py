@@ -11,7 +11,7 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -148,6 +148,23 @@ class UpdateRule(ABC):
     def numel_of(self, name: str, numel: int) -> int:
         """Return the elements, of 4 bytes in memory, of one of `names`, for a parameter of so many."""
         return -(-numel // BLOCK_NUMEL) * self.packed_words if name == PACKED else numel
+
+
+class WholeScalars(NamedTuple):
+    """What the update of a whole parameter needs beside tensors and hyperparameters."""
+
+    grad_scale: float
+    decay: float
+
+
+class WholeRule(UpdateRule):
+    """A rule whose parameters are not cut; its hyperparameters go to the update as they are."""
+
+    scalars = WholeScalars
+    cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "whole_parameter"
+
+    def row(self, step: int, values: Any, grad_scale: float) -> WholeScalars:
+        return WholeScalars(grad_scale, 0.0)
 
 
 @cache

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import swarm
+from programs import Program
 
 from offload.errors import InternalError, OffloadError
-from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan
+from offload.plan import Budgets, PathBudget, Plan, make_plan
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
 from offload.schedule.index import TileIndex
@@ -25,15 +26,6 @@ MAX_EVENTS = 20_000
 
 Action = tuple[str, tuple[int, ...]]
 """What the caller does, with which subgroups: "fill", "step", "read" (state), or "drop"."""
-
-
-@dataclass
-class Program:
-    plan: Plan
-    rates: Rates
-    disorder: Disorder
-    faults: tuple[Fault, ...]
-    actions: list[Action]
 
 
 def tight_plan(rng: random.Random) -> Plan:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import fills
 import numpy as np
 import swarm
+from programs import Program
 
 from offload.errors import InternalError, OffloadError
-from offload.plan import Plan, Rates, make_plan
+from offload.plan import make_plan
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
@@ -24,15 +25,6 @@ TILE_BYTES = 8192
 
 Action = tuple[str, int]
 """What the caller does: "pack", "read", "discard" with a tile; "step", "wait" (for the step)."""
-
-
-@dataclass
-class Program:
-    plan: Plan
-    rates: Rates
-    disorder: Disorder
-    faults: tuple[Fault, ...]
-    actions: list[Action]
 
 
 def random_actions(rng: random.Random) -> list[Action]:

@@ -6,19 +6,13 @@ from collections import Counter
 
 import fills
 import planted
+import programs
 import pytest
 
 
 def run_seeds(seeds: range) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for seed in seeds:
-        program = fills.make_program(seed)
-        try:
-            found += fills.run_program(program)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {program.disorder}, faults {program.faults}")
-            raise
-        found["leaving"] += program.plan.gradient_buffers < len(program.plan.layout.subgroups)
+    found, run = programs.run_seeds(fills.make_program, fills.run_program, seeds)
+    found["leaving"] = sum(each.plan.gradient_buffers < len(each.plan.layout.subgroups) for each in run)
     return found
 
 

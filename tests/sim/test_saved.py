@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import planted
+import programs
 import pytest
 import saved
 
 
 def run_seeds(seeds: range) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for seed in seeds:
-        program = saved.make_program(seed)
-        try:
-            found += saved.run_program(program)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {program.disorder}, faults {program.faults}")
-            raise
-    return found
+    return programs.run_seeds(saved.make_program, saved.run_program, seeds)[0]
 
 
 @pytest.mark.slow
