@@ -135,7 +135,9 @@ def from_json(
     hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
         try:
-            values = {n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored}
+            values = {
+                n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored or n == "params"
+            }
             check(values)
             hyperparameters.append(values)
         except ConfigError as cause:

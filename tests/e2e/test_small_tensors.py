@@ -193,8 +193,12 @@ def test_buffers_are_part_of_the_plan(tmp_path: Path) -> None:
     parameters = vectors(40, 130)
     with OnDevice(parameters, device=device, offload=config(tmp_path)) as optimizer:
         plan = optimizer.engine.plan
-        blocks = 8 * sum(-(-p.numel() // 4096) for p in parameters)
-        assert before - device.free_bytes() == budget.PIECE_BUFFERS * plan.piece_buffer_bytes + blocks
+
+        def sums(plan: budget.Plan) -> int:  # of blocks, and of segments' fingerprints
+            segments = sum(len(subgroup.segments) for subgroup in plan.layout.subgroups)
+            return 8 * (sum(-(-p.numel // 4096) for p in plan.layout.parameters) + segments)
+
+        assert before - device.free_bytes() == budget.PIECE_BUFFERS * plan.piece_buffer_bytes + sums(plan)
         assert "small tensors on their way to and from the CPU" in str(optimizer.plan)
         assert optimizer.engine._parts.lanes.pieces.buffer_bytes == plan.piece_buffer_bytes  # type: ignore[attr-defined]
         larger = [torch.nn.Parameter(torch.zeros(300, dtype=torch.bfloat16)) for _ in range(12)]
@@ -202,8 +206,7 @@ def test_buffers_are_part_of_the_plan(tmp_path: Path) -> None:
         optimizer.add_param_group({"params": larger})
         train(optimizer, [*parameters, *larger], range(2), 1)
         plan = optimizer.engine.plan
-        blocks += 8 * len(larger)
-        assert before - device.free_bytes() == budget.PIECE_BUFFERS * plan.piece_buffer_bytes + blocks
+        assert before - device.free_bytes() == budget.PIECE_BUFFERS * plan.piece_buffer_bytes + sums(plan)
 
 
 def test_auto_leaves_room_for_the_buffers(tmp_path: Path) -> None:
