@@ -23,10 +23,8 @@ from offload.units import format_bytes
 
 SEEN, TENSOR, MADE = "seen", "tensor.pt", "made"
 """Files of a run: what was seen, the tensor that was asked for, and which folders were made on paths."""
-ROOM = {"exact": 1e-4, "compact16": 0.02, "compact8": 0.2}
-"""By state format: how far from torch's a master may be, as a part of how far it has moved (both as norms)."""
-ROOM_A_STEP = 2.0**-22
-"""And for each step, as a part of its norm: four roundings of fp32."""
+DRIFT_A_STEP = 2.0**-22
+"""How far from torch's a master may be for each step, beside its format's `drift`, as a part of its norm."""
 REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables of a run where the user has not set them, read when Python and CUDA's matrix library start."""
 
@@ -38,8 +36,8 @@ examples:
 
 The script runs as it is, and again with state in memory and nothing hidden: gradients and weights of each step, and
 state after the last, must have the same bits. Torch's own optimizer, given the gradients of the second run over fp32
-masters, rounds otherwise: a master may be apart by 1/10,000 of how far it has moved (1/50 with compact16, 1/5 with
-compact8), and four roundings a step. If anything differs, both run again, to tell a script that differs from itself.
+masters, rounds otherwise: a master may be apart by 1/10,000 of how far it has moved (more where the state's format
+rounds), and four roundings a step. If anything differs, both run again, to tell a script that differs from itself.
 State lies in folders of its own on the script's paths, checkpoints in a temporary one; all are removed. What else the
 script writes it writes each time. Exit status: 0 the same, 1 something differs, 2 bad input.
 """

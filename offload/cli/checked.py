@@ -28,9 +28,10 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offload.cli.check_run import MADE, ROOM, ROOM_A_STEP, SEEN, TENSOR, Request, Seen
+from offload.cli.check_run import DRIFT_A_STEP, MADE, SEEN, TENSOR, Request, Seen
 from offload.config import OffloadConfig
 from offload.errors import OffloadError
+from offload.formats import STATE_FORMATS
 from offload.optim import shards
 from offload.optim.groups import names
 from offload.optim.optimizer import OffloadedOptimizer
@@ -80,7 +81,9 @@ class _Beside:
         for parameter, name in self._names.items():
             master = self._masters[parameter]
             moved = float((master - self._before[parameter]).norm())
-            room = ROOM[optimizer.config.state_format] * moved + step * ROOM_A_STEP * float(master.norm())
+            room = STATE_FORMATS[optimizer.config.state_format].drift * moved + step * DRIFT_A_STEP * float(
+                master.norm()
+            )
             yield step, name, float((optimizer.state_for(parameter)["master"] - master).norm()), room
             self._versions[parameter] = shards.version(parameter)
 

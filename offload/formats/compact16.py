@@ -8,6 +8,7 @@ from offload.formats.format import BF16, Format, StateFormat
 class _Compact16(StateFormat):
     name = "compact16"
     code = 1
+    drift = 0.02
 
     def element(self, is_root: bool) -> Format:
         return BF16

@@ -27,6 +27,7 @@ ROOT = Format("root_ue3m5", 1, code=6, block_numel=BLOCK_NUMEL)
 class _Compact8(StateFormat):
     name = "compact8"
     code = 2
+    drift = 0.2
     block_numel = BLOCK_NUMEL
     stores_roots = True
     masters = (StateTensor(MASTER, FP24_UPPER), StateTensor(MASTER_LOW, FP24_LOWER))

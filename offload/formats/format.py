@@ -107,6 +107,9 @@ class StateFormat(ABC):
     rounds: ClassVar[bool] = True
     """Whether updates round state stochastically: by a seed, and an element's index in the unsharded parameter."""
 
+    drift: ClassVar[float] = 1e-4
+    """How far a master may be from one in fp32 that had the same gradients, as a part of how far it has moved."""
+
     block_numel: ClassVar[int] = 1
     """Elements that share scales, counted from the start of the unsharded parameter; 1 where none do."""
 

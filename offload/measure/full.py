@@ -129,7 +129,6 @@ def full_probe(
         found = _rounds(samples, seconds, report)
         measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
         result = _result(measurements, counts, probes, gpus)
-        report(1, 1, "memory nodes")
         most_bytes, lanes = numel * trial_bytes(EXACT_ADAMW), gpus[0].lanes if gpus else NO_LANES
         nodes = probe_nodes(kernels[counts[-1]], queue, memory_nodes(), most_bytes, lanes)
         engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, result.rates)
@@ -186,7 +185,7 @@ def _rounds(
         left_s = seconds - (time.monotonic() - started_s)
         each_s = (time.monotonic() - started_s) / number
         rounds = max(least, min(most, number - 1 + int(max(left_s, 0.0) / each_s)))
-    report(done, done, "done")
+    report(done, done, "memory nodes, and the engine's own work")
     return found
 
 
