@@ -81,9 +81,8 @@ class _Beside:
         for parameter, name in self._names.items():
             master = self._masters[parameter]
             moved = float((master - self._before[parameter]).norm())
-            room = STATE_FORMATS[optimizer.config.state_format].drift * moved + step * DRIFT_A_STEP * float(
-                master.norm()
-            )
+            drift = STATE_FORMATS[optimizer.config.state_format].drift
+            room = drift * moved + step * DRIFT_A_STEP * float(master.norm())
             yield step, name, float((optimizer.state_for(parameter)["master"] - master).norm()), room
             self._versions[parameter] = shards.version(parameter)
 
