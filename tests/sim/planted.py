@@ -13,7 +13,6 @@ from typing import Any
 
 import backwards
 import forwards
-import numpy as np
 
 from offload.engine.executor import visit_nothing
 from offload.errors import InternalError, SessionBrokenError
@@ -1072,17 +1071,24 @@ class ForgetsToPublish(Speculation):
             super()._publish(subgroup)
 
 
-class ConfirmsWithChangedGradients(Speculation):
-    """Takes fingerprints when the step begins, of what updates have read before."""
+class Alike:
+    """Fingerprints that are those of whatever they are compared with, stacked or not."""
 
-    def _unchanged(self, subgroups):
-        parts, tables = self._parts, self._parts.tables
-        for number in self._sources.keys() & set(subgroups):
-            source = self._sources[number]
-            positions, places, sizes = tables.read_by(number, source.table, tables.begun)
-            of_gradients = parts.gradients.fingerprints(positions, places[:, 0], sizes[:, 0])
-            source.sums = np.stack([of_gradients, parts.kernel.fingerprints(places[:, 1], sizes[:, 1])], axis=1)
-        return super()._unchanged(subgroups)
+    def __array_function__(self, *call):
+        return self
+
+    def __eq__(self, other):
+        return other == other
+
+
+class ConfirmsWithChangedGradients(Speculation):
+    def choose_confirmed(self, subgroups, account):
+        kernel = self._parts.kernel
+        right, kernel.fingerprints = kernel.fingerprints, lambda *read: Alike()
+        try:
+            return super().choose_confirmed(subgroups, account)
+        finally:
+            kernel.fingerprints = right
 
 
 class ConfirmsWithOtherRows(Speculation):
