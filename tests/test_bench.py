@@ -19,8 +19,6 @@ OF_THEIR_OWN = ("gpu.py", "kernel.py")
 """Whose smoke runs are looked at more closely, below and in kernels/test_bench_smoke.py."""
 OF_MEMORY = ("capacity.py", "memory.py", "phases.py")
 """What measures and limits the memory of processes, and so needs those that begin with nothing."""
-OF_MINUTES = ("ablation.py", "saves.py")
-"""Whose smoke runs are many runs, of parts that those of others have, too: `iteration.py` and `deepspeed.py`."""
 
 
 def python(script: str) -> str:
@@ -44,14 +42,7 @@ def smoke(script: str, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, marks=[pytest.mark.full] * (script in OF_MINUTES))
-        for script in SCRIPTS
-        if script not in OF_THEIR_OWN
-    ],
-)
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in OF_THEIR_OWN])
 def test_smoke(script: str, tmp_path: Path) -> None:
     smoke(script, tmp_path / "report.json")
 

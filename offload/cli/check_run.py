@@ -24,7 +24,7 @@ from offload.units import format_bytes
 SEEN, TENSOR, MADE = "seen", "tensor.pt", "made"
 """Files of a run: what was seen, the tensor that was asked for, and which folders were made on paths."""
 DRIFT_A_STEP = 2.0**-22
-"""How far from torch's a master may be for each step, beside its format's `drift`, as a part of its norm."""
+"""And how far for each step, as a part of its norm, beside its format's `drift`: four roundings of fp32."""
 REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables of a run where the user has not set them, read when Python and CUDA's matrix library start."""
 

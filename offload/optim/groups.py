@@ -135,7 +135,7 @@ def from_json(
     hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
         try:
-            values = {
+            values = {  # parameters are never saved: where a group names some, it is damaged
                 n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored or n == "params"
             }
             check(values)
