@@ -79,7 +79,7 @@ class Muon(OffloadedOptimizer):
         own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
-        self._is_told, self._loads = False, list[float]()
+        self._is_told = False
         self._kept_exact: tuple[int, frozenset[str]] = (0, frozenset())  # of so many parameters
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 
@@ -89,25 +89,38 @@ class Muon(OffloadedOptimizer):
         super()._open(config)
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
-        self._deal(parameter for parameter in parameters if parameter not in self._weights.owners)
+        self._deal(parameters)
         super()._add(parameters)
 
     def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Deal matrices to ranks by what their updates take, with `shard`: each is updated by one."""
-        mesh = self._weights.rows_over
-        if mesh is None:
-            return
-        self._loads = self._loads or [0.0] * mesh.size()
+        """Deal matrices that are cut over ranks to these by what their updates take: each is updated by one."""
         given = {parameter: (name, group) for parameter, name, group in names(self.param_groups)}
-        matrices = (parameter for parameter in parameters if self._is_matrix(parameter, *given[parameter]))
-        works = {parameter: MUON.work(parameter.shape) for parameter in matrices}
-        self._weights.owners.update(shards.deal(works, self._loads))
+        meshes: dict[str, Any] = {}
+        works: dict[str, dict[torch.Tensor, float]] = {}
+        for parameter in parameters:
+            mesh = self._weights.rows_over
+            if not self._is_matrix(parameter, *given[parameter]) or self._weights.is_dealt(parameter):
+                continue
+            if shards.is_sharded(parameter):
+                mesh = self._mesh_of(parameter, given[parameter][0])
+            if mesh is not None:
+                key = mesh.get_group().group_name
+                meshes[key] = mesh
+                works.setdefault(key, {})[parameter] = MUON.work(parameter.shape)
+        for key, mesh in meshes.items():
+            self._weights.deal(mesh, works[key], {parameter: name for parameter, (name, _) in given.items()})
+
+    def _mesh_of(self, parameter: Any, name: str) -> Any:
+        """Return the mesh that a `DTensor` is dealt over; None if each rank has all of it."""
+        if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
+            return None
+        if self._holder.config.gradient_memory is not None:
+            allowed = "leave it out: gradients of sharded matrices go to the ranks that these were dealt to"
+            raise ConfigError("gradient_memory", self._holder.config.gradient_memory, allowed)
+        return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:
         rule = MUON if self._is_matrix(parameter, name, group) else ADAMW
-        if rule is MUON and shards.is_sharded(parameter):
-            allowed = "give it whole, or in a group with use_muon=False: Muon updates whole matrices"
-            raise ConfigError(name, "a DTensor", allowed)
         return len(KINDS) * group + KINDS.index(rule), rule
 
     def _is_matrix(self, parameter: torch.Tensor, name: str, group: int) -> bool:

@@ -78,7 +78,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._weights.required_device = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
         if config.shard and world > 1:
-            self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
+            self._weights.rows_over = shards.mesh_of_all(first[0].device.type if first else "cpu")
         self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_reported = True  # the last step
@@ -226,6 +226,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _bind_gradients(self) -> list[BoundParameter]:
         """Tell the engine where gradients lie; return the parameters that have one."""
         self._bind_new_parameters()
+        self._weights.refresh(gradients=True)
         active = self._route.bind()
         self._scaling.check(self._route.gradient_ids())
         return active
@@ -822,7 +823,7 @@ def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
     owner = optimizer()
     if owner is None:
         return None
-    weights = [shards.local(p).detach() for p in owner._weights.bound if p.dtype is torch.float32]
+    weights = [bound.local.detach() for bound in owner._weights.bound.values() if bound.form[0] is torch.float32]
     if not owner._weights.are_where_bound():
         return None
     return owner._values(), weights

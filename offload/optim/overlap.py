@@ -82,6 +82,9 @@ class Overlap:
             if ranks.is_flattened(parameter) or (shards.is_sharded(parameter) and parameter not in gathered):
                 allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
                 raise ConfigError("model", type(parameter).__name__, allowed)
+            if shards.is_sharded(parameter) and self._weights.is_dealt(parameter):
+                allowed = 'leave it out, and use overlap="backward": shards come back from the rank that updates them'
+                raise ConfigError("model", "with sharded matrices that were dealt to ranks", allowed)
         self._holder.check_open()
         self.finish()
         rows_over = self._weights.rows_over

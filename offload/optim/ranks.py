@@ -33,18 +33,6 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
-def mesh_of_all(device: str) -> Any:
-    """Return torch's mesh of all ranks; it has the default process group, and makes no other.
-
-    Args:
-        device: The kind of device that weights are on.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    everyone: Any = torch.distributed.group.WORLD
-    return DeviceMesh.from_group(everyone, device)
-
-
 class Agreement(NamedTuple):
     """What ranks have agreed on for a save that they make together.
 

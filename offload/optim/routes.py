@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
-from offload.errors import ConfigError
+from offload.errors import ConfigError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
 from offload.optim.buckets import Buckets
@@ -106,12 +106,15 @@ class Route:
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
+        self._forget_brought = weights.forget_gradients
         self._handles: list[Any] = []
         self._tensors: list[torch.Tensor] = []  # that the step reads
 
     def attach(self, bound: BoundParameter) -> None:
         """Hook a parameter: each of its gradients is given to `arrived` from now on."""
         self._engine = self._holder.engine  # which is open now
+        if bound.dealt is not None:
+            return  # its rank needs all shards of it
         if not _is_heard(bound.parameter):
             return  # FSDP2 would have its copy to the host wait for a hook; changed gradients are noticed without
         register: Any = bound.parameter.register_post_accumulate_grad_hook
@@ -160,11 +163,14 @@ class Route:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
-        gradient = shards.reduced_gradient(gradient, parameter, bound.name)
-        if gradient is not parameter.grad:
-            parameter.grad = gradient  # so that nobody reduces it again
         rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is cut, too
-        gradient, parameter = shards.local(gradient), shards.local(parameter)
+        if bound.dealt is not None:
+            gradient, parameter = known(bound.dealt.gradient, "a gradient that was not brought"), bound.dealt.copy
+        else:
+            gradient = shards.reduced_gradient(gradient, parameter, bound.name)
+            if gradient is not parameter.grad:
+                parameter.grad = gradient  # so that nobody reduces it again
+            gradient, parameter = shards.local(gradient), shards.local(parameter)
         _check_gradient(gradient, parameter, bound.name)
         self._tensors.append(gradient)
         is_gathered = self._is_gathered(bound, gradient)
@@ -268,6 +274,7 @@ class Route:
     def release(self) -> None:
         """Let go of all tensors: no lane reads them any more."""
         self._tensors.clear()
+        self._forget_brought()
 
     def detach(self) -> None:
         """Remove the hooks of all parameters."""

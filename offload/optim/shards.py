@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         parameter: The parameter.
         name: Its name.
         rows_over: A mesh over which the rows of plain tensors are cut; None if they are not.
-        owner: The rank of that mesh that gets all rows; None where each gets some.
+        owner: The rank of that mesh, or of a `DTensor`'s, that gets all rows; None where each gets some.
 
     Raises:
         ConfigError: It is cut in a way that cannot be updated.
@@ -96,23 +96,21 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
             raise ConfigError(name, str(mesh), "leave it to the ranks of its mesh, of which this is none")
         if any(kind.is_partial() for kind in placements):
             raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
-        (chunk,) = dtensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
-        box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+        box = box_of(parameter)
         mine = local(parameter)
         if type(mine) not in (torch.Tensor, torch.nn.Parameter):
             raise ConfigError(name, f"DTensor of {type(mine).__name__}", "use plain tensors as shards")
-        if tuple(mine.shape) != tuple(chunk.sizes):
-            sizes = tuple(chunk.sizes)
+        if tuple(mine.shape) != (sizes := tuple(size for _, size in box)):
             raise ConfigError(name, f"a shard of {tuple(mine.shape)}", f"its placements {placements} say {sizes}")
     elif rows_over is not None and parameter.dim():
         from torch.distributed.tensor import Shard
 
         mesh, placements = rows_over, (Shard(0),)
         first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
-        if owner is not None:
-            first, size = 0, parameter.shape[0] if mesh.get_local_rank() == owner else 0
         box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
-        mine = parameter[first : first + size]
+        if owner is not None:
+            box = dealt_box(parameter.shape, mesh, owner)
+        mine = own(parameter, Cut(mesh, placements, box, 0, True))
     else:
         return None
     strides = row_major(parameter.shape)
@@ -121,11 +119,55 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
     if not mine.is_contiguous():
         raise ConfigError(name, f"a shard of strides {mine.stride()}", "use a contiguous sharded parameter")
+    if owner is not None and is_sharded(parameter):
+        from torch.distributed.tensor import Shard
+
+        mesh = dealing_mesh(mesh, name)
+        return Cut(mesh, (Shard(0),), dealt_box(parameter.shape, mesh, owner), 0, True, owner)
     if not mine.numel():
         return Cut(mesh, placements, box, 0, True, owner)
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
     return Cut(mesh, placements, box, start, last + 1 - start == mine.numel(), owner)
+
+
+def box_of(parameter: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return first index and size of this rank's shard of a `DTensor`, in each dimension."""
+    dtensor: Any = parameter
+    (chunk,) = dtensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+    return tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def dealing_mesh(mesh: Any, name: str) -> Any:
+    """Return a mesh of one dimension of the ranks of a parameter's mesh.
+
+    Raises:
+        ConfigError: There is no process group of these ranks.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.size() != torch.distributed.get_world_size():
+        allowed = "use a mesh of one dimension, or one of all ranks: whole matrices are dealt to its ranks"
+        raise ConfigError(name, str(mesh), allowed)
+    return mesh_of_all(mesh.device_type)
+
+
+def mesh_of_all(device: str) -> Any:
+    """Return torch's mesh of all ranks; it has the default process group, and makes no other.
+
+    Args:
+        device: The kind of device that weights are on.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    everyone: Any = torch.distributed.group.WORLD
+    return DeviceMesh.from_group(everyone, device)
+
+
+def dealt_box(shape: Sequence[int], mesh: Any, owner: int) -> tuple[tuple[int, int], ...]:
+    """Return the piece that this rank of a mesh has of what was dealt to its owner: all, or no rows."""
+    rows = shape[0] if mesh.get_local_rank() == owner else 0
+    return ((0, rows), *((0, size) for size in shape[1:]))
 
 
 def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -191,13 +233,13 @@ def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str)
 
 def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory."""
+    if cut is not None and cut.owner is not None:
+        allowed = "save_checkpoint instead: a whole matrix and its state lie on the rank that it was dealt to"
+        raise ConfigError("state", "read on several ranks", allowed)
     mine = own(parameter, cut)
     values = flat.as_strided(mine.size(), mine.stride())
     if cut is None:
         return values
-    if cut.owner is not None:
-        allowed = "save_checkpoint instead: a whole matrix and its state lie on the rank that it was dealt to"
-        raise ConfigError("state", "read with shard=True", allowed)
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -245,21 +287,6 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
             others = tuple(other for other in names if other != name)
             sums[others] = sums.get(others, 0.0) + math.fsum(numbers)
     return sums.get((), 0.0)
-
-
-def deal(works: Mapping[torch.Tensor, float], loads: list[float]) -> dict[torch.Tensor, int]:
-    """Return a rank for each parameter: the largest first, to whom has least to do; the same on all ranks.
-
-    Args:
-        works: What the update of each takes.
-        loads: What each rank has to do already; what it gets is added.
-    """
-    owners = {}
-    for parameter in sorted(works, key=works.__getitem__, reverse=True):  # which keeps the order of equal ones
-        rank = min(range(len(loads)), key=loads.__getitem__)
-        loads[rank] += works[parameter]
-        owners[parameter] = rank
-    return owners
 
 
 def content(tensor: torch.Tensor) -> torch.Tensor:

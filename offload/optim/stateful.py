@@ -283,6 +283,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._state.check()
             self._holder.open()
+            self._weights.refresh(gradients=False)
             bounds = self._weights.bound.values()
             agreement = ranks.agree_on_save(bounds)
             positions = {bound.parameter: bound.position for bound in bounds}

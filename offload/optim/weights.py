@@ -20,6 +20,7 @@ from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
+from offload.optim.dealt import Dealt, DealtWeight
 from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
 from offload.optim.ranks import agree_on_load, world
@@ -48,6 +49,7 @@ class BoundParameter:
         used_gradient: The gradient that the last step has used, and its version then.
         expected_digest: Digest of the 16-bit weight that a newly set master makes, until the next update.
         was_different: Whether the weight was not that one when the master was set, and nobody has loaded it since.
+        dealt: The copy of a `DTensor` that was dealt to one rank whole.
     """
 
     parameter: torch.Tensor
@@ -62,15 +64,17 @@ class BoundParameter:
     used_gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
     expected_digest: bytes | None = None
     was_different: bool = False
+    dealt: DealtWeight | None = None
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements of the parameter, where they are now."""
-        return shards.own(self.parameter, self.cut)
+        """The elements of the parameter that this rank updates, where they are now."""
+        return shards.own(self.parameter, self.cut) if self.dealt is None else self.dealt.copy
 
     def current_stamp(self) -> tuple[int, int]:
         """Return address and version of the weight as it is now."""
-        return self.local.data_ptr(), shards.version(self.parameter)
+        shard = self.local if self.dealt is None else shards.local(self.parameter)
+        return shard.data_ptr(), shards.version(self.parameter)
 
 
 class Weights:
@@ -80,7 +84,8 @@ class Weights:
         bound: The records by parameter, in the engine's order.
         required_device: The device that all weights must be on; None for any.
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
-        owners: The ranks of that mesh that update all of a weight, where one does.
+        owners: The ranks that update all of a weight, where one does: of that mesh, or of a `DTensor`'s.
+        dealt: Who deals weights, by the name of the process group of a mesh.
         kept_as: Returns which of the engine's groups a parameter is in, and its rule (None for the optimizer's); it
             is given name and number of its group in torch.
     """
@@ -90,6 +95,7 @@ class Weights:
         self.required_device: torch.device | None = None
         self.rows_over: Any = None
         self.owners: dict[torch.Tensor, int] = {}
+        self.dealt: dict[str, Dealt] = {}
         self.kept_as: Callable[[torch.Tensor, str, int], tuple[int, UpdateRule | None]] = lambda p, name, group: (
             group,
             None,
@@ -106,12 +112,29 @@ class Weights:
         _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
         return tuple(self._describe(parameter, *labels[parameter]) for parameter in parameters)
 
+    def deal(self, mesh: Any, works: Mapping[torch.Tensor, float], names: Mapping[torch.Tensor, str]) -> None:
+        """Have each of some weights be updated by one rank of a mesh, whose ranks call this together.
+
+        Args:
+            mesh: Of one dimension: `rows_over`, or that of `DTensor`s.
+            works: What the update of each takes.
+            names: Of weights.
+        """
+        dealt = self.dealt.setdefault(mesh.get_group().group_name, Dealt(mesh))
+        self.owners.update(dealt.deal(works))
+        dealt.add({weight: names[weight] for weight in works if shards.is_sharded(weight)}, self.owners)
+
+    def is_dealt(self, parameter: torch.Tensor) -> bool:
+        """Return whether one rank updates all of a weight."""
+        return parameter in self.owners
+
     def _describe(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
+        dealt = self._copy_of(parameter)
         group, rule = self.kept_as(parameter, name, group)
         return Parameter(
             name,
-            shards.own(parameter, cut).numel(),
+            (shards.own(parameter, cut) if dealt is None else dealt.copy).numel(),
             DTYPE_CODES[parameter.dtype],
             group,
             cut.start if cut is not None else 0,
@@ -122,12 +145,17 @@ class Weights:
             rule=rule,
         )
 
+    def _copy_of(self, parameter: torch.Tensor) -> DealtWeight | None:
+        found = (dealt.weights[parameter] for dealt in self.dealt.values() if parameter in dealt.weights)
+        return next(found, None)
+
     def bind(self, parameter: torch.Tensor, name: str) -> BoundParameter:
         """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
-        bound = BoundParameter(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
+        dealt = self._copy_of(parameter)
+        bound = BoundParameter(parameter, len(self.bound), name, _form(parameter), (0, 0), cut, dealt=dealt)
         bound.stamp = bound.current_stamp()
-        self._holder.engine.bind_weight(bound.position, bound.stamp[0])
+        self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
         return bound
 
     def of(self, parameter: Any) -> BoundParameter:
@@ -154,17 +182,43 @@ class Weights:
                     bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
             check_parameter(parameter, bound.name, self.required_device)
-            self._holder.engine.bind_weight(bound.position, stamp[0])
             bound.stamp = stamp
-            # Frameworks load the optimizer first, or the weights once more: the weight is what its master says then.
-            if bound.expected_digest is not None and digest(_flat(bound), parameter.dtype) == bound.expected_digest:
-                bound.was_different = False
+            if bound.dealt is not None:
+                bound.dealt.is_stale = True  # until ranks meet
                 continue
-            bound.expected_digest = None
-            self._holder.engine.reload_master(bound.position)
-            # The master loses its bits beyond the weight's 16; a float32 weight is its own master.
-            if parameter.dtype is not torch.float32 and self._holder.engine.step_count(bound.position):
+            self._holder.engine.bind_weight(bound.position, stamp[0])
+            if self._reread(bound):
                 changed_names.append(bound.name)
+        self._warn_of_changes(changed_names)
+
+    def refresh(self, *, gradients: bool) -> None:
+        """Bring weights that were changed to the ranks that they were dealt to, if any were; a collective.
+
+        Args:
+            gradients: Bring gradients, too.
+        """
+        for dealt in self.dealt.values():
+            anew = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
+            self._warn_of_changes([bound.name for p in anew if self._reread(bound := self.bound[p])])
+
+    def forget_gradients(self) -> None:
+        """Let go of gradients that were brought to the ranks of their weights."""
+        for dealt in self.dealt.values():
+            dealt.forget()
+
+    def _reread(self, bound: BoundParameter) -> bool:
+        """Have a master be read from a weight that was changed; return whether it loses bits by that."""
+        # Frameworks load the optimizer first, or the weights once more: the weight is what its master says then.
+        dtype = bound.parameter.dtype
+        if bound.expected_digest is not None and digest(_flat(bound), dtype) == bound.expected_digest:
+            bound.was_different = False
+            return False
+        bound.expected_digest = None
+        self._holder.engine.reload_master(bound.position)
+        # The master loses its bits beyond the weight's 16; a float32 weight is its own master.
+        return dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
+
+    def _warn_of_changes(self, changed_names: Sequence[str]) -> None:
         if changed_names and not self._has_warned_of_changes:
             self._has_warned_of_changes = True
             log.log(
@@ -177,7 +231,7 @@ class Weights:
 
     def are_where_bound(self) -> bool:
         """Return whether all weights lie where the engine knows them."""
-        return all(bound.local.data_ptr() == bound.stamp[0] for bound in self.bound.values())
+        return all(bound.current_stamp()[0] == bound.stamp[0] for bound in self.bound.values())
 
     def expect(self, digests: Mapping[BoundParameter, tuple[bytes, bool]]) -> None:
         """Note which 16-bit weights newly set masters make; see `expected_digests`."""
@@ -231,7 +285,7 @@ class Weights:
             Exception: This one.
             CheckpointError: Another rank has none.
         """
-        if self.rows_over is not None:
+        if self.rows_over is not None or self.dealt:
             agree_on_load(error)
         if error is not None:
             raise error
@@ -247,9 +301,14 @@ class Weights:
             Whether any rank's note is True; None without notes, and where nothing was exchanged.
         """
         bounds = self.shared
+        if bounds or self.dealt:
+            self._holder.engine.finish(on_gpu=True)
+        for dealt in self.dealt.values():
+            dealt.give_back()
+            for parameter in dealt.weights:
+                self.bound[parameter].stamp = self.bound[parameter].current_stamp()
         if not bounds:
             return None
-        self._holder.engine.finish(on_gpu=True)
         weights = [bound.parameter for bound in bounds]
         ranks, device = self.rows_over.size(), weights[0].device
         notes = [] if note is None else [torch.full((ranks,), note, dtype=torch.bool, device=device)]  # a row a rank

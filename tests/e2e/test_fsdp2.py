@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -300,6 +300,106 @@ def test_shards_are_updated_as_the_reference_does(tmp_path: Path, kind: str, ran
             assert same_bits(parameter.detach(), wholes[name])
             for key, tensor in optimizer.state_for(parameter).items():
                 assert same_bits(tensor, states[name][key])
+
+
+MUON = {"lr": 1e-2, "weight_decay": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
+MATRICES = {"up.weight", "down.weight"}
+
+
+def muon_twin(model: torch.nn.Module) -> Net:
+    """Return the whole model on each rank."""
+    twin = Net(next(model.parameters()).dtype)
+    with torch.no_grad():
+        for mine, parameter in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.copy_(parameter.full_tensor())
+    return twin
+
+
+def assert_is_of(model: torch.nn.Module, twin: torch.nn.Module) -> None:
+    for (name, parameter), whole in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert same_bits(local(parameter.detach()), own(parameter, whole.detach())), name
+
+
+def muon_step(model: torch.nn.Module, optimizer: offload.Muon, twin: Net, beside: offload.Muon, clips: bool) -> None:
+    """Take a step with the same gradients, and a norm that one process adds up in another order."""
+    for parameter, whole in zip(model.parameters(), twin.parameters(), strict=True):
+        grad = parameter.grad
+        whole.grad = None if grad is None else grad.redistribute(placements=parameter.placements).full_tensor()
+    if clips:
+        norm = float(optimizer.clip_grad_norm_(0.05))
+        known, beside._scaling.unscaled = beside._scaling.unscaled, lambda _: norm
+        beside.clip_grad_norm_(0.05)
+        beside._scaling.unscaled = known
+    optimizer.step()
+    beside.step()
+    assert_is_of(model, twin)
+    optimizer.zero_grad()
+    beside.zero_grad()
+
+
+def muon(folder: Path, kind: str) -> None:
+    """Train by Muon beside one process that has all of it; save, and resume."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, dtype = made(kind)
+    twin = muon_twin(model)
+    beside = offload.Muon(twin.named_parameters(), **MUON)
+    optimizer = offload.Muon(model.named_parameters(), **MUON, offload=config(folder))
+    layout = optimizer.engine.plan.layout.parameters
+    pieces = {parameter.name: parameter.numel for parameter in layout if parameter.name in MATRICES}
+    wholes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in MATRICES}
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, pieces)
+    assert all(pieces[name] in (0, wholes[name]) for name in MATRICES)
+    assert all(sum(each[name] for each in everyone) == wholes[name] for name in MATRICES)
+
+    def backward(step: int) -> None:
+        torch.manual_seed(step if kind == "tp" else 100 * step + rank // (2 if kind == "fsdp tp" else 1))
+        for _ in range(2):
+            model(torch.randn(8, 30).to(dtype)).float().square().mean().backward()
+
+    for step in range(5):
+        backward(step)
+        if step == 1:
+            model.up.weight.grad = None
+        if step == 2:  # somebody changes weights on one side of the norm, and on the other
+            with torch.no_grad():
+                for each in (model, twin):
+                    each.down.weight.mul_(0.5)
+        muon_step(model, optimizer, twin, beside, clips=step % 2 == 0)
+    if ranks > 1:
+        with pytest.raises(offload.ConfigError, match="save_checkpoint instead"):
+            optimizer.state_dict()
+    with torch.no_grad():
+        for each in (model, twin):
+            each.up.weight.add_(0.25)
+    optimizer.save_checkpoint(folder / "ck")  # with what was changed since the step
+    optimizer.wait_checkpoint()
+    optimizer.close()
+    model, _ = made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = offload.Muon(model.named_parameters(), **MUON, offload=config(folder))
+    optimizer.load_checkpoint(folder / "ck")
+    assert_is_of(model, twin)
+    backward(7)
+    muon_step(model, optimizer, twin, beside, clips=True)
+    optimizer.close()
+    beside.close()
+    if rank == 0:
+        torch.save([p.detach() for p in twin.parameters()], folder / "twin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("bf16", 1), ("bf16", 2), ("fp32", 3), ("mixed", 2), ("hsdp", 4), ("two meshes", 4), ("tp", 2), ("fsdp tp", 4)],
+)
+def test_muon_has_whole_matrices_of_shards(tmp_path: Path, kind: str, ranks: int) -> None:
+    spawn(ranks, tmp_path, muon, kind)
+    model = Net(torch.bfloat16 if kind == "bf16" else torch.float32)
+    with offload.Muon(model.named_parameters(), **MUON) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "ck")
 
 
 def die(*arguments: object, **keywords: object) -> NoReturn:

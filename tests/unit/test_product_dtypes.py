@@ -55,7 +55,7 @@ def test_two_products_are_measured_once() -> None:
 
 
 def test_a_slow_start_is_no_slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first product compiles for long, and the second is disturbed: on a cold machine bf16 looked 70 times slower."""
+    """The first product compiles for long, and the second is disturbed."""
     marks = iter([0.0, 0.030, 0.030, 0.034, *(0.034 + 0.00004 * (i // 2 + i % 2) for i in range(100))])
     monkeypatch.setattr(products.time, "perf_counter", lambda: next(marks))
     rate = products._measured(torch.float32)
