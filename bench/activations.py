@@ -5,7 +5,8 @@ A Llama with a byte vocabulary, fp32, trains on the CPU; all of its optimizer st
 *Room.* The largest batch times length within a given amount of memory: with saved tensors in memory, on the path,
 with recomputation, and with both. Each is tried in a process of its own, by two iterations; its peak (VmHWM) at
 two sizes gives bytes a token and those of the process, hence the largest size; a trial at 0.97 of that has to stay
-within the limit. The buffers of activations count, and so does everything else.
+within the limit. The buffers of activations count, and so does everything else. What leaves has to find room on the
+disk, too, or it stays in memory: where the disk is smaller, it says the largest size.
 
 *Time.* In one process, in turns, at equal tokens: an iteration with saved tensors in memory, on the path, packed by
 torch's `save_on_cpu` (which moves nothing on the CPU) and by `torch.save` to a file each. The bound is
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -113,7 +115,8 @@ def trial(request: dict[str, Any]) -> list[dict[str, Any]]:
             context = training.on_paths(request["host_memory"]) if kind in ("paths", "both") else nullcontext()
             turn = training.iteration(rows, request["length"], context)
         peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        found.append({"peak_bytes": int(peak.split()[1]) << 10, "digest": turn["digest"], "whole_s": turn["whole_s"]})
+        took = {key: turn[key] for key in ("digest", "whole_s")}
+        found.append({"peak_bytes": int(peak.split()[1]) << 10, **took, "left_bytes": turn.get("written_bytes", 0.0)})
     training.optimizer.close()
     return found
 
@@ -142,8 +145,12 @@ def largest(args: Any, kind: str, folder: Path) -> dict[str, Any]:
     low, high = tried(args, kind, args.rows, folder)
     row_bytes = max(1.0, (high["peak_bytes"] - low["peak_bytes"]) / (more - few))
     process_bytes = low["peak_bytes"] - few * row_bytes
-    rows = int((limit - process_bytes) / row_bytes)
+    rows = by_memory = int((limit - process_bytes) / row_bytes)
+    left_bytes = (high["left_bytes"] - low["left_bytes"]) / (more - few)
+    if left_bytes > 0:
+        rows = min(rows, int(0.9 * shutil.disk_usage(folder).free / left_bytes))
     found = {"row_bytes": row_bytes, "process_bytes": process_bytes, "tokens": rows * args.length}
+    found |= {"left_row_bytes": left_bytes, "memory_tokens": by_memory * args.length}
     if not args.no_proof and rows * 0.97 >= 1:
         (near,) = tried(args, kind, [int(rows * 0.97)], folder)
         found |= {
@@ -235,7 +242,9 @@ def main() -> None:
         folder = Path(where)
         results["room"] = room = {kind: largest(args, kind, folder / kind) for kind in KINDS}
         for kind, row in room.items():
-            print(f"{kind}: {row['tokens']:,} tokens, {format_bytes(int(row['row_bytes'] / args.length))} each")
+            bound = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
+            each = format_bytes(int(row["row_bytes"] / args.length))
+            print(f"{kind}: {row['tokens']:,} tokens by {bound}, {each} of memory each")
         results["time"] = timed = times(args, folder)
     for name in ("memory", "paths", "save_on_cpu", "torch.save"):
         parts = ", ".join(f"{part} {format_seconds(timed[name][f'{part}_s'])}" for part in ("forward", "whole"))

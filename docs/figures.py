@@ -775,6 +775,11 @@ def capacity_small(page: Path) -> str:
     return _capacity("capacity-2gib", page)
 
 
+def capacity_left(page: Path) -> str:
+    """Return the same with gradients on the disk."""
+    return _capacity("capacity-gradients", page)
+
+
 def _capacity(kind: str, page: Path) -> str:
     report = read(kind)["results"]
     limit = report["limits"]["memory_bytes"]
@@ -933,6 +938,7 @@ BENCHMARKS = (
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "1 h", ("capacity",)),
+    ("`python bench/capacity.py --contenders deepspeed-nvme,exact,exact-gradients,compact8-gradients`", "the same with gradients on the disk", "30 min", ("capacity-gradients",)),
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),
     ("`python bench/large.py`", "3 billion parameters on one machine: what was predicted, and what happened", "10 min", ("large",)),
     ("`python bench/large.py --params 5B --steps 10 --state-format compact8 --gradient-memory 0`", "5 billion, with gradients on the disk, too", "15 min", ("large-gradients",)),
@@ -1028,6 +1034,7 @@ WHY_MISSED = (
     ("capacity-2gib: compact8-gradients: bytes", SMALL),
     ("capacity: exact: parameters, times", ROOM),
     ("capacity: compact8: parameters, times", ROOM),
+    ("capacity-gradients: exact: parameters, times", ROOM),
     (
         "published: memory, each row by itself: worst",
         "the two runs of 40B with CXL memory alone tell where DDR ends, and differ by 20%: the other predicts each",

@@ -109,6 +109,8 @@ class Parameter:
         rule: What is kept for it, and how it is updated; None for what the layout says.
         box: First index and size in each dimension, of a piece that is no single run of the unsharded parameter; its
             elements lie in memory in row-major order, as the unsharded parameter's do.
+        brought_bytes: Host memory of a copy of the weight and its gradient, where ranks that have shards of it bring
+            it to the one that updates all of it.
 
     Raises:
         ConfigError: The unsharded parameter has no such piece.
@@ -125,6 +127,7 @@ class Parameter:
     exact: bool = False
     box: tuple[tuple[int, int], ...] | None = None
     rule: UpdateRule | None = None
+    brought_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not (self.start or self.unsharded_numel):
@@ -369,6 +372,11 @@ class Layout:
     def rule(self) -> UpdateRule:
         """What is kept for each parameter, and how an update changes it."""
         return self.state.rule
+
+    @property
+    def device_state(self) -> StateSpec:
+        """What kernels of a device update; AdamW's where whole parameters are, as the CPU updates these."""
+        return EXACT_ADAMW.stored_in(self.state.format) if self.rule.is_whole else self.state
 
     def numel_of(self, parameter: int, name: str) -> int:
         """Return the elements of a tensor of a parameter's state: the parameter's, or words of what is packed."""

@@ -181,7 +181,7 @@ class _HostProbe:
 def _probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
     """Measure copies both ways at once, the update on the GPU, and what the copies leave of the CPU's update."""
     numel = min(CHUNK_NUMEL, max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024))
-    with contextlib.closing(GpuProbe(lanes, plan.layout.state, numel)) as probe:
+    with contextlib.closing(GpuProbe(lanes, plan.layout.device_state, numel)) as probe:
         # Without the first, which may have to compile, or to touch memory.
         runs = [probe.rates(H2D, D2H) | probe.rates(UPDATE) for _ in range(ROUNDS + 1)][1:]
         update, h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("update", "h2d", "d2h"))

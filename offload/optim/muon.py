@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from offload.config import OffloadConfig
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.layout import named_like
 from offload.optim import shards
 from offload.optim.groups import Group, TorchOptions, names
@@ -89,8 +89,12 @@ class Muon(OffloadedOptimizer):
         super()._open(config)
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
-        self._deal(parameters)
-        super()._add(parameters)
+        try:
+            self._deal(parameters)
+            super()._add(parameters)
+        except OffloadError:
+            self._weights.take_back(parameters)
+            raise
 
     def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
         """Deal matrices that are cut over ranks to these by what their updates take: each is updated by one."""

@@ -124,6 +124,14 @@ class Weights:
         self.owners.update(dealt.deal(works))
         dealt.add({weight: names[weight] for weight in works if shards.is_sharded(weight)}, self.owners)
 
+    def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget that weights were dealt that were not bound then."""
+        for parameter in parameters:
+            if parameter not in self.bound:
+                self.owners.pop(parameter, None)
+                for dealt in self.dealt.values():
+                    dealt.weights.pop(parameter, None)
+
     def is_dealt(self, parameter: torch.Tensor) -> bool:
         """Return whether one rank updates all of a weight."""
         return parameter in self.owners
@@ -132,9 +140,10 @@ class Weights:
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt = self._copy_of(parameter)
         group, rule = self.kept_as(parameter, name, group)
+        mine = shards.own(parameter, cut) if dealt is None else dealt.copy
         return Parameter(
             name,
-            (shards.own(parameter, cut) if dealt is None else dealt.copy).numel(),
+            mine.numel(),
             DTYPE_CODES[parameter.dtype],
             group,
             cut.start if cut is not None else 0,
@@ -143,6 +152,7 @@ class Weights:
             tuple(parameter.stride()),
             box=None if cut is None or cut.is_run else cut.box,
             rule=rule,
+            brought_bytes=0 if dealt is None or mine.device.type != "cpu" else 2 * mine.nbytes,
         )
 
     def _copy_of(self, parameter: torch.Tensor) -> DealtWeight | None:

@@ -528,10 +528,16 @@ class Plan:
         layout = self.layout
         return max((p.numel * layout.state_of(p).rule.scratch_item_bytes for p in layout.parameters), default=0)
 
+    @cached_property
+    def brought_bytes(self) -> int:
+        """Host memory of parameters that ranks bring to the one that updates them."""
+        return sum(parameter.brought_bytes for parameter in self.layout.parameters)
+
     @property
     def overhead_bytes(self) -> int:
         """Host memory besides state, staging and gradients: tables, and buffers for updates and checkpoints."""
-        return self.table_bytes + self.scratch_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
+        buffers = self.brought_bytes + self.checkpoint_buffer_bytes + self.mirror_buffer_bytes
+        return self.table_bytes + self.scratch_bytes + buffers
 
     @property
     def host_bytes(self) -> int:
@@ -609,6 +615,9 @@ class Plan:
             )
         if self.scratch_bytes:
             lines.append(f"               {format_bytes(self.scratch_bytes):>10}  updates of whole parameters")
+        if self.brought_bytes:
+            brought = format_bytes(self.brought_bytes)
+            lines.append(f"               {brought:>10}  copies of sharded matrices that this rank updates")
         if self.checkpoint_buffer_bytes:
             buffers = format_bytes(self.checkpoint_buffer_bytes)
             lines.append(f"               {buffers:>10}  checkpoints, while they are copied or loaded")

@@ -348,9 +348,7 @@ class SessionParts:
         slots = self._gradient_slots
         layout = plan.layout
         kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
-        # What is updated whole is updated on the CPU; a device then only sums gradients.
-        rule = ADAMW if layout.rule.is_whole else layout.rule
-        self.lanes.device.prepare(rule.name, kinds)
+        self.lanes.device.prepare(layout.device_state.rule.name, kinds)
         self.memory.adopt_device(plan, before)
         return self.counting_gradients(plan)
 

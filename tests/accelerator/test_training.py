@@ -400,6 +400,40 @@ def test_a_backward_pass_that_raises_leaves_nothing(device: torch.device, tmp_pa
         assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
 
 
+def updated_whole(kind: str, device: torch.device, folder: Path, keeps: bool) -> list[torch.Tensor]:
+    """Return weights after steps whose gradients are the same on every device."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(30, 50), (64, 64), (40,)]
+    starts = [torch.randn(shape, generator=generator, device="cpu").bfloat16() for shape in shapes]
+    weights = [torch.nn.Parameter(start.to(device)) for start in starts]
+    named = [(f"w{number}", weight) for number, weight in enumerate(weights)]
+    folder.mkdir()
+    config = {"host_memory": 0, "gpu_memory": 0, "paths": [folder], "subgroup_numel": 2048, "keep_grads": keeps}
+    made = (
+        offload.Muon(named, lr=1e-2, offload=config)
+        if kind == "muon"
+        else offload.wrap(torch.optim.NAdam, named, lr=1e-2, offload=config)
+    )
+    with made as optimizer:
+        for step in range(4):
+            for weight, shape in zip(weights, shapes, strict=True):
+                wanted = torch.randn(shape, generator=generator, device="cpu").bfloat16().to(device)
+                (weight * wanted).sum().backward()
+            if step % 2:
+                optimizer.clip_grad_norm_(3.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [weight.detach().cpu() for weight in weights]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("kind", ["muon", "wrapped"])
+def test_whole_parameters_have_the_bits_of_the_cpu(tmp_path: Path, kind: str, keeps: bool) -> None:
+    wanted = updated_whole(kind, torch.device("cpu"), tmp_path / "cpu", True)
+    found = updated_whole(kind, torch.device("late:0"), tmp_path / "late", keeps)
+    assert all(map(torch.equal, found, wanted))
+
+
 RANKS = [
     ("fsdp2", True, 0.5, "off"),
     ("fsdp2", False, 0.0, "off"),
@@ -412,6 +446,8 @@ RANKS = [
     ("fsdp2", False, 0.3, "both"),
     ("fsdp2", True, 0.3, "both"),
     ("ddp", True, 0.5, "forward"),
+    ("muon", True, 0.0, "off"),
+    ("muon", False, 0.0, "backward"),
 ]
 
 

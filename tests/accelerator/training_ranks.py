@@ -1,6 +1,6 @@
 """Sharded trainings on the test accelerator, by torchrun.
 
-training_ranks.py fsdp2|ddp FOLDER [KEEPS,PLACEMENT,OVERLAP]
+training_ranks.py fsdp2|ddp|muon FOLDER [KEEPS,PLACEMENT,OVERLAP]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from accelerator import late
 from offload import backends
-from offload.optim import shards
+from offload.optim import dealt, shards
 
 DEVICE = "late:0"
 
@@ -37,22 +37,62 @@ def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
     return torch.equal(mine.view(torch.uint8), own(found, whole).to(mine.dtype).view(torch.uint8))
 
 
-def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
+def begin() -> None:
     late.load()
     backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
     dist.init_process_group("cpu:gloo,late:late")
     late.delays(0, 100, seed=dist.get_rank())
-    shards.GATHER_BYTES = 1000  # so that weights are exchanged in several parts
+    shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
     torch.accelerator.set_device_index(0)
+
+
+def end() -> None:
+    torch.accelerator.synchronize()
+    dist.destroy_process_group()
+    print("passed", flush=True)
+
+
+def sharded(model: Model) -> torch.nn.Module:
+    mesh = init_device_mesh("late", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def muon(folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
+    """Train FSDP2's shards beside a twin that is whole and in host memory."""
+    model = sharded(Model().to(DEVICE))
+    twin = Model()
+    settings = {"lr": 1e-2, "weight_decay": 1e-2}
+    places = {"host_memory": 0, "gpu_memory": 0, "paths": [folder], "subgroup_numel": 2048, "threads": 1}
+    beside = offload.Muon(twin.named_parameters(), **settings)
+    with offload.Muon(
+        model.named_parameters(), **settings, offload={**places, "keep_grads": keep_grads, "overlap": overlap}
+    ) as optimizer:
+        for step in range(6):
+            model(given(step)).backward()
+            for parameter, mean in zip(twin.parameters(), mean_gradients(step, dist.get_world_size()), strict=True):
+                parameter.grad = mean.to(parameter.dtype)
+            if overlap != "off":
+                settle(optimizer.engine)
+            if step % 2:
+                norms = [float(each.clip_grad_norm_(2.0)) for each in (optimizer, beside)]
+                assert norms[0] == norms[1]
+            optimizer.step()
+            beside.step()
+            optimizer.zero_grad()
+            for parameter, whole in zip(model.parameters(), twin.parameters(), strict=True):
+                assert same(parameter.detach(), whole.detach()), step
+    beside.close()
+
+
+def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
     mirror = Mirror([{"params": [*Model().parameters()], **SETTINGS}], decoupled=True)
     beside = Model()
     model: torch.nn.Module = Model().to(DEVICE)
     trained = model
     if kind == "fsdp2":
-        mesh = init_device_mesh("late", (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        sharded(model)
     else:
         trained = DistributedDataParallel(model)
     config = offload.OffloadConfig(
@@ -109,10 +149,12 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: s
             plain = torch.nn.Parameter(torch.ones(3, device=DEVICE))
             with pytest.raises(offload.ConfigError, match="keep_grads"):
                 optimizer.add_param_group({"params": [("plain", plain)]})
-    torch.accelerator.synchronize()
-    dist.destroy_process_group()
-    print("passed", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *json.loads(sys.argv[3]))
+    begin()
+    if sys.argv[1] == "muon":
+        muon(Path(sys.argv[2]), *json.loads(sys.argv[3]))
+    else:
+        main(sys.argv[1], Path(sys.argv[2]), *json.loads(sys.argv[3]))
+    end()
