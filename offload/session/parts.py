@@ -43,7 +43,7 @@ from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_su
 from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
 from offload.plan.planner import in_order
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
-from offload.rules import ADAMW, UpdateRule
+from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Extend
