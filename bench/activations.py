@@ -4,9 +4,9 @@ A Llama with a byte vocabulary, fp32, trains on the CPU; all of its optimizer st
 
 *Room.* The largest batch times length within a given amount of memory: with saved tensors in memory, on the path,
 with recomputation, and with both. Each is tried in a process of its own, by two iterations; its peak (VmHWM) at
-two sizes gives bytes a token and those of the process, hence the largest size; a trial at 0.97 of that has to stay
-within the limit. The buffers of activations count, and so does everything else. What leaves has to find room on the
-disk, too, or it stays in memory: where the disk is smaller, it says the largest size.
+two sizes gives bytes a token and those of the process, hence the largest size; an iteration at 0.97 of that has to
+stay within the limit. The buffers of activations count, and so does everything else. What leaves has to find room on
+the disk, too, or it stays in memory: where the disk is smaller, it says the largest size.
 
 *Time.* In one process, in turns, at equal tokens: an iteration with saved tensors in memory, on the path, packed by
 torch's `save_on_cpu` (which moves nothing on the CPU) and by `torch.save` to a file each. The bound is
@@ -103,7 +103,7 @@ class Training:
 
 
 def trial(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Take two iterations at each size in this process; return the peaks of memory."""
+    """Take some iterations at each size in this process; return the peaks of memory."""
     kind, shape = request["kind"], Shape(request["layers"], request["hidden"])
     training = Training(
         shape, Path(request["folder"]), kind in ("recompute", "both"), request["vocabulary"], request["threads"]
@@ -111,7 +111,7 @@ def trial(request: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for rows in request["rows"]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        for _ in range(2):
+        for _ in range(request["iterations"]):
             context = training.on_paths(request["host_memory"]) if kind in ("paths", "both") else nullcontext()
             turn = training.iteration(rows, request["length"], context)
         peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -121,11 +121,11 @@ def trial(request: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def tried(args: Any, kind: str, rows: Sequence[int], folder: Path) -> list[dict[str, Any]]:
+def tried(args: Any, kind: str, rows: Sequence[int], folder: Path, iterations: int = 2) -> list[dict[str, Any]]:
     """Return what trials in a process of their own have found, in order of size."""
     request = {"kind": kind, "rows": [*rows], "length": args.length, "layers": args.layers, "hidden": args.hidden}
     request |= {"folder": str(folder), "host_memory": args.buffers, "vocabulary": args.vocabulary}
-    request["threads"] = torch.get_num_threads()
+    request |= {"threads": torch.get_num_threads(), "iterations": iterations}
     command = [sys.executable, __file__, "--trial", json.dumps(request)]
     # Freed memory goes back at once: its peak is then what was in use.
     variables = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -150,9 +150,10 @@ def largest(args: Any, kind: str, folder: Path) -> dict[str, Any]:
     if left_bytes > 0:
         rows = min(rows, int(0.9 * shutil.disk_usage(folder).free / left_bytes))
     found = {"row_bytes": row_bytes, "process_bytes": process_bytes, "tokens": rows * args.length}
+    found["length"] = args.length
     found |= {"left_row_bytes": left_bytes, "memory_tokens": by_memory * args.length}
     if not args.no_proof and rows * 0.97 >= 1:
-        (near,) = tried(args, kind, [int(rows * 0.97)], folder)
+        (near,) = tried(args, kind, [int(rows * 0.97)], folder, 1)
         found |= {
             "near_rows": int(rows * 0.97),
             "near_peak_bytes": near["peak_bytes"],
@@ -240,12 +241,13 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=args.path) as where:
         folder = Path(where)
+        results["time"] = timed = times(args, folder)
+        progress("iterations have been timed")
         results["room"] = room = {kind: largest(args, kind, folder / kind) for kind in KINDS}
         for kind, row in room.items():
             bound = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
             each = format_bytes(int(row["row_bytes"] / args.length))
             print(f"{kind}: {row['tokens']:,} tokens by {bound}, {each} of memory each")
-        results["time"] = timed = times(args, folder)
     for name in ("memory", "paths", "save_on_cpu", "torch.save"):
         parts = ", ".join(f"{part} {format_seconds(timed[name][f'{part}_s'])}" for part in ("forward", "whole"))
         print(f"{name}: {parts}")

@@ -12,7 +12,8 @@ with each loss, tells that of two runs.
 
 `nearest` is bf16 moments rounded to nearest, known to freeze where beta2 is near 1
 (tests/kernels/test_format_decay.py); torchao's and bitsandbytes' 8-bit AdamW, with an fp32 master beside them, run
-where they are installed.
+where they are installed. With `--optimizer muon` it is Muon with its momentum in the formats, at one beta2 of what
+AdamW updates there.
 """
 
 from __future__ import annotations
@@ -85,8 +86,13 @@ class Nearest(torch.optim.AdamW):
                 state[name].copy_(round_to_bfloat16(state[name]).float())
 
 
-def make_optimizer(contender: str, model: Any, lr: float, beta2: float, seed: int) -> Any:
-    settings: dict[str, Any] = {"lr": lr, "betas": (0.9, beta2), "weight_decay": 0.1}
+def make_optimizer(contender: str, model: Any, sizes: dict[str, Any], beta2: float, seed: int) -> Any:
+    settings: dict[str, Any] = {"lr": sizes["lr"], "betas": (0.9, beta2), "weight_decay": 0.1}
+    if sizes.get("optimizer") == "muon":
+        form = contender if contender in FORMATS else "exact"
+        config = offload.OffloadConfig(state_format=form, seed=seed, threads=1)
+        settings |= {"adjust_lr_fn": "match_rms_adamw"}
+        return offload.Muon(model.named_parameters(), offload=config, **settings)
     if contender in ("exact", "control", *FORMATS):
         form = contender if contender in FORMATS else "exact"
         # Also the embedding: all that the format may touch.
@@ -119,7 +125,7 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
         Shape(sizes["layers"], sizes["hidden"]), seq=sizes["seq"], dtype=torch.bfloat16, device="cpu", seed=seed
     )
     draws = torch.Generator().manual_seed(seed)
-    optimizer = make_optimizer(contender, model, sizes["lr"], beta2, seed)
+    optimizer = make_optimizer(contender, model, sizes, beta2, seed)
     flips = torch.Generator().manual_seed(1000 + seed)
     steps, warmup = sizes["steps"], max(1, sizes["steps"] // 20)
     for step in range(steps):
@@ -230,6 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--made-at", nargs="+", default=[], metavar="COMMIT", help="take runs of these commits from there, too"
     )
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128)
@@ -247,7 +254,9 @@ def main() -> None:
         sizes |= {"layers": 1, "hidden": 64, "steps": 3, "evaluated": 4}
         pairs, betas = 2, BETAS[:1]
     contenders = ("exact", "control", *FORMATS)
-    if not args.smoke:
+    if args.optimizer == "muon":
+        sizes["optimizer"], betas = "muon", BETAS[:1]
+    elif not args.smoke:
         contenders += ("nearest", *available(OTHERS))
     found, made_at = kept_runs(args.runs, [described["commit"], *args.made_at], sizes)
     seeds = {

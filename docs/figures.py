@@ -707,9 +707,38 @@ def stalled(page: Path) -> str:
 # docs/formats.md
 
 
+def classes(page: Path) -> str:
+    """Return what steps of torch's classes and of Muon took beside their bounds."""
+    if not dated("classes", "json"):
+        return none_yet("classes")
+    lines = [
+        "| | bytes a parameter | in memory | step | of its bound | predicted, of what happened |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in read("classes")["results"].items():
+        times = f"{row['own_s']:.2f} s | {row['step_s']:.2f} s"
+        each, ratios = row["state_bytes_each"], f"{row['over_bound']:.2f} | {row['predicted']:.2f}"
+        lines.append(f"| {name} | {each:.3g} | {times} | {ratios} |")
+    return "\n".join([*lines, "", f"Report: {source('classes', page)}."])
+
+
 def quality(page: Path) -> str:
     """Return how far from exact state's, and from the control's, the held-out loss of each contender is."""
-    found = read("quality")["results"]
+    lines, report = _quality("quality", page)
+    picture = "../" * len(page.parent.relative_to(ROOT).parts) + f"bench/reports/{dated('quality', 'png')[-1].name}"
+    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", report])
+
+
+def quality_of_muon(page: Path) -> str:
+    """Return the same of Muon."""
+    if not dated("quality-muon", "json"):
+        return none_yet("quality-muon")
+    lines, report = _quality("quality-muon", page)
+    return "\n".join([*lines, "", report])
+
+
+def _quality(kind: str, page: Path) -> tuple[list[str], str]:
+    found = read(kind)["results"]
     sizes, pairs = found["sizes"], found["pairs"]
     text = "of the sources of Python's standard library" if sizes["data"] is None else "of a text"
     losses = " and ".join(f"{row['exact_loss']:.3f} at {beta2}" for beta2, row in found["loss"].items())
@@ -739,10 +768,8 @@ def quality(page: Path) -> str:
                 mean = statistics.fmean(apart)
                 cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
             lines.append(f"| {beta2} | {shown} | {' | '.join([*cells, *[''] * (5 - len(cells))])} |")
-    picture = "../" * len(page.parent.relative_to(ROOT).parts) + f"bench/reports/{dated('quality', 'png')[-1].name}"
     made = ", ".join(f"{count} at {commit[:7]}" for commit, count in found["runs_made_at"].items())
-    report = f"Report: {source('quality', page)}. Runs: {made}."
-    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", report])
+    return lines, f"Report: {source(kind, page)}. Runs: {made}."
 
 
 # docs/planning.md
@@ -773,6 +800,24 @@ def capacity(page: Path) -> str:
 def capacity_small(page: Path) -> str:
     """Return the same of less memory."""
     return _capacity("capacity-2gib", page)
+
+
+def saved(page: Path) -> str:
+    """Return how many tokens fit with saved tensors on the paths, and what iterations took."""
+    if not dated("activations", "json"):
+        return none_yet("activations")
+    found = read("activations")["results"]
+    names = {"memory": "in memory", "paths": "on the path", "recompute": "computed again", "both": "both"}
+    lines = ["| saved tensors | tokens | bytes of memory a token | largest by |", "|---|---|---|---|"]
+    for kind, name in names.items():
+        row = found["room"][kind]
+        by = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
+        lines.append(f"| {name} | {row['tokens']:,} | {row['row_bytes'] / row['length']:,.0f} | {by} |")
+    lines += ["", "| at equal tokens | forward | both |", "|---|---|---|"]
+    for kind, name in {**names, "save_on_cpu": "torch's `save_on_cpu`", "torch.save": "`torch.save`"}.items():
+        if row := found["time"].get(kind):
+            lines.append(f"| {name} | {row['forward_s']:.2f} s | {row['whole_s']:.2f} s |")
+    return "\n".join([*lines, "", f"Report: {source('activations', page)}."])
 
 
 def capacity_left(page: Path) -> str:
@@ -932,6 +977,8 @@ BENCHMARKS = (
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
+    ("`python bench/quality.py --optimizer muon`", "the same of Muon, whose momentum is in the formats", "20 min", ("quality-muon",)),
+    ("`python bench/classes.py`", "what does a step of torch's optimizer classes and of Muon cost with nothing resident, beside the class in memory?", "6 min", ("classes",)),
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "15 min", ("ablation",)),
@@ -942,7 +989,7 @@ BENCHMARKS = (
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),
     ("`python bench/large.py`", "3 billion parameters on one machine: what was predicted, and what happened", "10 min", ("large",)),
     ("`python bench/large.py --params 5B --steps 10 --state-format compact8 --gradient-memory 0`", "5 billion, with gradients on the disk, too", "15 min", ("large-gradients",)),
-    ("`python bench/activations.py`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "", ("activations",)),
+    ("`python bench/activations.py --hidden 256`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "", ("activations",)),
     ("`python bench/weights.py`", "a spike: what would it cost to stream weights from a disk by layer?", "2 min", ("weights",)),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),

@@ -118,7 +118,7 @@ def versions(page: Path) -> str:
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
 PARTS = {
     ROOT / "README.md": {"machines": machines.fitting, "cost": figures.cost},
-    DOCS / "step.md": {"hidden": figures.hidden},
+    DOCS / "step.md": {"hidden": figures.hidden, "saved": figures.saved},
     DOCS / "benchmarks.md": {
         "formats": figures.formats,
         "trainings": figures.trainings,
@@ -138,7 +138,8 @@ PARTS = {
     DOCS / "planning.md": {"commands": machines.commands, "nodes": figures.nodes},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
-    DOCS / "formats.md": {"quality": figures.quality},
+    DOCS / "formats.md": {"quality": figures.quality, "quality-muon": figures.quality_of_muon},
+    DOCS / "optimizers.md": {"classes": figures.classes},
     DOCS / "install.md": {"versions": versions},
 }
 
