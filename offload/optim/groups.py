@@ -107,7 +107,7 @@ def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> l
             if isinstance(value, torch.Tensor) and value.numel() == 1
             else _plain(value)
             for name, value in group.items()
-            if name not in ignored and _is_plain(value)
+            if name not in ignored and is_plain(value)
         }
         for group in groups
     ]
@@ -155,18 +155,18 @@ def set_hyperparameters(groups: Sequence[dict[str, Any]], hyperparameters: Seque
                 group[name] = value
 
 
-def _is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
+def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     """Return whether JSON can hold a value; a tensor of one element counts, which gets a mark there."""
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
     if not isinstance(value, tuple | list) and not math.isnan(number(value)):
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
     parts = None if isinstance(value, Mapping | bytes) else items(value)
-    return depth > 0 and parts is not None and all(_is_plain(part, depth - 1) for part in parts)
+    return depth > 0 and parts is not None and all(is_plain(part, depth - 1) for part in parts)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON; `_is_plain` is true of it."""
+    """Return a value for JSON; `is_plain` is true of it."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         return value.item()
     return (
@@ -178,7 +178,7 @@ def _restored_value(name: str, saved: Any, current: Any) -> Any:
     """Return a saved hyperparameter, converted to the type of the group's current value."""
     value = saved["tensor"] if isinstance(saved, dict) and saved.keys() == {"tensor"} else saved
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "params" or not _is_plain(value) or (value is not saved and not is_number):
+    if name == "params" or not is_plain(value) or (value is not saved and not is_number):
         raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
     if isinstance(value, list) and isinstance(current, tuple | np.ndarray):
         return tuple(value) if isinstance(current, tuple) else np.array(value)

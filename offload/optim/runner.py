@@ -23,6 +23,7 @@ from offload.kernels.pieces import Piece, step_alone
 from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES, SegmentTensors
 from offload.layout import Parameter
 from offload.optim import shards
+from offload.optim.groups import is_plain
 from offload.optim.packing import Form, Packing
 from offload.protocols import SegmentFlag
 from offload.rules import MASTER, ClassRule
@@ -227,7 +228,11 @@ class ClassRunner:
                     if forms.get(key) not in (None, form) and form is not None:
                         raise self._refusal(f"{key!r}, which was {forms[key]} and is {form} a step later")
                     forms[key] = form or forms.get(key)
-            self._changes_groups |= not _same(before, _without_parameters(made.param_groups[0]))
+            after = _without_parameters(made.param_groups[0])
+            changed = [name for name in after if name not in before or not _same(before[name], after[name])]
+            self._changes_groups |= bool(changed) or before.keys() != after.keys()
+            if lost := [name for name in changed if not is_plain(after[name])]:
+                raise self._refusal(f"{lost[0]!r} in its groups, which changes, and no checkpoint could hold")
         return forms
 
     # Trials

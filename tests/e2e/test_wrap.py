@@ -450,6 +450,15 @@ class Counting(Odd):
         group["bad"] += "x"
 
 
+class Remembering(Odd):
+    """Keeps what no checkpoint holds in its group."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = {**group.get("steps", {}), len(group.get("steps", {})): group["lr"]}
+        return super().step(closure)
+
+
 class Drawing(Odd):
     """Draws random numbers."""
 
@@ -462,6 +471,7 @@ class Drawing(Odd):
     [
         (optim.LBFGS, {}, r"LBFGS.*use another class: it calls the model, and looks at all parameters"),
         (optim.SparseAdam, {}, "SparseAdam.*sparse"),
+        (Remembering, {}, "Remembering.*'steps' in its groups, which changes, and no checkpoint could hold"),
         (optim.AdamW, {"fused": True}, "fused.*leave it out"),
         (optim.AdamW, {"capturable": True}, "capturable.*leave it out"),
         (optim.Adam, {"differentiable": True}, "differentiable.*leave it out"),
