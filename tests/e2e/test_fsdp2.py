@@ -375,19 +375,40 @@ def muon(folder: Path, kind: str) -> None:
     optimizer.save_checkpoint(folder / "ck")  # with what was changed since the step
     optimizer.wait_checkpoint()
     optimizer.close()
-    model, _ = made(kind)
+    if rank == 0:
+        torch.save(twin.state_dict(), folder / "twin")
+    model, optimizer = muon_resumed(folder, kind)
+    backward(7)
+    muon_step(model, optimizer, twin, beside, clips=True)
+    optimizer.close()
+    beside.close()
+
+
+def muon_resumed(folder: Path, kind: str) -> tuple[torch.nn.Module, offload.Muon]:
+    """Load what ranks have saved, and what one process has of it."""
+    dist.barrier()
+    model, dtype = made(kind)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     optimizer = offload.Muon(model.named_parameters(), **MUON, offload=config(folder))
     optimizer.load_checkpoint(folder / "ck")
+    twin = Net(next(model.parameters()).dtype)
+    twin.load_state_dict(torch.load(folder / "twin"))
     assert_is_of(model, twin)
-    backward(7)
-    muon_step(model, optimizer, twin, beside, clips=True)
+    return model, optimizer
+
+
+def muon_goes_on(folder: Path, kind: str) -> None:
+    """Go on beside one process that has loaded what other ranks have saved."""
+    model, optimizer = muon_resumed(folder, kind)
+    twin = Net(next(model.parameters()).dtype)
+    with offload.Muon(twin.named_parameters(), **MUON) as beside:
+        beside.load_checkpoint(folder / "ck")
+        torch.manual_seed(dist.get_rank())
+        model(torch.randn(8, 30).to(twin.up.weight.dtype)).float().square().mean().backward()
+        muon_step(model, optimizer, twin, beside, clips=True)
     optimizer.close()
-    beside.close()
-    if rank == 0:
-        torch.save([p.detach() for p in twin.parameters()], folder / "twin")
 
 
 @pytest.mark.slow
@@ -397,9 +418,9 @@ def muon(folder: Path, kind: str) -> None:
 )
 def test_muon_has_whole_matrices_of_shards(tmp_path: Path, kind: str, ranks: int) -> None:
     spawn(ranks, tmp_path, muon, kind)
-    model = Net(torch.bfloat16 if kind == "bf16" else torch.float32)
-    with offload.Muon(model.named_parameters(), **MUON) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "ck")
+    if kind in ("bf16", "fp32"):
+        for others in {1, 2, 3} - {ranks}:
+            spawn(others, tmp_path, muon_goes_on, kind)
 
 
 def die(*arguments: object, **keywords: object) -> NoReturn:
