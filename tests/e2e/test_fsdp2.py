@@ -387,7 +387,7 @@ def muon(folder: Path, kind: str) -> None:
 def muon_resumed(folder: Path, kind: str) -> tuple[torch.nn.Module, offload.Muon]:
     """Load what ranks have saved, and what one process has of it."""
     dist.barrier()
-    model, dtype = made(kind)
+    model, _ = made(kind)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
