@@ -7,11 +7,11 @@ weights come back from there, by one exchange each for buckets of weights. Other
 
 from __future__ import annotations
 
+import functools
 import math
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +27,20 @@ NOTHING, UNUSABLE = 0, 255
 
 Box = tuple[tuple[int, int], ...]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _plainly(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a method make tensors with version counters and without graphs, whatever its caller's mode."""
+
+    @functools.wraps(method)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
+
 
 class DealtWeight:
     """A weight that was dealt to one rank.
@@ -37,7 +51,6 @@ class DealtWeight:
         owner: Rank of the owner in the mesh.
         copy: The whole weight on its owner, no rows elsewhere.
         gradient: The whole gradient there, likewise; None if there is none.
-        is_stale: Whether somebody has changed the shard here since `copy` was made.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, owner: int, boxes: list[Box], rank: int) -> None:
@@ -45,9 +58,24 @@ class DealtWeight:
         self.is_own = owner == rank
         self.copy = self.empty(parameter.dtype)
         self.gradient: torch.Tensor | None = None
-        self.is_stale = True
         self._boxes = boxes
-        self._fetched: tuple[weakref.ref[torch.Tensor], int, int] | None = None
+        self._stamp: tuple[int, int] | None = None
+
+    def _current_stamp(self) -> tuple[int, int]:
+        return shards.local(self.parameter).data_ptr(), shards.version(self.parameter)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether somebody has changed the shard here since `copy` was made, as far as torch counts that."""
+        return self._stamp != self._current_stamp()
+
+    def is_alike(self) -> None:
+        """Note that the shard here is that of `copy`."""
+        self._stamp = self._current_stamp()
+
+    def is_changed(self) -> None:
+        """Note that it is not, whatever torch has counted."""
+        self._stamp = None
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a whole tensor on the owner, for none elsewhere."""
@@ -77,37 +105,24 @@ class DealtWeight:
         alike = piece.layout == torch.strided and (piece.shape, piece.device) == (shard.shape, shard.device)
         return 1 + DTYPE_CODES[piece.dtype] if alike and piece.dtype in DTYPE_CODES else UNUSABLE
 
-    def is_new(self) -> bool:
-        """Return whether the shard of the gradient is another than the one that was fetched."""
-        gradient, fetched = self.parameter.grad, self._fetched
-        if gradient is None or fetched is None:
-            return gradient is not None
-        address = shards.local(gradient).data_ptr()
-        return fetched[0]() is not gradient or fetched[1:] != (shards.version(gradient), address)
-
-    def fetched(self, whole: torch.Tensor) -> None:
-        """Take the whole gradient, or nothing of it."""
-        self.gradient = whole
-        if (gradient := self.parameter.grad) is not None:
-            place = shards.local(gradient).data_ptr()
-            self._fetched = weakref.ref(gradient), shards.version(gradient), place
-
-    def forget(self) -> None:
-        """Let go of the gradient."""
-        self.gradient, self._fetched = None, None
+    def free(self) -> None:
+        """Give the memory up; nobody uses the copy any more."""
+        self.copy, self.gradient = self.copy.new_empty(0), None
 
 
 class Dealt:
     """Deals weights to the ranks of one mesh. All its ranks call everything here together.
 
     Attributes:
+        ranks: How many there are.
         weights: `DTensor`s that were dealt. Plain tensors are whole on all ranks.
     """
 
     def __init__(self, mesh: Any) -> None:
         self._mesh, self._group = mesh, mesh.get_group()
-        self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
-        self._loads = [0.0] * self._ranks
+        self.ranks = mesh.size()
+        self._rank = mesh.get_local_rank()
+        self._loads = [0.0] * self.ranks
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
     def deal(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
@@ -118,22 +133,24 @@ class Dealt:
         """
         owners = {}
         for weight in sorted(works, key=works.__getitem__, reverse=True):  # which keeps the order of equal ones
-            rank = min(range(self._ranks), key=self._loads.__getitem__)
+            rank = min(range(self.ranks), key=self._loads.__getitem__)
             self._loads[rank] += works[weight]
             owners[weight] = rank
         return owners
 
+    @_plainly
     def add(self, names: Mapping[torch.Tensor, str], owners: Mapping[torch.Tensor, int]) -> None:
         """Make the copies of `DTensor`s that were dealt; a collective if there are any."""
         if not names:
             return
-        boxes: list[Any] = [None] * self._ranks
+        boxes: list[Any] = [None] * self.ranks
         torch.distributed.all_gather_object(boxes, [shards.box_of(weight) for weight in names], group=self._group)
         for number, (weight, name) in enumerate(names.items()):
             own_boxes = [each[number] for each in boxes]
             self.weights[weight] = DealtWeight(weight, name, owners[weight], own_boxes, self._rank)
         self._fetch_copies([self.weights[weight] for weight in names])
 
+    @_plainly
     def refresh(self, gradients: bool) -> list[DealtWeight]:
         """Bring what has changed to the owners.
 
@@ -149,64 +166,75 @@ class Dealt:
         weights = [*self.weights.values()]
         if not weights:
             return []
-        mine = [
-            [weight.is_stale, weight.code() if gradients else NOTHING, weight.is_new() if gradients else False]
-            for weight in weights
-        ]
+        mine = [[weight.is_stale, weight.code() if gradients else NOTHING] for weight in weights]
         states = torch.tensor(mine, dtype=torch.uint8, device=self._mesh.device_type).view(-1)
-        everyone = [torch.empty_like(states) for _ in range(self._ranks)]
+        everyone = [torch.empty_like(states) for _ in range(self.ranks)]
         torch.distributed.all_gather(everyone, states, group=self._group)
-        rows = torch.stack(everyone).view(self._ranks, -1, 3).cpu()
-        stale, codes, new = rows[..., 0].any(0).tolist(), rows[..., 1].T.tolist(), rows[..., 2].any(0).tolist()
+        rows = torch.stack(everyone).view(self.ranks, -1, 2).cpu()
+        stale, codes = rows[..., 0].any(0).tolist(), rows[..., 1].T.tolist()
         for weight, found in zip(weights, codes, strict=True):
-            if UNUSABLE in found or len({*found}) > 1:
-                shapes = "a dense gradient like the weight, of one dtype, or none at all"
-                raise ConfigError(f"gradient of {weight.name}", "not alike on all ranks", f"have {shapes}, on each")
+            if UNUSABLE in found:
+                allowed = "have a dense gradient like the weight, in bfloat16, float16 or float32"
+                raise ConfigError(f"gradient of {weight.name}", f"on rank {found.index(UNUSABLE)}", allowed)
+            if len({*found}) > 1:
+                allowed = "have one of the same dtype on each, or none on any"
+                raise ConfigError(f"gradient of {weight.name}", "not alike on all ranks", allowed)
         changed = [weight for weight, is_stale in zip(weights, stale, strict=True) if is_stale]
-        self._fetch_copies(changed)
+        # An fp32 weight is its own master, and writes past version counters count.
+        self._fetch_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
         if gradients:
-            there = zip(weights, codes, new, strict=True)
-            wanted = {weight: weight.parameter.grad for weight, found, is_new in there if found[0] and is_new}
+            for weight in weights:
+                weight.gradient = None
+            there = (weight for weight, found in zip(weights, codes, strict=True) if found[0] != NOTHING)
+            wanted = {weight: weight.parameter.grad for weight in there}
             for weight, whole in self._fetch({w: gradient for w, gradient in wanted.items() if gradient is not None}):
-                weight.fetched(whole)
-            for weight, found in zip(weights, codes, strict=True):
-                if found[0] == NOTHING:
-                    weight.forget()
+                weight.gradient = whole
         return changed
 
+    @_plainly
     def give_back(self) -> None:
         """Bring the owners' copies to the shards of all ranks."""
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
-            pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self._ranks)]
+            pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
             by_owner = sorted(bucket, key=lambda weight: weight.owner)
-            numels = [[w.numel_of(self._rank) for w in bucket if w.owner == rank] for rank in range(self._ranks)]
+            numels = [[w.numel_of(self._rank) for w in bucket if w.owner == rank] for rank in range(self.ranks)]
             for weight, flat in zip(by_owner, self._exchange(pieces, numels, bucket[0].copy), strict=True):
                 shard = shards.local(weight.parameter.detach())
                 shard.copy_(flat.view(shard.shape))
         for weight in self.weights.values():
-            weight.is_stale = False
+            weight.is_alike()
 
     def forget(self) -> None:
         """Let go of all gradients."""
         for weight in self.weights.values():
-            weight.forget()
+            weight.gradient = None
+
+    def failures(self, error: Exception | None) -> list[tuple[int, str]]:
+        """Return which ranks have failed, and with what.
+
+        Args:
+            error: What this one has failed with.
+        """
+        told: list[str | None] = [None] * self.ranks
+        torch.distributed.all_gather_object(told, None if error is None else str(error), group=self._group)
+        return [(rank, text) for rank, text in enumerate(told) if text is not None]
 
     def _fetch_copies(self, weights: Iterable[DealtWeight]) -> None:
         for weight, whole in self._fetch({weight: weight.parameter for weight in weights}):
             weight.copy.copy_(whole)
-            weight.is_stale = False
+            weight.is_alike()
 
     def _fetch(self, tensors: Mapping[DealtWeight, torch.Tensor]) -> Iterator[tuple[DealtWeight, torch.Tensor]]:
         """Yield what owners get of `DTensor`s that all ranks have shards of."""
         for bucket in _buckets(tensors):
             local = {weight: shards.local(tensors[weight].detach()) for weight in bucket}
             sent = [weight for weight in bucket if weight.numel_of(self._rank, once=True)]
-            pieces = [[local[weight] for weight in sent if weight.owner == rank] for rank in range(self._ranks)]
+            pieces = [[local[weight] for weight in sent if weight.owner == rank] for rank in range(self.ranks)]
             own = [weight for weight in bucket if weight.is_own]
-            numels = [[weight.numel_of(rank, once=True) for weight in own] for rank in range(self._ranks)]
+            numels = [[weight.numel_of(rank, once=True) for weight in own] for rank in range(self.ranks)]
             received = iter(self._exchange(pieces, numels, local[bucket[0]]))
             whole = {weight: weight.empty(local[weight].dtype) for weight in bucket}
-            for rank in range(self._ranks):
+            for rank in range(self.ranks):
                 for weight in own:
                     flat = next(received)
                     if flat.numel():

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 import torch
 
 from offload.config import OffloadConfig
-from offload.errors import ConfigError, OffloadError
+from offload.errors import ConfigError
 from offload.layout import named_like
 from offload.optim import shards
 from offload.optim.groups import Group, TorchOptions, names
-from offload.optim.optimizer import OffloadedOptimizer
+from offload.optim.optimizer import OffloadedOptimizer, parse_config
 from offload.rules import ADAMW, MUON, UpdateRule, flag, not_negative
 
 log = logging.getLogger("offload")
@@ -80,21 +81,66 @@ class Muon(OffloadedOptimizer):
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
         self._is_told = False
+        self._gradient_memory = parse_config(offload).gradient_memory
         self._kept_exact: tuple[int, frozenset[str]] = (0, frozenset())  # of so many parameters
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 
     def _open(self, config: OffloadConfig) -> None:
         self._weights.kept_as = self._kept_as
-        self._deal(parameter for parameter in self._parameters() if parameter.requires_grad)
-        super()._open(config)
+        with self._on_all_ranks():
+            self._deal(parameter for parameter in self._parameters() if parameter.requires_grad)
+            super()._open(config)
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
         try:
-            self._deal(parameters)
-            super()._add(parameters)
-        except OffloadError:
-            self._weights.take_back(parameters)
+            with self._on_all_ranks():
+                self._deal(parameters)
+                super()._add(parameters)
+        except BaseException:
+            engine = self._holder.engine_if_open
+            # One that was interrupted may have reached the engine, and is bound when it is repeated.
+            if engine is None or len(engine.plan.layout.parameters) == len(self._weights.bound):
+                self._weights.take_back(parameters)
             raise
+
+    @contextlib.contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """Fail on all ranks that weights are dealt to, or on none: one may have no room for what is dealt to it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        for dealt in self._weights.dealt.values():
+            failures = dealt.failures(error)
+            if 0 < len(failures) < dealt.ranks:
+                rank, text = failures[0]
+                self._holder.close()
+                if error is None:
+                    allowed = f"make a new optimizer on all ranks; this one is closed: rank {rank} failed: {text}"
+                    raise ConfigError("params", "dealt to ranks", allowed)
+        if error is not None:
+            raise error
+
+    def _bind_new_parameters(self) -> None:
+        self._holder.check_open()
+        bound = self._weights.bound
+        new = [p for p in self._parameters() if p.requires_grad and p not in bound and shards.is_sharded(p)]
+        given = {parameter: (name, at) for parameter, name, at in names(self.param_groups)} if new else {}
+        waiting: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+        for parameter in new:
+            mesh = self._mesh_of(parameter, given[parameter][0])
+            if mesh is not None:
+                waiting.setdefault(mesh.get_group().group_name, (mesh, []))[1].append(parameter)
+        for mesh, parameters in waiting.values():
+            told: list[Any] = [None] * mesh.size()
+            own = [parameter.grad is not None for parameter in parameters]
+            torch.distributed.all_gather_object(told, own, group=mesh.get_group())
+            for parameter, found in zip(parameters, zip(*told, strict=True), strict=True):
+                if len({*found}) > 1:
+                    name, allowed = given[parameter][0], "have one on each rank, or on none"
+                    raise ConfigError(f"gradient of {name}", "not on all ranks", allowed)
+        super()._bind_new_parameters()
 
     def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
         """Deal matrices that are cut over ranks to these by what their updates take: each is updated by one."""
@@ -118,9 +164,12 @@ class Muon(OffloadedOptimizer):
         """Return the mesh that a `DTensor` is dealt over; None if each rank has all of it."""
         if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
             return None
-        if self._holder.config.gradient_memory is not None:
+        if self._gradient_memory is not None:
             allowed = "leave it out: gradients of sharded matrices go to the ranks that these were dealt to"
-            raise ConfigError("gradient_memory", self._holder.config.gradient_memory, allowed)
+            raise ConfigError("gradient_memory", self._gradient_memory, allowed)
+        if self._holder.config.overlaps_forward or self._overlap.models:
+            allowed = 'use "off" or "backward": shards of matrices come back from the ranks that update them'
+            raise ConfigError("overlap", self._holder.config.overlap, allowed)
         return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:

@@ -787,6 +787,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                     parameter.grad_dtype = parameter.dtype
             self._holder.close()
             self._route.release()  # the lanes have ended
+            self._weights.free_copies()
             self._overlap.after_close()
         finally:
             self._preemption.end()

@@ -113,8 +113,6 @@ class Route:
     def attach(self, bound: BoundParameter) -> None:
         """Hook a parameter: each of its gradients is given to `arrived` from now on."""
         self._engine = self._holder.engine  # which is open now
-        if bound.dealt is not None:
-            return  # its rank needs all shards of it
         if not _is_heard(bound.parameter):
             return  # FSDP2 would have its copy to the host wait for a hook; changed gradients are noticed without
         register: Any = bound.parameter.register_post_accumulate_grad_hook
@@ -132,7 +130,8 @@ class Route:
         bound.arrivals += 1
         if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
-        self._handle(bound, gradient)
+        if bound.dealt is None:  # else its rank needs all shards of it
+            self._handle(bound, gradient)
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         """Do what this route does with a gradient before the step begins."""

@@ -94,7 +94,9 @@ class Scaling:
         """
         id = self.scaled_ids.get(bound)
         if id is not None:
-            is_onto = id.tensor() is gradient and shards.version(gradient) == id.version + 1
+            added = shards.version(gradient) - id.version
+            # Shards of one group of FSDP2 are views of one tensor, whose counter counts all of them.
+            is_onto = id.tensor() is gradient and (added > 0 if shards.is_sharded(gradient) else added == 1)
             self._has_accumulated |= is_onto or builds_graph or gradient.requires_grad
 
     def added(self, bound: BoundParameter) -> None:

@@ -309,6 +309,8 @@ class StateView(MutableMapping[Any, Any]):
     def _write(self, entries: Mapping[BoundParameter, Entry]) -> None:
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
+        if masters:
+            self._weights.refresh(gradients=False)  # all are exchanged afterwards
         digests = expected_digests(masters)
         self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},

@@ -178,7 +178,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Read all masters anew from the weights; for writes that torch's version counter does not see."""
         for bound in self._weights.bound.values():
-            self.engine.reload_master(bound.position)
+            if bound.dealt is not None:
+                bound.dealt.is_changed()  # and read when ranks meet
+            else:
+                self.engine.reload_master(bound.position)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -451,6 +454,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _gathering(self) -> Iterator[None]:
         """Have ranks exchange the rows of weights that each has loaded, or raise on all what one has failed with."""
+        self._weights.refresh(gradients=False)  # of weights that are not loaded
         error: Exception | None = None
         try:
             yield

@@ -194,8 +194,7 @@ class Weights:
             check_parameter(parameter, bound.name, self.required_device)
             bound.stamp = stamp
             if bound.dealt is not None:
-                bound.dealt.is_stale = True  # until ranks meet
-                continue
+                continue  # until ranks meet
             self._holder.engine.bind_weight(bound.position, stamp[0])
             if self._reread(bound):
                 changed_names.append(bound.name)
@@ -207,14 +206,22 @@ class Weights:
         Args:
             gradients: Bring gradients, too.
         """
+        if self.dealt:
+            self._holder.check_open()  # else other ranks would wait, or take it for another exchange
         for dealt in self.dealt.values():
-            anew = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
-            self._warn_of_changes([bound.name for p in anew if self._reread(bound := self.bound[p])])
+            anew = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
+            self._warn_of_changes([bound.name for bound in anew if bound is not None and self._reread(bound)])
 
     def forget_gradients(self) -> None:
         """Let go of gradients that were brought to the ranks of their weights."""
         for dealt in self.dealt.values():
             dealt.forget()
+
+    def free_copies(self) -> None:
+        """Give up the memory of weights that were brought here; the engine is closed."""
+        for dealt in self.dealt.values():
+            for weight in dealt.weights.values():
+                weight.free()
 
     def _reread(self, bound: BoundParameter) -> bool:
         """Have a master be read from a weight that was changed; return whether it loses bits by that."""
@@ -315,8 +322,9 @@ class Weights:
             self._holder.engine.finish(on_gpu=True)
         for dealt in self.dealt.values():
             dealt.give_back()
-            for parameter in dealt.weights:
-                self.bound[parameter].stamp = self.bound[parameter].current_stamp()
+            for bound in self.bound.values():
+                if bound.dealt is not None:
+                    bound.stamp = bound.current_stamp()
         if not bounds:
             return None
         weights = [bound.parameter for bound in bounds]

@@ -423,6 +423,114 @@ def test_muon_has_whole_matrices_of_shards(tmp_path: Path, kind: str, ranks: int
             spawn(others, tmp_path, muon_goes_on, kind)
 
 
+def muon_pair(folder: Path, dtype: torch.dtype, **settings: Any) -> tuple[Any, Any, Net, Any]:
+    """Return a sharded model, its optimizer, and one process's; a step has been taken."""
+    model = fully_shard(Net(dtype))
+    twin = muon_twin(model)
+    beside = offload.Muon(twin.named_parameters(), **MUON)
+    optimizer = offload.Muon(model.named_parameters(), **MUON, offload=config(folder, **settings))
+    muon_backward(model, 0)
+    muon_step(model, optimizer, twin, beside, clips=False)
+    return model, optimizer, twin, beside
+
+
+def muon_backward(model: torch.nn.Module, step: int) -> None:
+    torch.manual_seed(10 * step + dist.get_rank())
+    model(torch.randn(8, 30).to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+def changed_behind(folder: Path, dtype: torch.dtype) -> None:
+    """What writes past version counters, or comes between clipping and a step, is seen as by every optimizer."""
+    model, optimizer, twin, beside = muon_pair(folder, dtype)
+    if dtype is torch.float32:
+        torch._foreach_mul_([local(p.detach()) for p in model.parameters()], 0.5)
+    else:
+        model.up.weight._local_tensor.data.mul_(0.5)
+        twin.up.weight.data.mul_(0.5)
+        for each in (optimizer, beside):
+            each.refresh_masters()
+    if dtype is torch.float32:
+        torch._foreach_mul_([p.detach() for p in twin.parameters()], 0.5)
+    muon_backward(model, 1)
+    muon_step(model, optimizer, twin, beside, clips=True)
+    muon_backward(model, 2)
+    before = float(optimizer.clip_grad_norm_(math.inf))
+    torch._foreach_mul_([local(p.grad) for p in model.parameters()], 2.0)
+    assert float(optimizer.clip_grad_norm_(math.inf)) == pytest.approx(2 * before)
+    muon_step(model, optimizer, twin, beside, clips=False)
+    muon_backward(model, 3)
+    optimizer.clip_grad_norm_(0.01)
+    muon_backward(model, 4)
+    with pytest.raises(offload.ConfigError, match="more gradient has arrived"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for each in (model, twin):
+            each.up.weight.fill_(7)
+    for each, of in ((model, optimizer), (twin, beside)):
+        value = torch.full((2,), 0.5)
+        place = each.down.bias
+        of.state[place]["master"] = (
+            distribute_tensor(value, place.device_mesh, place.placements) if each is model else value
+        )
+    assert_is_of(model, twin)  # also what was changed before
+    muon_backward(model, 5)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.close()
+    beside.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_sees_what_changes_between_ranks_meetings(tmp_path: Path, dtype: torch.dtype) -> None:
+    spawn(2, tmp_path, changed_behind, dtype)
+
+
+def muon_refusals(folder: Path) -> None:
+    """What cannot be is refused on all ranks, and nobody waits for the others."""
+    rank = dist.get_rank()
+    for settings, field in (({"gradient_memory": 200}, "gradient_memory"), ({"overlap": "forward"}, "overlap")):
+        with pytest.raises(offload.ConfigError, match=field):
+            offload.Muon(fully_shard(Net(torch.float32)).named_parameters(), offload=config(folder, **settings))
+    model, optimizer, _, _ = muon_pair(folder, torch.float32)
+    with pytest.raises(offload.ConfigError, match="dealt to ranks"):
+        optimizer.overlap_forward(model)
+    muon_backward(model, 1)
+    if rank:
+        model.up.weight.grad = None
+    with pytest.raises(offload.ConfigError, match=r"gradient of up\.weight.*not alike on all ranks"):
+        optimizer.step()
+    optimizer.zero_grad()
+    grown = torch.nn.Parameter(torch.ones(6, 6))
+    sharded = torch.nn.Parameter(distribute_tensor(grown.detach(), model.up.weight.device_mesh, [Shard(0)]), False)
+    optimizer.add_param_group({"params": [("grown", sharded)]})
+    sharded.requires_grad_()
+    if rank:
+        sharded.grad = torch.ones_like(sharded)
+    with pytest.raises(offload.ConfigError, match=r"gradient of grown.*not on all ranks"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.close()
+    with pytest.raises(offload.SessionBrokenError):
+        optimizer.step()
+    # Only the owner has no room for a matrix; no rank goes on.
+    vector = torch.nn.Parameter(torch.ones(8))
+    optimizer = offload.Muon([("vector", vector)], offload={"host_memory": 200_000})
+    large = torch.nn.Parameter(distribute_tensor(torch.ones(400, 400), model.up.weight.device_mesh, [Shard(0)]))
+    with pytest.raises((offload.ConfigError, offload.InfeasiblePlanError), match="needs"):
+        optimizer.add_param_group({"params": [("large", large)]})
+    vector.grad = torch.ones(8)
+    with pytest.raises(offload.SessionBrokenError):
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_muon_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    spawn(2, tmp_path, muon_refusals)
+
+
 def die(*arguments: object, **keywords: object) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
