@@ -414,8 +414,9 @@ def to_paste(setting: Setting) -> str:
     config, recompute = setting.config, setting.answer.question.recompute
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     trainer = 'optim="offload_adamw"' + ", gradient_checkpointing=True" * recompute
+    on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     lines = [
-        "Python:",
+        f"Python{on_gpu}:",
         *(["    model.gradient_checkpointing_enable()"] if recompute else []),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({python}))",
     ]
@@ -463,6 +464,9 @@ def as_dict(setting: Setting) -> dict[str, Any]:
 def describe(settings: list[Setting]) -> str:
     """Return settings as a table, and each as the config to paste."""
     lines = [table(settings)]
+    forms = {setting.answer.question.state_format: None for setting in settings}
+    if rounding := [form for form in forms if STATE_FORMATS[form].rounds]:
+        lines.append(f"{' and '.join(rounding)} round state; exact does not (docs/formats.md)")
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting)]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from offload.errors import ConfigError
@@ -107,5 +108,8 @@ def parse_model(field: str, value: str) -> str:
     """
     name = value.strip().lower()
     if name not in MODELS:
-        raise ConfigError(field, value, f"name one of {', '.join(MODELS)}, or give --config FILE or --params N")
+        near = difflib.get_close_matches(name, MODELS, 1)
+        nearest = f"did you mean {near[0]}? " if near else ""
+        allowed = f"{nearest}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
+        raise ConfigError(field, value, allowed)
     return name

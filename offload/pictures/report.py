@@ -100,6 +100,8 @@ def page(report: Report, timeline: Sequence[Interval], paths: Sequence[str], *, 
     for note in report.notes:
         found.text(note)
     pictures = _pictures(report, timeline, paths, step)
+    if pictures is None:
+        found.text("Pictures need matplotlib: pip install matplotlib")
     found.heading("The plan")
     _show(found, pictures, "tiers", "what lies in each tier")
     found.lines(report.plan)
@@ -107,7 +109,7 @@ def page(report: Report, timeline: Sequence[Interval], paths: Sequence[str], *, 
     _show(found, pictures, "lanes", "what each lane did, and when")
     if report.lanes:
         found.table(("lane", "predicted", "measured", "apart", "bytes"), [_lane_row(lane) for lane in report.lanes])
-    found.heading("Steps and their predictions")
+    found.heading("The last steps and their predictions")
     _show(found, pictures, "steps", "what each step took, and was predicted to take")
     found.table(
         ("step", "predicted", "measured", "apart"), [_step_row(each) for each in report.steps[-_SHOWN_STEPS:]]
@@ -120,7 +122,7 @@ def page(report: Report, timeline: Sequence[Interval], paths: Sequence[str], *, 
     if report.checkpoints:
         found.table(("kept on the paths",), [(name,) for name in report.checkpoints])
     else:
-        found.text("None is kept on the paths.")
+        found.text("This session keeps none on the paths; what it was resumed from may be needed all the same.")
     found.heading("What would help")
     if report.advice:
         rows = [(what, f"-{format_seconds(saved_s)}") for what, saved_s in report.advice]
@@ -146,7 +148,7 @@ def _pictures(
 
 def _show(found: Page, pictures: dict[str, Figure] | None, name: str, alternative: str) -> None:
     if pictures is None:
-        found.text("The picture needs matplotlib: pip install matplotlib")
+        found.text("(No picture: see above.)")
     else:
         found.picture(svg(pictures[name]), alternative)
 

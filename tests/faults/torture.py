@@ -281,6 +281,7 @@ def torture_ranks(
     root = Path(tempfile.mkdtemp(prefix="torture-"))
     for name in ("p0", "p1"):
         (root / name).mkdir()
+    print(f"{steps} steps that nobody kills, for their bits", flush=True)
     expected = [reference(steps, rank) for rank in range(2)]
     figures: Counter[str] = Counter()
     longest_s = slowest_s = 0.0
@@ -354,6 +355,7 @@ def torture(
     root = Path(tempfile.mkdtemp(prefix="torture-"))
     for name in ("p0", "p1"):
         (root / name).mkdir()
+    print(f"{steps} steps that nobody kills, for their bits", flush=True)
     expected = reference(steps)
     figures: Counter[str] = Counter()
     started_s = time.monotonic()

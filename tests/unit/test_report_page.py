@@ -34,7 +34,7 @@ REPORT = {
     "advice": [[EVIL, 0.25]],
     "notes": [EVIL],
 }
-HEADINGS = ("The plan", "Lanes during step 3", "Steps and their predictions", "Memory", "Checkpoints")
+HEADINGS = ("The plan", "Lanes during step 3", "The last steps and their predictions", "Memory", "Checkpoints")
 
 
 @pytest.fixture
@@ -165,5 +165,5 @@ def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest
         optimizer.report(os.fspath(tmp_path / "page.html"))
     reader = Reader((tmp_path / "page.html").read_text())
     assert "svg" not in reader.tags
-    assert "needs matplotlib" in " ".join(reader.said)
+    assert "need matplotlib" in " ".join(reader.said)
     assert reader.tags.count("table") >= 4
