@@ -133,8 +133,10 @@ def fitting(page: Path) -> str:
         lines.append(f"| {' | '.join((machine.title, 'yes', sizes, *times, *beside))} |")
     lines += [
         "",
-        "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's), which are",
-        "computed again, and `keep_grads=False` where that is needed. Between turns of the last row `park()` gives back",
+        "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's), "
+        "which are",
+        "computed again, and `keep_grads=False` where that is needed. Between turns of the last row `park()` gives "
+        "back",
         f"{given[0]} GiB of host memory and {given[1]} of each GPU's in {given[2]} s. "
         "[The commands](docs/planning.md#the-table-of-the-readme).",
     ]
