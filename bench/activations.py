@@ -44,6 +44,9 @@ from offload.config import parse_bytes
 from offload.units import format_bytes, format_seconds
 
 KINDS = ("memory", "paths", "recompute", "both")
+AGAIN = 16
+"""With recomputation so many times as many rows are tried: few inputs of layers would all fit the buffers."""
+
 LENGTH = 512
 """Tokens of a row: attention's own memory grows with its square, and is the same for all."""
 
@@ -140,9 +143,10 @@ def tried(args: Any, kind: str, rows: Sequence[int], folder: Path, iterations: i
 
 def largest(args: Any, kind: str, folder: Path) -> dict[str, Any]:
     """Return the most rows within the limit, by two trials, and the peak of a trial near it."""
-    limit, (few, more) = parse_bytes("limit", args.limit), args.rows
+    again = AGAIN if kind in ("recompute", "both") and not args.smoke else 1
+    limit, (few, more) = parse_bytes("limit", args.limit), (again * rows for rows in args.rows)
     progress(kind)
-    low, high = tried(args, kind, args.rows, folder)
+    low, high = tried(args, kind, (few, more), folder)
     row_bytes = max(1.0, (high["peak_bytes"] - low["peak_bytes"]) / (more - few))
     process_bytes = low["peak_bytes"] - few * row_bytes
     rows = by_memory = int((limit - process_bytes) / row_bytes)
@@ -231,6 +235,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs=2, default=[2, 4], help="of the two trials")
     parser.add_argument("--time-rows", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only-time", action="store_true", help="for looking into it; no report")
     parser.add_argument("--no-proof", action="store_true", help="take the prediction's word for what fits")
     args = parser.parse_args()
     args.threads = torch.get_num_threads()
@@ -243,6 +248,9 @@ def main() -> None:
         folder = Path(where)
         results["time"] = timed = times(args, folder)
         progress("iterations have been timed")
+        if args.only_time:
+            print(json.dumps(timed, indent=1))
+            return
         results["room"] = room = {kind: largest(args, kind, folder / kind) for kind in KINDS}
         for kind, row in room.items():
             bound = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
