@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mirror import same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import OffloadConfig
+from offload import InfeasiblePlanError, OffloadConfig
 
 WIDTH = 64
 
@@ -196,13 +197,19 @@ def train(program: Program, folder: Path, on_paths: bool) -> list[Any]:
             found.append(loss.item())
             return loss
 
+        def park() -> None:
+            # Activations may have taken what room there was, and keep it; then all stays as it was.
+            is_scarce = on_paths and program.room is not None
+            with contextlib.suppress(InfeasiblePlanError) if is_scarce else contextlib.nullcontext():
+                optimizer.park()
+
         def act(what: str, seed: int) -> None:  # whose graphs end with it
             if what in ("step", "step and park"):
                 found.append(float(optimizer.clip_grad_norm_(1.0)))
                 optimizer.step()
                 optimizer.zero_grad()
                 if what == "step and park":
-                    optimizer.park()
+                    park()
             elif what == "evaluate":
                 with context(), torch.no_grad():
                     loss_of(seed)
@@ -259,14 +266,14 @@ def train(program: Program, folder: Path, on_paths: bool) -> list[Any]:
             figures = optimizer.metrics()
             found.append({key: value for key, value in figures.items() if key.startswith("activations/")})
             optimizer.zero_grad()
-            optimizer.park()  # which is refused while anything is left
+            park()  # which is refused while anything is left
     assert not [*folder.iterdir()], "files are left"
     return found
 
 
 def plan_bytes(program: Program, model: nn.Module, folder: Path) -> int:
-    """Return what state takes on the path."""
-    config = OffloadConfig(paths=[folder], checkpoints_kept=0, **program.settings)
+    """Return what state takes on the path, where all of it may come to lie when it is parked."""
+    config = OffloadConfig(paths=[folder], checkpoints_kept=0, **{**program.settings, "host_memory": 0})
     with offload.AdamW(
         [p.detach().clone().requires_grad_() for p in model.parameters()], offload=config
     ) as optimizer:
