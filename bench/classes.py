@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,11 @@ def contest(name: str, folder: Path, count: int, width: int, rounds: int) -> dic
                 values.append(value)
         same = all(map(torch.equal, own, ours))
         state_bytes = optimizer.metrics()["state_bytes"] / sum(weight.numel() for weight in ours)
+    digest = 0
+    for weight in ours:
+        digest = zlib.crc32(weight.detach().numpy(), digest)
     medians: dict[str, Any] = {key: statistics.median(values) for key, values in found.items()}
-    return {**medians, "same": same, "state_bytes_each": state_bytes}
+    return {**medians, "same": same, "digest": digest, "state_bytes_each": state_bytes}
 
 
 def main() -> None:
@@ -107,7 +111,8 @@ def main() -> None:
     ]
     away = abs(1 - results[MUON]["predicted"])
     targets.append(Target.at_most(f"{MUON}: distance of a step's prediction", away, 0.10))
-    report(args, described, results, "", targets)
+    digests = "".join(f"{row['digest']:08x}" for row in results.values())
+    report(args, described, results, f"{zlib.crc32(digests.encode()):08x}", targets)
 
 
 if __name__ == "__main__":
