@@ -1059,6 +1059,10 @@ TAKEN = (
     "and the 64 MiB that the prediction is made from were warm. Tried: two threads that touch ahead, which held up backward"
 )
 DRIFT = "the disk's rates changed between the steps that taught them and those that count: the rows by a step's own are below"
+COPIED = (
+    "saved tensors are copied to buffers and back on the two cores that compute: 0.53 GB a pass, and 0.1 s of waits; "
+    "nothing of that is in the bound"
+)
 WHY_MISSED = (
     ("gradients: compact8, 128 tokens: iteration", ADDED),
     (
@@ -1082,6 +1086,8 @@ WHY_MISSED = (
     ("capacity: exact: parameters, times", ROOM),
     ("capacity: compact8: parameters, times", ROOM),
     ("capacity-gradients: exact: parameters, times", ROOM),
+    ("activations: tokens with both", "few inputs of layers, by which the largest size was predicted, fit the buffers: a trial of it stayed at 3.7 GB"),
+    ("activations: iteration over its bound", COPIED),
     (
         "published: memory, each row by itself: worst",
         "the two runs of 40B with CXL memory alone tell where DDR ends, and differ by 20%: the other predicts each",
