@@ -1060,8 +1060,8 @@ TAKEN = (
 )
 DRIFT = "the disk's rates changed between the steps that taught them and those that count: the rows by a step's own are below"
 COPIED = (
-    "saved tensors are copied to buffers and back on the two cores that compute: 0.53 GB a pass, and 0.1 s of waits; "
-    "nothing of that is in the bound"
+    "saved tensors are copied to buffers and back on the two cores that compute: 0.53 GB a pass. Tried: 1 GiB of buffers, "
+    "where nothing is written: 1.22 of the iteration in memory; 64 MiB: 1.37"
 )
 WHY_MISSED = (
     ("gradients: compact8, 128 tokens: iteration", ADDED),
