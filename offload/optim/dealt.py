@@ -61,17 +61,18 @@ class DealtWeight:
         self._boxes = boxes
         self._stamp: tuple[int, int] | None = None
 
-    def _current_stamp(self) -> tuple[int, int]:
+    def current_stamp(self) -> tuple[int, int]:
+        """Return address and version of the shard here as it is now."""
         return shards.local(self.parameter).data_ptr(), shards.version(self.parameter)
 
     @property
     def is_stale(self) -> bool:
         """Whether somebody has changed the shard here since `copy` was made, as far as torch counts that."""
-        return self._stamp != self._current_stamp()
+        return self._stamp != self.current_stamp()
 
     def is_alike(self) -> None:
         """Note that the shard here is that of `copy`."""
-        self._stamp = self._current_stamp()
+        self._stamp = self.current_stamp()
 
     def is_changed(self) -> None:
         """Note that it is not, whatever torch has counted."""

@@ -73,8 +73,9 @@ class BoundParameter:
 
     def current_stamp(self) -> tuple[int, int]:
         """Return address and version of the weight as it is now."""
-        shard = self.local if self.dealt is None else shards.local(self.parameter)
-        return shard.data_ptr(), shards.version(self.parameter)
+        if self.dealt is not None:
+            return self.dealt.current_stamp()
+        return self.local.data_ptr(), shards.version(self.parameter)
 
 
 class Weights:
@@ -322,9 +323,9 @@ class Weights:
             self._holder.engine.finish(on_gpu=True)
         for dealt in self.dealt.values():
             dealt.give_back()
-            for bound in self.bound.values():
-                if bound.dealt is not None:
-                    bound.stamp = bound.current_stamp()
+        for bound in self.bound.values():
+            if bound.dealt is not None:
+                bound.stamp = bound.current_stamp()
         if not bounds:
             return None
         weights = [bound.parameter for bound in bounds]

@@ -204,6 +204,15 @@ def made(kind: str) -> tuple[torch.nn.Module, torch.dtype]:
     return fully_shard(net), torch.bfloat16 if kind == "bf16" else torch.float32
 
 
+def emptied(kind: str) -> torch.nn.Module:
+    """Return such a model whose weights are all 0."""
+    model, _ = made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
 def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a gradient, reduced if it was not."""
     gradient = parameter.grad
@@ -260,10 +269,7 @@ def real(folder: Path, kind: str) -> None:
     }
     optimizer.wait_checkpoint()
     optimizer.close()
-    model, _ = made(kind)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    model = emptied(kind)
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
     optimizer.load_checkpoint(folder / "ck")
     for name, parameter in model.named_parameters():
@@ -387,10 +393,7 @@ def muon(folder: Path, kind: str) -> None:
 def muon_resumed(folder: Path, kind: str) -> tuple[torch.nn.Module, offload.Muon]:
     """Load what ranks have saved, and what one process has of it."""
     dist.barrier()
-    model, _ = made(kind)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    model = emptied(kind)
     optimizer = offload.Muon(model.named_parameters(), **MUON, offload=config(folder))
     optimizer.load_checkpoint(folder / "ck")
     twin = Net(next(model.parameters()).dtype)
