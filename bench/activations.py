@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--limit", default="6GiB", help="memory of a process")
     parser.add_argument("--buffers", default="256MiB", help="host_memory of activations")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--rows", type=int, nargs=2, default=[2, 4], help="of the two trials")

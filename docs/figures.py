@@ -709,8 +709,6 @@ def stalled(page: Path) -> str:
 
 def classes(page: Path) -> str:
     """Return what steps of torch's classes and of Muon took beside their bounds."""
-    if not dated("classes", "json"):
-        return none_yet("classes")
     lines = [
         "| | bytes a parameter | in memory | step | of its bound | predicted, of what happened |",
         "|---|---|---|---|---|---|",
@@ -731,8 +729,6 @@ def quality(page: Path) -> str:
 
 def quality_of_muon(page: Path) -> str:
     """Return the same of Muon."""
-    if not dated("quality-muon", "json"):
-        return none_yet("quality-muon")
     lines, report = _quality("quality-muon", page)
     return "\n".join([*lines, "", report])
 
@@ -804,8 +800,6 @@ def capacity_small(page: Path) -> str:
 
 def saved(page: Path) -> str:
     """Return how many tokens fit with saved tensors on the paths, and what iterations took."""
-    if not dated("activations", "json"):
-        return none_yet("activations")
     found = read("activations")["results"]
     names = {"memory": "in memory", "paths": "on the path", "recompute": "computed again", "both": "both"}
     lines = ["| saved tensors | tokens | bytes of memory a token | largest by |", "|---|---|---|---|"]
@@ -873,7 +867,7 @@ def large(page: Path) -> str:
 
 def largest(page: Path) -> str:
     """Return the same of a model whose weights alone are in memory."""
-    return _large("large-gradients", page) if dated("large-gradients", "json") else none_yet("large-gradients")
+    return _large("large-gradients", page)
 
 
 def _large(kind: str, page: Path) -> str:
@@ -989,7 +983,7 @@ BENCHMARKS = (
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),
     ("`python bench/large.py`", "3 billion parameters on one machine: what was predicted, and what happened", "10 min", ("large",)),
     ("`python bench/large.py --params 5B --steps 10 --state-format compact8 --gradient-memory 0`", "5 billion, with gradients on the disk, too", "15 min", ("large-gradients",)),
-    ("`python bench/activations.py --hidden 256`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "", ("activations",)),
+    ("`python bench/activations.py`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "25 min", ("activations",)),
     ("`python bench/weights.py`", "a spike: what would it cost to stream weights from a disk by layer?", "2 min", ("weights",)),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),

@@ -27,7 +27,7 @@ class Forecast:
 
     def __init__(self) -> None:
         self._made: tuple[Plan, Rates, float, Prediction] | None = None
-        self._late = 0
+        self._late_steps = 0
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
         """Return the simulator's prediction of a step."""
@@ -79,8 +79,8 @@ class Forecast:
             return
         expected_s = estimate(plan, rates).step_s
         if step_s > max(FAR * expected_s, expected_s + FAR_S):
-            self._late += 1
-            if self._late.bit_count() == 1:
+            self._late_steps += 1
+            if self._late_steps.bit_count() == 1:
                 text = "the step took %.1f s, and %.1f s were expected: optimizer.explain() says which lane was late"
                 log.warning(text, step_s, expected_s)
 

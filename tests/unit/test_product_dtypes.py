@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,11 +57,22 @@ def test_two_products_are_measured_once() -> None:
 
 def test_a_slow_start_is_no_slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first product compiles for long, and the second is disturbed."""
-    marks = iter([0.0, 0.030, 0.030, 0.034, *(0.034 + 0.00004 * (i // 2 + i % 2) for i in range(100))])
-    monkeypatch.setattr(products.time, "perf_counter", lambda: next(marks))
-    rate = products._measured(torch.float32)
-    monkeypatch.undo()
-    assert rate == pytest.approx(2 * products.SIZE**3 / 0.00004)
+    durations = iter([0.030, 0.004])
+    now_s = 0.0
+
+    def read() -> Iterator[float]:
+        nonlocal now_s
+        while True:
+            yield now_s
+            now_s += next(durations, 0.00004)
+            yield now_s
+
+    clock = read()
+    products.product_rates.cache_clear()
+    monkeypatch.setattr(products.time, "perf_counter", lambda: next(clock))
+    rates = products.product_rates(torch.float32)
+    products.product_rates.cache_clear()
+    assert rates.low == pytest.approx(2 * products.SIZE**3 / 0.00004)
 
 
 def passes(model: Any, compute: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
