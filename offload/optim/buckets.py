@@ -31,11 +31,17 @@ class Reduction(NamedTuple):
         future: Of its values.
         parameters: Whose gradients it has.
         places: First element and shape of each.
+        marks: On an accelerator, events of its stream behind the reduction, once the host has the future's value.
     """
 
     future: torch.futures.Future[torch.Tensor]
     parameters: list[torch.Tensor]
     places: list[tuple[int, torch.Size]]
+    marks: list[torch.Event]
+
+    def has_ended(self) -> bool:
+        """Return whether anybody may read the values, on any stream."""
+        return self.future.done() and all(mark.query() for mark in self.marks)
 
 
 class Buckets:
@@ -84,7 +90,10 @@ class Buckets:
             reduction = torch.distributed.all_reduce(buffer, group=self._group, async_op=True)
             future = reduction.get_future().then(_first)
         if self.is_heard():
-            self.reductions.append(Reduction(future, parameters, places))
+            marks: list[torch.Event] = []
+            if buffer.device.type != "cpu":
+                future = future.then(partial(_mark, marks))
+            self.reductions.append(Reduction(future, parameters, places, marks))
         return future
 
     def _average(self, buffer: torch.Tensor, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
@@ -101,7 +110,7 @@ class Buckets:
 
     def take_reduced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parameters of buckets that have been reduced since the last call, each with its gradient."""
-        while self.reductions and self.reductions[0].future.done():
+        while self.reductions and self.reductions[0].has_ended():
             reduced = self.reductions.popleft()
             flat = reduced.future.value().view(-1)
             for parameter, (first, shape) in zip(reduced.parameters, reduced.places, strict=True):
@@ -145,6 +154,13 @@ def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares anno
 
 def _first(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return reduced.value()[0]
+
+
+def _mark(marks: list[torch.Event], reduced: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    """Note an event behind the reduction, on the stream that torch has given this; return what was reduced."""
+    value = reduced.value()
+    marks.append(torch.accelerator.current_stream(value.device).record_event())
+    return value
 
 
 def _note_storage(storages: dict[int, int], parameter: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel, Overlap
 from offload.optim.preemption import Preemption
-from offload.optim.routes import ReducedRoute, check_reduced, choose_route
+from offload.optim.routes import StepRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
@@ -454,9 +454,9 @@ class OffloadedOptimizer(StatefulOptimizer):
     ) -> None:
         """Have updates during backward begin with the first bucket that DDP has reduced, and not when backward ends.
 
-        Where a step is hidden is said by `OffloadConfig(overlap=...)`; this is for DDP with `shard=True`. It
-        registers a communication hook, of which DDP has one: call it before the first backward pass. All bits are
-        those without.
+        Where a step is hidden is said by `OffloadConfig(overlap=...)`; "auto" has to know from this that DDP reduces
+        gradients, where not `shard` says so. It registers a communication hook, of which DDP has one: call it before
+        the first backward pass. All bits are those without.
 
         Args:
             model: The DistributedDataParallel.
@@ -465,12 +465,12 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Raises:
             ConfigError: `model` is no DistributedDataParallel, or has a hook already, or has none of this optimizer's
-                parameters; or gradients do not come to host memory reduced.
+                parameters; or there is one process, or gradients leave in backward.
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
-        if self._weights.rows_over is None or not isinstance(self._route, ReducedRoute):
-            allowed = "leave it out: it is for DDP with shard=True on several ranks, and weights in host memory"
+        if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
+            allowed = "leave it out: it is for DDP on several ranks, with keep_grads=True and no gradient_memory"
             raise ConfigError("overlap_backward", "called", allowed)
         self._route.hear(attach(model, comm_hook, state))
 

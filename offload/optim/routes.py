@@ -23,7 +23,7 @@ from offload.optim import shards
 from offload.optim.buckets import Buckets
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
-from offload.optim.ranks import world
+from offload.optim.ranks import is_flattened, world
 from offload.optim.scaling import GradientId, Scaling
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import BoundParameter, Weights
@@ -44,26 +44,25 @@ def choose_route(
         raise
     leaves = holder.config.gradient_memory is not None
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
-    arrive_reduced = is_alone or holder.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
+    # Where ranks reduce gradients after backward, the step finds other bits than an update has read.
+    can_be_final = is_alone or all(_is_heard(p) and not is_flattened(p) for p in parameters)
+    arrive_reduced = is_alone or all(map(_arrives_reduced, parameters))
     kind: type[Route]
     if leaves:
-        kind, come_early = DepartureRoute, False
+        kind, can_be_final = DepartureRoute, False
     elif isinstance(holder.device, NoDevice):
-        kind, come_early = SlotRoute if is_alone else ReducedRoute, arrive_reduced
+        kind = SlotRoute if is_alone else ReducedRoute
     else:
         kind = StepRoute if holder.config.keep_grads else DepartureRoute
-        come_early = arrive_reduced and not (kind is StepRoute and holder.config.shard and not is_alone)
         # Until backward has shown what is free there.
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
-    if holder.config.overlaps_backward and not come_early:
-        allowed = (
-            'use "off": gradients have to be final before the step, of one process or of FSDP2, or of DDP with '
-            "shard=True where weights are in host memory"
-        )
+    if holder.config.overlaps_backward and not can_be_final:
         holder.close()
+        unseen = "gradients of FSDP1 on several ranks, nor those that FSDP2 copies from a GPU"
+        allowed = f'use "off": no hook sees {unseen}'
         raise ConfigError("overlap", holder.config.overlap, allowed)
     route = kind(holder, weights, scaling, overlap)
-    route.is_early = come_early
+    route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
     return route
 
 
@@ -99,7 +98,7 @@ class Route:
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
     is_early: bool = False
-    """Whether gradients that are final can be read before the step begins."""
+    """Whether gradients are known to come reduced, so that what is made of them before the step is of use."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -283,24 +282,16 @@ class Route:
 
 
 class StepRoute(Route):
-    """Leaves gradients on a GPU until the step begins; updates in backward copy those that are final."""
+    """Leaves gradients where they lie until the step begins; updates in backward read those that are final.
 
-    def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        if self._engine.speculates:
-            self._mark_final(bound)
-
-
-class ReducedRoute(Route):
-    """Reads gradients from host memory when the step begins: where ranks have reduced them, and in their dtype.
-
-    The gradient of a shard is final when its hook runs: FSDP2 has reduced it. DDP writes reduced gradients to `.grad`
-    in a callback at the end of a backward pass; before, they lie in its buckets, of which it tells those who ask.
+    The gradient of a shard is final when its hook runs: FSDP2 has reduced it. So is that of the only process. DDP
+    writes reduced gradients to `.grad` in a callback at the end of a backward pass; before, they lie in its buckets,
+    of which it tells those who ask. Where others reduce them after that, the step finds them changed.
     """
-
-    widens = False
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
+        self._is_alone = world()[0] == 1
         self._pass = NO_PASS
         self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients have arrived in it, and are not final
         self._buckets: list[Buckets] = []
@@ -310,11 +301,12 @@ class ReducedRoute(Route):
         route = weakref.ref(self)
         buckets.is_heard = lambda: (found := route()) is not None and found._engine.speculates
         self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
+        self.is_early = True
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
         if not self._engine.speculates:
             return
-        if shards.is_sharded(bound.parameter):
+        if self._is_alone or shards.is_sharded(bound.parameter):
             self._mark_final(bound)
             return
         number: int = torch._C._current_graph_task_id()
@@ -344,6 +336,12 @@ class ReducedRoute(Route):
             buckets.forget()
         for bound in bounds:
             self._mark_final(bound)
+
+
+class ReducedRoute(StepRoute):
+    """Reads gradients from host memory when the step begins: where ranks have reduced them, and in their dtype."""
+
+    widens = False
 
 
 class SlotRoute(Route):

@@ -446,6 +446,10 @@ RANKS = [
     ("fsdp2", False, 0.3, "both"),
     ("fsdp2", True, 0.3, "both"),
     ("ddp", True, 0.5, "forward"),
+    ("ddp", True, 0.3, "backward"),
+    ("ddp buckets", True, 0.3, "both"),
+    ("ddp whole", True, 0.3, "backward"),
+    ("ddp whole buckets", True, 0.0, "both"),
     ("muon", True, 0.0, "off"),
     ("muon", False, 0.0, "backward"),
 ]

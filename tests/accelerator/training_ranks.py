@@ -1,6 +1,6 @@
 """Sharded trainings on the test accelerator, by torchrun.
 
-training_ranks.py fsdp2|ddp|muon FOLDER [KEEPS,PLACEMENT,OVERLAP]
+training_ranks.py KIND FOLDER [KEEPS,PLACEMENT,OVERLAP]
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: s
     if kind == "fsdp2":
         sharded(model)
     else:
-        trained = DistributedDataParallel(model)
+        trained = DistributedDataParallel(model, bucket_cap_mb=0.005)
     config = offload.OffloadConfig(
         host_memory=0,
         gpu_memory=0,
@@ -103,13 +103,15 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: s
         threads=1,
         keep_grads=keep_grads,
         placement=placement,
-        shard=kind == "ddp",
+        shard="ddp" in kind and "whole" not in kind,
         overlap=overlap,
     )
     confirmed_bytes = hidden = 0.0
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config) as optimizer:
         if config.overlaps_forward:
             optimizer.overlap_forward(model, check=placement == 0.5)  # late copies of weights, too
+        if "buckets" in kind:
+            optimizer.overlap_backward(trained)
         for step in range(4 if overlap == "off" else 12):
             gradients = [torch.zeros(()) for _ in mirror.weights[0]]
             for number in (step, step + 10) if kind == "fsdp2" else (step,):

@@ -214,7 +214,8 @@ def test_what_a_step_takes_out_of_grad_tells_whom_others_can_reach(kind: type[Ro
     assert reachable == ([] if held is None else [routed.bound])
 
 
-def test_gradients_of_ranks_are_final_when_backward_ends() -> None:
+def test_gradients_of_ranks_are_final_when_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "world", lambda: (2, 0))
     routed = Routed(ReducedRoute)
     routed.engine.speculates = True
     seen: list[Any] = []
@@ -260,7 +261,6 @@ class Gpu:
 
 
 GIVEN = OffloadConfig()
-BACKWARD = 'use "off"'
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,12 @@ BACKWARD = 'use "off"'
         (Gpu(), 1, {"keep_grads": False}, DepartureRoute, True),
         (None, 2, {"keep_grads": False}, "keep_grads: False .*2 processes", False),
         (None, 1, {"overlap": "backward"}, SlotRoute, True),
-        (None, 2, {"overlap": "backward"}, BACKWARD, False),
+        (None, 2, {"overlap": "backward"}, ReducedRoute, False),
         (None, 2, {"overlap": "backward", "shard": True}, ReducedRoute, True),
         (Gpu(), 1, {"overlap": "backward"}, StepRoute, True),
         (Gpu(), 1, {"overlap": "backward", "keep_grads": False}, DepartureRoute, True),
-        (Gpu(), 2, {"overlap": "backward"}, BACKWARD, False),
+        (Gpu(), 2, {"overlap": "backward"}, StepRoute, False),
+        (Gpu(), 2, {"overlap": "backward", "shard": True}, StepRoute, True),
     ],
 )
 def test_the_route_of_a_device_and_of_ranks(
@@ -299,3 +300,15 @@ def test_the_route_of_a_device_and_of_ranks(
     assert route.is_early is is_early
     assert holder.is_deferred == (device is not None)  # for what backward leaves free
     assert not holder.closed
+
+
+def test_gradients_that_no_hook_sees_are_not_updated_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranks, routes):
+        monkeypatch.setattr(module, "world", lambda: (2, 0))
+    holder: Any = RecordedEngine(dataclasses.replace(GIVEN, overlap="backward"), None)
+    parameter: Any = torch.nn.Parameter(torch.zeros(3))
+    weights = bound_to(holder, [parameter])
+    parameter._fsdp_flattened = True
+    with pytest.raises(ConfigError, match=r'use "off": no hook sees the gradients of FSDP1'):
+        choose_route(holder, weights, Scaling(), Overlap(holder, weights), [parameter])
+    assert holder.closed
