@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -32,6 +33,11 @@ _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # Linux's PATH_MAX, which counts a
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, like every other error of the command."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # So that -64GiB is a value, whose error says what is allowed, and no option.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         """See `argparse.ArgumentParser.error`."""

@@ -141,6 +141,7 @@ def test_devices_and_pipes_are_not_written_to(places: list[str]) -> None:
         (["plan", "--params", "1e9", "--rates", "h100-node", "--what"], "(see `offload plan --help`)"),
         (["train", "--what", "a\nb\nc\nd"], "(see `offload train --help`)"),
         (["gc"], "(see `offload gc --help`)"),
+        (["plan", "--params", "8B", "--host", "-64GiB"], "--host: '-64GiB' cannot be used; give bytes as an integer"),
         (["--what"], "(see `offload --help`)"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
