@@ -1080,10 +1080,6 @@ WHY_MISSED = (
     ("capacity: exact: parameters, times", ROOM),
     ("capacity: compact8: parameters, times", ROOM),
     ("capacity-gradients: exact: parameters, times", ROOM),
-    (
-        "activations: tokens with both",
-        "few inputs of layers, by which the largest size was predicted, fit the buffers: a trial of it stayed at 3.7 GB",
-    ),
     ("activations: iteration over its bound", COPIED),
     (
         "published: memory, each row by itself: worst",
