@@ -974,6 +974,7 @@ BENCHMARKS = (
     ("`python bench/quality.py --optimizer muon`", "the same of Muon, whose momentum is in the formats", "20 min", ("quality-muon",)),
     ("`python bench/classes.py`", "what does a step of torch's optimizer classes and of Muon cost with nothing resident, beside the class in memory?", "6 min", ("classes",)),
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
+    ("`python bench/overlap_ranks.py`", "the same on two ranks, FSDP2, DDP and ZeRO-3, with one disk for both", "10 min", ("overlap-ranks",)),
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "15 min", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),

@@ -1,0 +1,247 @@
+"""What overlap hides on several ranks: FSDP2, DDP and ZeRO-3, on gloo, with one disk for all.
+
+For each kind the ranks train a model four times over in the same processes, in turns, on the same batches and with
+all state on the path: with steps that are waited for, hidden in forward, in backward, and in both. The number of
+tokens is that at which a step that is waited for takes as long as forward and backward. A turn is some iterations
+that are not counted and some that follow each other and are, so that what a step leaves to the next iteration is
+counted there; the slowest rank's time counts. All four have the same weights in the end, bit for bit, or this fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import Target, arguments, computing, environment, progress, report
+from _needs import DEEPSPEED, require
+from torch import multiprocessing as mp
+
+import offload
+from offload.cli.model import VOCABULARY, build_model, choose_shape
+from offload.units import format_seconds
+
+KINDS = ("fsdp2", "ddp", "zero3")
+OVERLAPS = ("off", "forward", "backward", "both")
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+UNCLIPPED = 1e9
+"""A norm that no gradient has: every step takes it."""
+SETTLING, COUNTED = 2, 3
+"""Iterations of a turn."""
+
+
+class Training:
+    """One rank's part of a training.
+
+    Args:
+        kind: One of `KINDS`.
+        overlap: Where its steps are hidden.
+        numel: Parameters wanted.
+        folder: Where state goes.
+        longest: Most tokens of an iteration.
+    """
+
+    def __init__(self, kind: str, overlap: str, numel: int, folder: Path, longest: int) -> None:
+        folder.mkdir(exist_ok=True)
+        settings = {"host_memory": 0, "paths": [str(folder)], "overlap": overlap}
+        self.model: Any = build_model(choose_shape(numel), seq=longest, dtype=torch.bfloat16, device="cpu", seed=0)
+        self.called: Any = self.model
+        self.optimizer: Any = None
+        self._iterations = 0
+        if kind == "zero3":
+            self._use_deepspeed(settings)
+            return
+        if kind == "fsdp2":
+            for module in self.model.modules():
+                for layer in module if isinstance(module, torch.nn.ModuleList) else ():
+                    torch.distributed.fsdp.fully_shard(layer)
+            torch.distributed.fsdp.fully_shard(self.model)
+        else:
+            self.called = torch.nn.parallel.DistributedDataParallel(self.model)
+        config = offload.OffloadConfig.from_dict({**settings, "shard": kind == "ddp"})
+        self.optimizer = offload.AdamW(self.model.named_parameters(), **SETTINGS, offload=config)
+        if kind == "ddp" and config.overlaps_backward:
+            self.optimizer.overlap_backward(self.called)
+        if config.overlaps_forward:
+            self.optimizer.overlap_forward(self.called)
+
+    def _use_deepspeed(self, settings: dict[str, Any]) -> None:
+        import deepspeed
+
+        import offload.integrations.deepspeed as ours
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at first use
+        deepspeed.utils.logger.setLevel("WARNING")
+        ours.enable()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": UNCLIPPED,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": [*SETTINGS["betas"]]}},
+            "multi_tier_offload": settings,
+        }
+        self.called, *_ = deepspeed.initialize(
+            model=self.model, model_parameters=[*self.model.parameters()], config=config
+        )
+
+    def iteration(self, tokens: int) -> list[float]:
+        """Train once; return the seconds of forward, backward and step."""
+        self._iterations += 1
+        generator = torch.Generator().manual_seed(1000 * self._iterations + dist.get_rank())
+        batch = torch.randint(0, VOCABULARY, (1, tokens), generator=generator)
+        marks = [time.monotonic()]
+        with computing():
+            loss = self.called(input_ids=batch, labels=batch).loss
+            marks.append(time.monotonic())
+            if self.optimizer is None:
+                self.called.backward(loss)
+            else:
+                loss.backward()
+        marks.append(time.monotonic())
+        if self.optimizer is not None:
+            self.optimizer.clip_grad_norm_(UNCLIPPED)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.called.step()
+        marks.append(time.monotonic())
+        return [after - before for before, after in pairwise(marks)]
+
+    def turn(self, tokens: int) -> dict[str, float]:
+        """Return the seconds of an iteration, and of its parts; with what was predicted, if it was."""
+        for _ in range(SETTLING):
+            self.iteration(tokens)
+        dist.barrier()
+        began_s = time.monotonic()
+        rows = [self.iteration(tokens) for _ in range(COUNTED)]
+        whole_s = torch.tensor((time.monotonic() - began_s) / COUNTED, dtype=torch.float64)
+        dist.all_reduce(whole_s, op=dist.ReduceOp.MAX)
+        parts = (statistics.mean(column) for column in zip(*rows, strict=True))
+        found = dict(zip(("forward_s", "backward_s", "step_s"), parts, strict=True), whole_s=whole_s.item())
+        if self.optimizer is not None:
+            metrics = self.optimizer.metrics()
+            found["predicted_s"] = metrics.get("predicted_iteration_s", float("nan"))
+            confirmed_bytes = metrics.get("speculation/confirmed_bytes", 0.0)
+            found["made_ahead"] = confirmed_bytes / metrics["streamed_bytes"]
+        return found
+
+    def digest(self) -> str:
+        """Return a checksum of this rank's weights once all steps have ended."""
+        found = hashlib.sha256()
+        if self.optimizer is not None:
+            self.optimizer.finish()
+            tensors = [getattr(p.data, "_local_tensor", p.data) for p in self.model.parameters()]
+        else:
+            self.called.optimizer.finish()
+            tensors = [parameter.ds_tensor for parameter in self.model.parameters()]
+        for tensor in tensors:
+            found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def close(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.close()
+        else:
+            self.called.destroy()
+
+
+def even(training: Training, tokens: int, most: int) -> int:
+    """Return the tokens at which a step that is waited for takes as long as forward and backward."""
+    for _ in range(5):  # these do not grow in proportion
+        found = training.turn(tokens)
+        chosen = round(tokens * found["step_s"] / (found["forward_s"] + found["backward_s"]))
+        told = torch.tensor(min(max(chosen, 8), most))
+        dist.broadcast(told, 0)
+        tokens = int(told.item())
+    return tokens
+
+
+def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int], results: Any) -> None:
+    """What each rank does for one kind; the first one puts what was found into `results`."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    os.environ |= {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    numel, longest = sizes["numel"], sizes["longest"]
+    first = Training(kind, "off", numel, folder / "even", longest)
+    tokens = even(first, sizes["tokens"], longest)
+    first.close()
+    trainings = {overlap: Training(kind, overlap, numel, folder / overlap, longest) for overlap in OVERLAPS}
+    turns: dict[str, list[dict[str, float]]] = {overlap: [] for overlap in OVERLAPS}
+    for number in range(sizes["rounds"]):
+        for overlap, each in trainings.items():
+            turns[overlap].append(each.turn(tokens))
+        if rank == 0:
+            progress(f"{kind}, round {number + 1} of {sizes['rounds']}")
+    digests = {overlap: each.digest() for overlap, each in trainings.items()}
+    for each in trainings.values():
+        each.close()
+    if rank == 0:
+        found: dict[str, Any] = {"tokens": tokens, "digests": digests}
+        for overlap, rows in turns.items():
+            found[overlap] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+            whole = [(off["whole_s"], row["whole_s"]) for off, row in zip(turns["off"], rows, strict=True)]
+            found[overlap]["times_as_fast"] = statistics.median(off / took for off, took in whole)
+        results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = arguments(__doc__, path=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--numel", type=int, default=60_000_000, help="parameters")
+    parser.add_argument("--tokens", type=int, default=128, help="of the first iteration")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=KINDS)
+    args = parser.parse_args()
+    sizes = {"numel": args.numel, "tokens": args.tokens, "rounds": args.rounds, "longest": 4096}
+    if args.smoke:
+        sizes = {"numel": 300_000, "tokens": 16, "rounds": 1, "longest": 64}
+    missing = require(args, {"zero3": (DEEPSPEED,)} if "zero3" in args.kinds else {})
+    kinds = [kind for kind in args.kinds if kind not in missing]
+    described = environment(device="cpu")
+    results: dict[str, Any] = {}
+    targets: list[Target] = []
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
+            queue = mp.get_context("spawn").SimpleQueue()
+            given = (args.ranks, kind, Path(folder), sizes, queue)
+            mp.start_processes(train, args=given, nprocs=args.ranks, start_method="spawn")
+            found = results[kind] = queue.get()
+        if len(set(found["digests"].values())) > 1:
+            raise RuntimeError(f"{kind}: weights differ: {found['digests']}")
+        off = found["off"]
+        print(
+            f"{kind}, {found['tokens']} tokens: "
+            + ", ".join(f"{name} {format_seconds(off[f'{name}_s'])}" for name in ("forward", "backward", "step"))
+        )
+        for overlap in OVERLAPS[1:]:
+            row = found[overlap]
+            print(
+                f"  hidden in {overlap}: {format_seconds(row['whole_s'])}, {row['times_as_fast']:.3f} times as fast"
+            )
+        best = max(found[overlap]["times_as_fast"] for overlap in OVERLAPS[1:])
+        targets.append(Target.at_least(f"{kind}: the best, times as fast as steps that are waited for", best, 1.25))
+        for overlap in OVERLAPS[1:] if "predicted_s" in off else ():
+            off_by = abs(found[overlap]["predicted_s"] / found[overlap]["whole_s"] - 1)
+            targets.append(Target.at_most(f"{kind}, hidden in {overlap}: predicted iteration, off by", off_by, 0.1))
+    report(args, described, results, results[kinds[0]]["digests"]["off"], targets)
+
+
+if __name__ == "__main__":
+    main()
