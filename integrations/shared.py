@@ -169,7 +169,7 @@ def overlap_backward(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
     """Have an optimizer of ours hear of buckets that DDP has reduced, if `overlap` may hide steps in backward.
 
     Args:
-        optimizer: Ours; it is not given models that it refuses: without `shard`, or with a communication hook.
+        optimizer: Ours; it is not given models that it refuses: with a communication hook, say.
         models: Modules as they are called; those that are not DDP's are left out.
     """
     may_hide = optimizer.config.overlaps_backward or optimizer.config.overlap == "auto"

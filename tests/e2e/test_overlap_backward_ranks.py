@@ -383,10 +383,12 @@ def trained(
     joins: bool = False,
     branches: bool = False,
     keeps: bool = False,
+    whole: bool = False,
     **options: Any,
 ) -> tuple[list[torch.Tensor], Ranks]:
     """Train under DDP of some options, with its buckets heard or not."""
-    training = Ranks(folder / str(hears), "ddp", "backward" if hears else "off", "exact", torch.bfloat16)
+    kind = "ddp whole" if whole else "ddp"
+    training = Ranks(folder / str(hears), kind, "backward" if hears else "off", "exact", torch.bfloat16)
     if branches:  # of which ranks use others, and in some steps nobody uses any
         training.model.branches = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3)).to(torch.bfloat16)
         training.optimizer.add_param_group({"params": [*training.model.branches.named_parameters("branch")]})
@@ -438,6 +440,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "a hook of the user's": {"own": True},
     "a hook of the user's, and views": {"own": True, "gradient_as_bucket_view": True},
     "in join": {"joins": True},
+    "state that is whole on each rank": {"whole": True},
+    "branches and a hook of the user's, state that is whole on each rank": {
+        "branches": True,
+        "find_unused_parameters": True,
+        "own": True,
+        "whole": True,
+    },
 }
 
 
@@ -533,10 +542,6 @@ def buckets_refused(folder: Path) -> None:
             second.zero_grad()
             found = second.metrics()
             assert found["speculation/confirmed_bytes"] == (found["streamed_bytes"] if step else 0)
-    plain_config = offload.OffloadConfig(host_memory=0, paths=[folder])
-    whole = offload.AdamW(hooked.parameters(), offload=plain_config)
-    with whole, pytest.raises(ConfigError, match="shard=True"):
-        whole.overlap_backward(first.called)
     kept = weakref.ref(second)
     del first.optimizer, second
     gc.collect()
@@ -549,16 +554,52 @@ def test_models_without_buckets_for_us_are_refused(tmp_path: Path) -> None:
     spawn(2, tmp_path, buckets_refused)
 
 
-def refused(folder: Path) -> None:
-    config = offload.OffloadConfig(host_memory=0, paths=[folder], overlap="backward")
-    model = network(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"overlap: .backward. .* DDP with shard=True"):
-        offload.AdamW(DistributedDataParallel(model).parameters(), offload=config)
-    fully_shard(model[0])
-    with pytest.raises(ConfigError, match=r"overlap: .backward. .* DDP with shard=True"):
-        offload.AdamW(model.parameters(), offload=config)  # of which some are whole on every rank
+def reduced_by_hand(folder: Path) -> None:
+    """Nobody but the user reduces gradients, after backward; of one layer FSDP2 does."""
+    found = []
+    for overlap in ("off", "backward", "both"):
+        (folder / overlap).mkdir(exist_ok=True)
+        model = network(torch.bfloat16)
+        model[0] = fully_shard(model[0])
+        config = offload.OffloadConfig(
+            host_memory=0, paths=[folder / overlap], overlap=overlap, subgroup_numel=1024, threads=1
+        )
+        confirmed_bytes = revoked_bytes = 0.0
+        with offload.AdamW(model.named_parameters(), lr=1e-2, offload=config) as optimizer:
+            if overlap == "both":
+                optimizer.overlap_forward(model)
+            for step in range(12):
+                generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+                model(torch.randn(3, 64, generator=generator).bfloat16()).pow(2).mean().backward()
+                settle(optimizer.engine)
+                for parameter in model[1:].parameters():
+                    dist.all_reduce(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.finish()
+                confirmed_bytes += optimizer.metrics().get("speculation/confirmed_bytes", 0)
+                revoked_bytes += optimizer.metrics().get("speculation/revoked_bytes", 0)
+            found.append([local(parameter.detach()).clone() for parameter in model.parameters()])
+        if overlap != "off":
+            assert confirmed_bytes > 0  # of the layer
+            assert revoked_bytes > 0
+    for others in found[1:]:
+        assert all(map(same_bits, found[0], others))
 
 
 @pytest.mark.slow
-def test_gradients_that_others_reduce_after_they_have_arrived_are_refused(tmp_path: Path) -> None:
-    spawn(2, tmp_path, refused)
+def test_gradients_that_are_reduced_by_hand_have_the_bits_of_steps_without(tmp_path: Path) -> None:
+    spawn(2, tmp_path, reduced_by_hand)
+
+
+def refused(folder: Path) -> None:
+    with offload.AdamW(network(torch.bfloat16).parameters(), offload={"host_memory": 0, "paths": [folder]}) as alone:
+        model = torch.nn.Sequential()
+        model.weight = alone.param_groups[0]["params"][0]
+        with pytest.raises(ConfigError, match="DDP on several ranks"):
+            alone.overlap_backward(model)
+
+
+@pytest.mark.slow
+def test_one_process_has_no_buckets(tmp_path: Path) -> None:
+    spawn(1, tmp_path, refused)
