@@ -77,10 +77,9 @@ class Overlap:
         if self._holder.config.borrows:
             allowed = 'use "auto" or a size where steps go on in forward: what is borrowed goes back before that'
             raise ConfigError("gpu_memory", self._holder.config.gpu_memory, allowed)
-        gathered = {parameter for group in shards.unsharders(model) for parameter in shards.gathered_by(group)}
         for parameter in model.parameters():
-            if ranks.is_flattened(parameter) or (shards.is_sharded(parameter) and parameter not in gathered):
-                allowed = "have whole weights on each rank, or shards of FSDP2: others gather before a module's turn"
+            if ranks.is_flattened(parameter):
+                allowed = "have whole weights on each rank, or DTensors: FSDP1 gathers before a module's turn"
                 raise ConfigError("model", type(parameter).__name__, allowed)
             if shards.is_sharded(parameter) and self._weights.is_dealt(parameter):
                 allowed = 'leave it out, and use overlap="backward": shards come back from the rank that updates them'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from settling import settle
 from sharded import local, spawn
 from test_overlap_forward import (
     FORMATS,
@@ -24,8 +26,9 @@ from test_overlap_forward import (
     train,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
@@ -266,13 +269,50 @@ def misuse(folder: Path) -> None:
         assert all("unshard" in vars(group) for group in groups)
         second.remove()
         assert not any("unshard" in vars(group) for group in groups)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    layer = parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel())
-    optimizer = offload.AdamW(layer.parameters(), offload=settings(folder, shard=False))
-    with optimizer, pytest.raises(ConfigError, match="shards of FSDP2"):
-        optimizer.overlap_forward(layer)
+    flat = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
+    optimizer = offload.AdamW(flat.parameters(), offload=settings(folder, shard=False))
+    with optimizer, pytest.raises(ConfigError, match="FSDP1 gathers"):
+        optimizer.overlap_forward(flat)
 
 
 @pytest.mark.slow
-def test_fsdp2_is_left_as_it_was_and_other_shards_are_refused(tmp_path: Path) -> None:
+def test_fsdp2_is_left_as_it_was_and_fsdp1_is_refused(tmp_path: Path) -> None:
     spawn(2, tmp_path, misuse)
+
+
+def tensor_parallel(folder: Path) -> None:
+    """Each rank waits for its part of a weight before the module that multiplies by it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for dtype in (torch.bfloat16, torch.float32):
+        found, hidden_steps = [], 0
+        for overlap in ("off", "forward", "backward", "both"):
+            torch.manual_seed(0)
+            blocks = [
+                torch.nn.Sequential(OrderedDict(up=Linear(64, 128), act=torch.nn.GELU(), down=Linear(128, 64)))
+                for _ in range(3)
+            ]
+            model = torch.nn.Sequential(*blocks, Linear(64, 8)).to(dtype)
+            for block in blocks:
+                parallelize_module(block, mesh, plan)
+            config = settings(folder, shard=False, overlap=overlap, subgroup_numel=1024)
+            with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
+                if config.overlaps_forward:
+                    optimizer.overlap_forward(model, check=True)
+                for step in range(12):
+                    generator = torch.Generator().manual_seed(step)
+                    model(torch.randn(4, 64, generator=generator).to(dtype)).pow(2).mean().backward()
+                    settle(optimizer.engine)
+                    optimizer.clip_grad_norm_(1e-3 if step % 4 == 3 else 1e3)
+                    optimizer.step()
+                    hidden_steps += optimizer._overlap.is_pending
+                    optimizer.zero_grad()
+                found.append(all_of(optimizer, model))
+        assert hidden_steps > 0
+        for others in found[1:]:
+            assert_same(others, found[0])
+
+
+@pytest.mark.slow
+def test_tensor_parallel_weights_are_waited_for(tmp_path: Path) -> None:
+    spawn(2, tmp_path, tensor_parallel)
