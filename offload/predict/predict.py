@@ -102,10 +102,8 @@ def with_backward_s(
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     if plan.weights_on_gpu:
+        left_s = prediction.step_s * factor * _left_share(prediction, plan, streamed_bytes, moved_bytes)
         update_s *= streamed_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)
-        sent = sum(s.weight_bytes for s in ahead) / max(prediction.lane_bytes.get("h2d", 0), 1)
-        left_s = prediction.step_s * factor * (1 - streamed_bytes / max(plan.state_bytes, 1))
-        left_s += prediction.busy_s.get("h2d", 0.0) * factor * sent
         if plan.budgets.gradients_on_gpu:
             update_s = max(update_s, prediction.busy_s.get("d2h", 0.0) * factor)
         if follows:
@@ -115,6 +113,29 @@ def with_backward_s(
     if follows:
         return max(forward_s + backward_s + update_s, io_s)
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
+
+
+def _left_share(prediction: Prediction, plan: Plan, ahead_bytes: int, moved_bytes: int) -> float:
+    """Return how long the lanes work for a step of which some state was updated in backward, over all that they do.
+
+    Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths.
+
+    Args:
+        prediction: Of the step.
+        plan: What it predicts.
+        ahead_bytes: Of the state that was updated in backward, by the CPU.
+        moved_bytes: What the step moves over the paths.
+    """
+    done = {"cpu": ahead_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)}
+    if plan.budgets.gradients_on_gpu:
+        copied_bytes = sum(s.weight_bytes for s in plan.layout.subgroups if plan.may_speculate(s.index))
+        done["d2h"] = copied_bytes / max(prediction.lane_bytes.get("d2h", 0), 1)
+    left_s = 0.0
+    for lane, busy_s in prediction.busy_s.items():
+        of_path = lane.startswith(("read:", "write:"))
+        share = 2 * ahead_bytes / max(moved_bytes, 1) if of_path else done.get(lane, 0.0)
+        left_s = max(left_s, busy_s * (1 - min(share, 1.0)))
+    return left_s / max(*prediction.busy_s.values(), left_s) if left_s else 0.0
 
 
 def predict(

@@ -182,6 +182,25 @@ def test_advice_is_what_planning_again_says():
     assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
+@pytest.mark.slow
+def test_hidden_steps_that_paths_bind_take_what_the_paths_take() -> None:
+    """Of a rank with some state at home in memory: what is left of its step goes over no path."""
+    question = Question(
+        params=1_600_000_000,
+        rates=Rates(20e9, (PathRates(1e9, 1e9),), GpuRates(1e12, 50e9, 50e9), 50e9, 200e12),
+        weights_on_gpu=True,
+        host_memory=6 * GIB,
+        tokens=4096,
+    )
+    answer = ask(question)
+    streamed_bytes = sum(s.state_bytes for s in answer.plan.layout.subgroups if answer.plan.may_speculate(s.index))
+    floor_s = streamed_bytes / 1e9
+    assert floor_s > 5 * (answer.forward_s + answer.backward_s)
+    for hidden_in in ("backward", "both"):
+        assert floor_s <= answer.overlapped_s[hidden_in] <= 1.1 * floor_s
+
+
+
 def test_paths_are_called_what_the_rates_call_them(tmp_path, capsys):
     file, path = tmp_path / "named.json", {"read_bytes_per_s": 4e9, "write_bytes_per_s": 4e9}
     known = {"format": 1, "rates": RATES | {"paths": [path, path]}, "paths": [{"path": "/mnt/a"}, {"path": "/mnt/b"}]}
