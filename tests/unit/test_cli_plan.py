@@ -200,7 +200,6 @@ def test_hidden_steps_that_paths_bind_take_what_the_paths_take() -> None:
         assert floor_s <= answer.overlapped_s[hidden_in] <= 1.1 * floor_s
 
 
-
 def test_paths_are_called_what_the_rates_call_them(tmp_path, capsys):
     file, path = tmp_path / "named.json", {"read_bytes_per_s": 4e9, "write_bytes_per_s": 4e9}
     known = {"format": 1, "rates": RATES | {"paths": [path, path]}, "paths": [{"path": "/mnt/a"}, {"path": "/mnt/b"}]}
