@@ -51,9 +51,14 @@ def parse_bytes(field: str, value: object) -> int:
         raise ConfigError(field, value, allowed)
     if isinstance(value, str):
         found = read_number(value)
-        if found is None or found[1] not in _UNITS:
+        if found is None:
             raise ConfigError(field, value, allowed)
         number, unit = found
+        if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
+            said = value.strip().rstrip("iI")
+            raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')
+        if unit not in _UNITS:
+            raise ConfigError(field, value, allowed)
         size: Decimal | int = number * _UNITS[unit]
         if not unit and 0 < size < LEAST_WITHOUT_UNIT:
             said = value.strip()
@@ -92,7 +97,12 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
     return found
 
 
-def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that a mapping has no other keys than those that are known.
+
+    Raises:
+        ConfigError: It has one; names the nearest that is known.
+    """
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -136,7 +146,7 @@ class PathConfig:
             raise ConfigError(
                 field, value, 'give a directory, "s3://bucket/prefix", or {"path": ..., "max_bytes": ...}'
             )
-        _check_keys(field, value, [item.name for item in dataclasses.fields(cls)])
+        check_keys(field, value, [item.name for item in dataclasses.fields(cls)])
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
@@ -172,7 +182,7 @@ def _refuses_unknown(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: T, **values: Any) -> None:
-        _check_keys(cls.__name__, values, known)
+        check_keys(cls.__name__, values, known)
         init(self, **values)
 
     cls.__init__ = checked  # type: ignore[assignment]
@@ -434,7 +444,7 @@ class OffloadConfig:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(name, values, "give an object of OffloadConfig's fields")
-        _check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
+        check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
         return cls(**values)
 
     def for_rank(self, rank: int) -> OffloadConfig:

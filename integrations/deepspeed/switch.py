@@ -95,7 +95,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
 _original: Callable[..., Any] | None = None
 for_all: Mapping[str, Any] | None = None
 """Our object for configs that have none."""
-_said_own = False
+_said_own = _said_stock = False
 
 
 def check_deepspeed() -> None:
@@ -183,6 +183,8 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     if (saving := settings.saving(engine.config)) != settings.Saving():
         engine.optimizer.save_by_engine(engine, saving)
     engine.optimizer.honour_include(engine)
+    if engine.global_rank == 0:
+        log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", type(engine.optimizer).__name__)
 
 
 def _is_offloaded(engine: Any) -> bool:
@@ -219,15 +221,24 @@ def _check_engine(engine: Any) -> None:
 
 
 def _inject(engine: Any) -> None:
-    """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer."""
-    global _said_own
-    if for_all is None:
-        return
-    config, speaks = engine.config or {}, engine.global_rank == 0
+    """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer.
+
+    Raises:
+        ConfigError: It seems to have one, whose name is mistyped.
+    """
+    global _said_own, _said_stock
+    config = engine.config or {}
     if KEY in config:
-        if speaks and not _said_own and config[KEY] != for_all:
+        if for_all is not None and config[KEY] != for_all and engine.global_rank == 0 and not _said_own:
             _said_own = True
             log.warning("a DeepSpeed config has its own %s, which is used: not the one that was given for all", KEY)
+        return
+    settings.find_mistyped(config)
+    speaks = engine.global_rank == 0
+    if for_all is None:
+        if speaks and not _said_stock:
+            _said_stock = True
+            log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s (said once)", KEY)
     elif _is_offloaded(engine):
         engine.config = {**config, KEY: dict(for_all)}  # the program may use its own for another engine
     elif speaks:
@@ -237,7 +248,8 @@ def _inject(engine: Any) -> None:
 def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
     """Let `deepspeed.initialize` use the engine wherever the config has a `multi_tier_offload` object.
 
-    Idempotent. Without that object nothing changes, but for what `config` says.
+    Idempotent. Without that object nothing changes, but for what `config` says; the first such engine is logged as a
+    warning, and a name that is nearly `multi_tier_offload` is refused.
 
     Args:
         config: The object, or a JSON file of it, for programs that write their DeepSpeed config themselves. A config

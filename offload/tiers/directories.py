@@ -43,6 +43,10 @@ _RECORD_BYTES = 1 << 16
 """Most that a store's record may have."""
 
 
+def _cannot_be_written(why: str = "") -> str:
+    return f"the directory cannot be written{why}; change its permissions or name another"
+
+
 class Directory(Place):
     """A `Place` on a file system.
 
@@ -65,8 +69,7 @@ class Directory(Place):
         if not os.path.isdir(self.path):
             raise ConfigError(field, self.path, "it is not a directory; name one")
         if not os.access(self.path, os.W_OK | os.X_OK):
-            allowed = "the directory cannot be written; change its permissions or name another"
-            raise ConfigError(field, self.path, allowed)
+            raise ConfigError(field, self.path, _cannot_be_written())
         return identity(self.path)
 
     def parts(self) -> tuple[str, ...]:
@@ -90,13 +93,13 @@ class Directory(Place):
 
     def for_rank(self, rank: int, field: str) -> Directory:
         """See `Place.for_rank`."""
-        if not os.path.isdir(self.path):
-            raise ConfigError(field, self.path, "name a directory that exists")
         own = os.path.join(self.path, f"rank-{rank}")
+        if not os.path.isdir(own):
+            self.check(field)
         try:
             os.makedirs(own, exist_ok=True)
         except OSError as error:
-            raise ConfigError(field, self.path, f"it cannot be written: {error.strerror}") from error
+            raise ConfigError(field, self.path, _cannot_be_written(f" ({error.strerror})")) from error
         return Directory(own)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
