@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -873,12 +874,20 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
             with pytest.raises(CheckpointError, match="--for deepspeed"):
                 get_fp32_state_dict_from_zero_checkpoint(str(place), "here")
             if rank == 0:
-                assert offload_main(["export", str(place / "here"), str(place / "out"), "--for", "deepspeed"]) == 0
+                with contextlib.redirect_stdout(io.StringIO()) as said:
+                    assert offload_main(["export", str(place / "here"), str(place / "out"), "--for", "deepspeed"]) == 0
+                assert f"engine.load_checkpoint({str(place)!r}, tag='out')" in said.getvalue()
                 assert files == sorted(file.name for file in (place / "out").iterdir())
                 for name in files:
                     assert (place / "out" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
-                for tag, out in (("here", "out"), ("stock", "other"), ("none", "other")):
-                    assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                for tag, out, words in (
+                    ("here", "out", "it is there already"),
+                    ("stock", "other", "DeepSpeed's own layout already"),
+                    ("none", "other", "give the folder of a tag"),
+                ):
+                    with contextlib.redirect_stderr(io.StringIO()) as said:
+                        assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                    assert words in said.getvalue()
                 (place / "here" / state_files[0]).rename(place / "away")
                 assert offload_main(["export", str(place / "here"), str(place / "other"), "--for", "deepspeed"]) == 1
                 shutil.copy(place / "stock" / state_files[0], place / "here")
@@ -886,6 +895,10 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
                 (place / "away").rename(place / "here" / state_files[0])
                 assert not (place / "other").exists()
             torch.distributed.barrier()
+        with training(case, ours=False) as engine:
+            path, client = engine.load_checkpoint(str(place), tag="out")
+            assert path.startswith(str(place / "out"))
+            assert client["epoch"] == 3
         with training(case, ours=True) as engine:
             _, client = engine.load_checkpoint(str(place), tag="here")
             assert client["epoch"] == 3
