@@ -43,10 +43,6 @@ _RECORD_BYTES = 1 << 16
 """Most that a store's record may have."""
 
 
-def _cannot_be_written(why: str = "") -> str:
-    return f"the directory cannot be written{why}; change its permissions or name another"
-
-
 class Directory(Place):
     """A `Place` on a file system.
 
@@ -69,7 +65,8 @@ class Directory(Place):
         if not os.path.isdir(self.path):
             raise ConfigError(field, self.path, "it is not a directory; name one")
         if not os.access(self.path, os.W_OK | os.X_OK):
-            raise ConfigError(field, self.path, _cannot_be_written())
+            allowed = "the directory cannot be written; change its permissions or name another"
+            raise ConfigError(field, self.path, allowed)
         return identity(self.path)
 
     def parts(self) -> tuple[str, ...]:
@@ -99,7 +96,8 @@ class Directory(Place):
         try:
             os.makedirs(own, exist_ok=True)
         except OSError as error:
-            raise ConfigError(field, self.path, _cannot_be_written(f" ({error.strerror})")) from error
+            allowed = f"the directory cannot be written ({error.strerror}); change its permissions or name another"
+            raise ConfigError(field, self.path, allowed) from error
         return Directory(own)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
