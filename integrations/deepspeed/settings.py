@@ -126,7 +126,6 @@ def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any
 
     Raises:
         ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
-        OSError: The file cannot be read.
     """
     values: Any = shared.fields(config)
     if isinstance(values, Mapping) and KEY in values:

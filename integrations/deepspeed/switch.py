@@ -259,7 +259,6 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
 
     Raises:
         ConfigError: If the DeepSpeed that is installed cannot be used, or the object; names what is missing or wrong.
-        OSError: The file cannot be read.
     """
     global _original, for_all, _said_own
     if config is None and for_all is None:
