@@ -220,7 +220,7 @@ def _check_engine(engine: Any) -> None:
         raise ConfigError("tensor_parallel.autotp_size", tensor_parallel, allowed)
 
 
-def _inject(engine: Any) -> None:
+def inject(engine: Any) -> None:
     """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer.
 
     Raises:
@@ -276,7 +276,7 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     @functools.wraps(original)
     def configure(engine: Any, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if _original is not None:
-            _inject(engine)
+            inject(engine)
         if _original is None or KEY not in (engine.config or {}):
             original(engine, client_optimizer, model_parameters)
         else:
@@ -288,8 +288,8 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
 
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _original, for_all
-    for_all = None
+    global _original, for_all, _said_stock
+    for_all, _said_stock = None, False
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _EnableAtImport)]
     if _original is None:
         return

@@ -18,7 +18,6 @@ import offload
 from offload import CheckpointError, ConfigError, OffloadConfig
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
-from offload.tiers import parse_place
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "offload_adamw": (offload.AdamW, ("betas", "eps")),
@@ -62,8 +61,7 @@ def enable(
         settings = config
     else:
         settings = OffloadConfig.from_dict({} if config is None else shared.fields(config))
-    for number, path in enumerate(settings.path_configs):  # now, and not when a model has been loaded
-        parse_place(path.path, f"paths[{number}]").check(f"paths[{number}]")
+    settings.check_paths()  # now, and not when a model has been loaded
     try:
         trainer = import_module("transformers.trainer").Trainer
         names = import_module("transformers.training_args").OptimizerNames

@@ -335,7 +335,7 @@ def test_a_mistyped_name_of_the_object_is_refused(key: str) -> None:
     from offload.integrations.deepspeed import switch
 
     with pytest.raises(ConfigError, match=rf'^{key}: .*did you mean "multi_tier_offload"\?'):
-        switch._inject(engine_with({"zero_optimization": {"stage": 3}, key: {"host_memory": 0}}))
+        switch.inject(engine_with({"zero_optimization": {"stage": 3}, key: {"host_memory": 0}}))
 
 
 def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
@@ -349,15 +349,13 @@ def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
     settings.find_mistyped(dict.fromkeys(names))
 
 
-def test_an_engine_without_the_object_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_without_the_object_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where the backend is on, somebody has meant to use it."""
     from offload.integrations.deepspeed import switch
 
-    monkeypatch.setattr(switch, "_said_stock", False)
+    switch.disable()
     for _ in range(2):
-        switch._inject(engine_with({"zero_optimization": {"stage": 3}}))
+        switch.inject(engine_with({"zero_optimization": {"stage": 3}}))
     (record,) = caplog.records
     assert "stays DeepSpeed's" in record.message
     assert "multi_tier_offload" in record.message
