@@ -41,18 +41,19 @@ def fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
     """Return the fields of an `OffloadConfig`, which may be in a JSON file.
 
     Raises:
-        ConfigError: The file is not JSON, or the config is neither a mapping nor a path.
-        OSError: It cannot be read.
+        ConfigError: The file cannot be read, or is not JSON; or the config is neither a mapping nor a path.
     """
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError("config", config, "OffloadConfig's fields, or the path of a JSON file of them")
-    with open(config, encoding="utf-8") as file:
-        try:
+    try:
+        with open(config, encoding="utf-8") as file:
             found: Mapping[str, Any] = json.load(file)
-        except ValueError as cause:
-            raise ConfigError("config", file.name, f"it is not JSON: {cause}") from cause
+    except OSError as cause:
+        raise ConfigError("config", os.fspath(config), f"it cannot be read: {cause.strerror or cause}") from cause
+    except ValueError as cause:
+        raise ConfigError("config", os.fspath(config), f"it is not JSON: {cause}") from cause
     return found
 
 

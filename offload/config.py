@@ -51,9 +51,14 @@ def parse_bytes(field: str, value: object) -> int:
         raise ConfigError(field, value, allowed)
     if isinstance(value, str):
         found = read_number(value)
-        if found is None or found[1] not in _UNITS:
+        if found is None:
             raise ConfigError(field, value, allowed)
         number, unit = found
+        if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
+            said = value.strip().rstrip("iI")
+            raise ConfigError(field, value, f'write "{said}iB" (powers of 1024) or "{said}B" (powers of 1000)')
+        if unit not in _UNITS:
+            raise ConfigError(field, value, allowed)
         size: Decimal | int = number * _UNITS[unit]
         if not unit and 0 < size < LEAST_WITHOUT_UNIT:
             said = value.strip()
@@ -436,6 +441,17 @@ class OffloadConfig:
             raise ConfigError(name, values, "give an object of OffloadConfig's fields")
         _check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
         return cls(**values)
+
+    def check_paths(self) -> None:
+        """Verify that this machine has the paths, and that they can be written; touches nothing.
+
+        Raises:
+            ConfigError: One is not there or cannot be written.
+        """
+        from offload.tiers import parse_place  # as in `for_rank`
+
+        for number, path in enumerate(self.path_configs):
+            parse_place(path.path, f"paths[{number}]").check(f"paths[{number}]")
 
     def for_rank(self, rank: int) -> OffloadConfig:
         """Return this config with a directory (or prefix) of the rank's own on every path, made if need be.

@@ -51,9 +51,6 @@ def _use(file: str) -> None:
     except ConfigError as error:
         print(f"{NAME}: {file}: {error}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:
-        print(f"{NAME}: can't open file {file!r}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
     os.environ[settings.VARIABLE] = os.path.abspath(file)
 
 

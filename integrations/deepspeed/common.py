@@ -26,7 +26,7 @@ from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, disca
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
-from offload.integrations.deepspeed.settings import Saving
+from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.auto import AutoOverlap
@@ -61,13 +61,15 @@ def make_shard(
     """
     device = find_device(weights)
     if torch.distributed.get_world_size(group) == 1:
-        return Shard(pieces, weights, config, device, gradient_dtype, rule=rule)
+        with naming_the_object():
+            return Shard(pieces, weights, config, device, gradient_dtype, rule=rule)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
-    config = config.for_rank(torch.distributed.get_rank())
-    return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule)
+    with naming_the_object():
+        config = config.for_rank(torch.distributed.get_rank())
+        return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,12 @@ DeepSpeed's own path in silence.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,11 @@ CHECKPOINT = "checkpoint"
 """The field that is not `OffloadConfig`'s, a `Saving`."""
 
 LAYOUTS = "stock", "in_place"
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
+
+_NEAR = 0.8
+"""How like ours (from 0 to 1) a key has to be to be ours mistyped; none of DeepSpeed's reaches the half of that."""
 
 VARIABLE = "OFFLOAD_DEEPSPEED_CONFIG"
 """The environment variable that names a JSON file of the object, for programs that write their DeepSpeed config."""
@@ -89,12 +98,41 @@ def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
     return section
 
 
+def find_mistyped(config: Mapping[str, Any]) -> None:
+    """Check that a config without our object has none under a name like it, which DeepSpeed ignores.
+
+    Raises:
+        ConfigError: It has one; names it.
+    """
+    plain = {re.sub(r"[\W_]", "", str(key)).lower(): key for key in config}
+    for near in difflib.get_close_matches(KEY.replace("_", ""), plain, 1, _NEAR):
+        raise ConfigError(plain[near], config[plain[near]], f'unknown key; did you mean "{KEY}"?')
+
+
+@contextlib.contextmanager
+def naming_the_object() -> Iterator[None]:
+    """Have errors about a field of `OffloadConfig` say which object of the DeepSpeed config it is in."""
+    try:
+        yield
+    except ConfigError as error:
+        if re.split(r"[.\[]", error.field)[0] not in _FIELDS:
+            raise
+        raise ConfigError(f"{KEY}.{error.field}", error.value, error.allowed) from error.__cause__
+
+
+def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            nearest = f'did you mean "{near[0]}"? ' if near else ""
+            raise ConfigError(f"{where}.{key}", values[key], f"unknown key; {nearest}known are {', '.join(known)}")
+
+
 def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the object that configs without one are given, or the one that a JSON file has; check it.
 
     Raises:
         ConfigError: If it cannot be used, whatever the rest of a DeepSpeed config says.
-        OSError: The file cannot be read.
     """
     values: Any = shared.fields(config)
     if isinstance(values, Mapping) and KEY in values:
@@ -116,16 +154,18 @@ def check(values: Any) -> OffloadConfig:
         if field in values:
             raise ConfigError(f"{KEY}.{field}", values[field], advice)
     given = values.get(CHECKPOINT, {})
-    if not isinstance(given, Mapping) or not set(given) <= {"layout", "wait"}:
+    if not isinstance(given, Mapping):
         raise ConfigError(
             f"{KEY}.{CHECKPOINT}", given, 'write {"layout": "stock", "wait": true}, which is the default'
         )
+    _check_keys(f"{KEY}.{CHECKPOINT}", given, ("layout", "wait"))
     if (layout := given.get("layout", LAYOUTS[0])) not in LAYOUTS:
         raise ConfigError(f"{KEY}.{CHECKPOINT}.layout", layout, f"use one of {', '.join(LAYOUTS)}")
     if (wait := given.get("wait", True)) not in (True, False):
         raise ConfigError(f"{KEY}.{CHECKPOINT}.wait", wait, "use true or false")
-    settings = OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)
-    return settings
+    _check_keys(KEY, values, (*_FIELDS, CHECKPOINT))
+    with naming_the_object():
+        return OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)
 
 
 def saving(config: Mapping[str, Any]) -> Saving:

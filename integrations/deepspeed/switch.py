@@ -95,7 +95,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
 _original: Callable[..., Any] | None = None
 for_all: Mapping[str, Any] | None = None
 """Our object for configs that have none."""
-_said_own = False
+_said_own = _said_stock = False
 
 
 def check_deepspeed() -> None:
@@ -183,6 +183,8 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     if (saving := settings.saving(engine.config)) != settings.Saving():
         engine.optimizer.save_by_engine(engine, saving)
     engine.optimizer.honour_include(engine)
+    if engine.global_rank == 0:
+        log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", type(engine.optimizer).__name__)
 
 
 def _is_offloaded(engine: Any) -> bool:
@@ -218,16 +220,25 @@ def _check_engine(engine: Any) -> None:
         raise ConfigError("tensor_parallel.autotp_size", tensor_parallel, allowed)
 
 
-def _inject(engine: Any) -> None:
-    """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer."""
-    global _said_own
-    if for_all is None:
-        return
-    config, speaks = engine.config or {}, engine.global_rank == 0
+def inject(engine: Any) -> None:
+    """Give the config of an engine that has an optimizer our object, if it has none and offloads the optimizer.
+
+    Raises:
+        ConfigError: It seems to have one, whose name is mistyped.
+    """
+    global _said_own, _said_stock
+    config = engine.config or {}
     if KEY in config:
-        if speaks and not _said_own and config[KEY] != for_all:
+        if for_all is not None and config[KEY] != for_all and engine.global_rank == 0 and not _said_own:
             _said_own = True
             log.warning("a DeepSpeed config has its own %s, which is used: not the one that was given for all", KEY)
+        return
+    settings.find_mistyped(config)
+    speaks = engine.global_rank == 0
+    if for_all is None:
+        if speaks and not _said_stock:
+            _said_stock = True
+            log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s (said once)", KEY)
     elif _is_offloaded(engine):
         engine.config = {**config, KEY: dict(for_all)}  # the program may use its own for another engine
     elif speaks:
@@ -237,7 +248,8 @@ def _inject(engine: Any) -> None:
 def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
     """Let `deepspeed.initialize` use the engine wherever the config has a `multi_tier_offload` object.
 
-    Idempotent. Without that object nothing changes, but for what `config` says.
+    Idempotent. Without that object nothing changes, but for what `config` says; the first such engine is logged as a
+    warning, and a name that is nearly `multi_tier_offload` is refused.
 
     Args:
         config: The object, or a JSON file of it, for programs that write their DeepSpeed config themselves. A config
@@ -247,7 +259,6 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
 
     Raises:
         ConfigError: If the DeepSpeed that is installed cannot be used, or the object; names what is missing or wrong.
-        OSError: The file cannot be read.
     """
     global _original, for_all, _said_own
     if config is None and for_all is None:
@@ -265,7 +276,7 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     @functools.wraps(original)
     def configure(engine: Any, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if _original is not None:
-            _inject(engine)
+            inject(engine)
         if _original is None or KEY not in (engine.config or {}):
             original(engine, client_optimizer, model_parameters)
         else:
@@ -277,8 +288,8 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
 
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _original, for_all
-    for_all = None
+    global _original, for_all, _said_stock
+    for_all, _said_stock = None, False
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _EnableAtImport)]
     if _original is None:
         return

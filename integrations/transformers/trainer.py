@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -33,6 +34,9 @@ FOLDER = "optimizer"
 
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
+_said_other = False
+
+log = logging.getLogger("offload")
 
 
 def enable(
@@ -49,20 +53,22 @@ def enable(
             `activations_on_paths(model, activation_memory)`. None: they stay where they are.
 
     Raises:
-        ConfigError: The config cannot be used, or transformers is not there or lacks what is relied on.
-        OSError: The file cannot be read.
+        ConfigError: The config cannot be used, a path of it included, or transformers is not there or lacks what is
+            relied on.
     """
-    global _undo
+    global _undo, _said_other
     if isinstance(config, OffloadConfig):
         settings = config
     else:
         settings = OffloadConfig.from_dict({} if config is None else shared.fields(config))
+    settings.check_paths()  # now, and not when a model has been loaded
     try:
         trainer = import_module("transformers.trainer").Trainer
         names = import_module("transformers.training_args").OptimizerNames
     except ImportError as error:
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
     disable()
+    _said_other = False
     wrappers: dict[str, Callable[[Any], Any]] = {
         "get_optimizer_cls_and_kwargs": lambda original: staticmethod(functools.partial(_choose, original, settings)),
         "create_optimizer": lambda original: functools.partialmethod(_create, original),
@@ -105,6 +111,7 @@ def _choose(
     """Stand in for `Trainer.get_optimizer_cls_and_kwargs`."""
     name = str(getattr(args.optim, "value", args.optim))
     if name not in OPTIMIZERS:
+        _say_other(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
     if getattr(args, "deepspeed", None):
         allowed = 'leave it out, and give DeepSpeed\'s config a "multi_tier_offload" object'
@@ -114,11 +121,24 @@ def _choose(
     given["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
     if settings.checkpoints_kept is None:
         settings = replace(settings, checkpoints_kept=_most(args) or 0)
+    elif settings.paths and 0 < settings.checkpoints < (most := _most(args) or 0):
+        advice = "leave it out, or write %d: save_total_limit, and one for the next"
+        log.warning("with checkpoints_kept=%d each checkpoint is a copy; " + advice, settings.checkpoints, most)
     return _named(kind, model), {
         "lr": args.learning_rate,
         "offload": settings,
         **{key: given[key] for key in taken},
     }
+
+
+def _say_other(name: str) -> None:
+    """Say that a Trainer makes an optimizer that is not ours: whoever calls `enable` has meant to use one."""
+    global _said_other
+    if not _said_other:
+        _said_other = True
+        log.warning(
+            'a Trainer trains with optim="%s", whose state stays in memory; write optim="offload_adamw"', name
+        )
 
 
 def _most(args: Any) -> int | None:

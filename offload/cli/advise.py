@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from offload.cli.node import GPU_SHARE, LEAST_GPU_BYTES, Use, reserved_bytes
-from offload.cli.plan import Answer, Question, ask, in_format, parked, use
+from offload.cli.plan import Answer, Question, ask, in_format, parked, unknown_words, use
 from offload.cli.values import in_columns
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
 from offload.formats import STATE_FORMATS
@@ -34,6 +34,9 @@ HALVINGS = 7
 
 GRAINS = (1 << 30, 1 << 27, 1 << 20)
 """Sizes that are chosen are multiples of the largest that is an eighth of them or less."""
+
+STAND_IN = "/mnt/drive"
+"""What a path is called that nobody has named, before its number."""
 
 SHARES = (0.5, 0.25, 0.125)
 """Of updates on the GPU: tried in turn where there is no room for the gradients of as many as are best."""
@@ -247,7 +250,8 @@ class Setting:
 
     def __str__(self) -> str:
         question = self.answer.question
-        words = [f"state {question.state_format}"]
+        rounds = STATE_FORMATS[question.state_format].rounds
+        words = [f"state {question.state_format}{' (rounded)' * rounds}"]
         if question.weights_on_gpu:
             words.append("keep_grads" if question.keep_grads else "keep_grads=False")
         if question.placement != "auto":
@@ -285,7 +289,7 @@ def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
 def _place(question: Question, number: int) -> str:
     """Return where a path is; the rates of a known machine say in words what it is."""
     place = question.places[number] if number < len(question.places) else ""
-    return place if os.path.isabs(place) or urlsplit(place).netloc else f"/mnt/drive{number}"
+    return place if os.path.isabs(place) or urlsplit(place).netloc else f"{STAND_IN}{number}"
 
 
 def budget_text(nbytes: int) -> str | int:
@@ -403,7 +407,8 @@ def table(settings: list[Setting]) -> str:
         answer = setting.answer
         ranks = answer.question.ranks
         gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
-        seconds = format_seconds(setting.iteration_s), format_seconds(answer.step_s)
+        iteration = "-" if answer.forward_s is None else format_seconds(setting.iteration_s)
+        seconds = iteration, format_seconds(answer.step_s)
         host = format_bytes(ranks * answer.use.host_bytes)
         cells.append((f"{number}", str(setting), *seconds, host, gpu, answer.estimate.bound_by))
     return in_columns(cells, right=(2, 3, 4, 5))
@@ -411,9 +416,16 @@ def table(settings: list[Setting]) -> str:
 
 def to_paste(setting: Setting) -> str:
     """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
-    config, recompute = setting.config, setting.answer.question.recompute
+    config, question = setting.config, setting.answer.question
+    recompute = question.recompute
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
-    trainer = 'optim="offload_adamw"' + ", gradient_checkpointing=True" * recompute
+    # Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
+    trainer = (
+        'output_dir="out", optim="offload_adamw", save_total_limit=1' + ", gradient_checkpointing=True" * recompute
+    )
+    if question.tokens is not None:
+        trainer += ", per_device_train_batch_size=1"
+        trainer += f", gradient_accumulation_steps={question.accumulate}" * (question.accumulate > 1)
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     lines = [
         f"Python{on_gpu}:",
@@ -425,14 +437,37 @@ def to_paste(setting: Setting) -> str:
     lines += [
         "JSON:",
         f"    {json.dumps(config)}",
-        "DeepSpeed, in its config:",
+        f"DeepSpeed, in its config{on_gpu}:",
         f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
-        "Trainer:",
+        f"Trainer{on_gpu}:",
         "    import offload.integrations.transformers as offload_transformers",
         f"    offload_transformers.enable({_python(config)})",
-        f"    TrainingArguments({trainer}, ...)",
+        f"    arguments = TrainingArguments({trainer})",
     ]
     return "\n".join(lines)
+
+
+def _assumed(answer: Answer) -> list[str]:
+    """Return what the reader has to know, and to change, before a setting is pasted."""
+    question, lines = answer.question, []
+    if answer.forward_s is None:
+        lines.append(unknown_words(question))
+    words = ["weights of 16 bits (dtype=torch.bfloat16)"]
+    if question.tokens is not None:
+        of_steps = f", in {question.accumulate} micro-steps" if question.accumulate > 1 else ""
+        rows = math.ceil(question.tokens / question.accumulate)
+        words.append(
+            f"{question.tokens:,} tokens of each rank in an iteration{of_steps}: batch size times length is {rows:,}"
+        )
+    lines.append(f"assumed: {'; '.join(words)}")
+    stand_ins = [
+        place
+        for number in range(len(question.rates.paths))
+        if (place := _place(question, number)).startswith(STAND_IN)
+    ]
+    if stand_ins:
+        lines.append(f"write directories on your drives in place of {', '.join(stand_ins)}")
+    return lines
 
 
 def _in_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -467,6 +502,7 @@ def describe(settings: list[Setting]) -> str:
     forms = {setting.answer.question.state_format: None for setting in settings}
     if rounding := [form for form in forms if STATE_FORMATS[form].rounds]:
         lines.append(f"{' and '.join(rounding)} round state; exact does not (docs/formats.md)")
+    lines += _assumed(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting)]
     return "\n".join(lines)

@@ -30,10 +30,10 @@ def add_parser(commands: Any) -> None:
         description="Write the optimizer state of a checkpoint in fp32, streamed: by parameter name, which "
         "`optimizer.import_state` reads back; or, with --for, as torch's own optimizer loads it in a framework.",
     )
-    made = "a Trainer's checkpoint-N, Lightning's .ckpt, Accelerate's folder"
+    made = "a Trainer's checkpoint-N, Lightning's .ckpt, Accelerate's folder, the folder of DeepSpeed's tag"
     what = f"folder of a checkpoint; with --for what the framework has written: {made}"
     add_value(parser, "CHECKPOINT", parse_path, what)
-    folders = "a new folder (distributed, transformers, accelerate)"
+    folders = "a new folder (distributed, transformers, accelerate; deepspeed, best beside the other tags)"
     add_value(parser, "OUT", parse_path, f"what to write: a file (safetensors, torch, lightning) or {folders}")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="(default: %(default)s)")
@@ -85,6 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     if framework is not None:
         about = {"for": framework, "optimizers": [asdict(outcome) for outcome in outcomes]}
     said = [f"wrote {target} in {format_seconds(seconds)}", *map(_described, outcomes)]
+    if framework == "deepspeed":  # which looks for a tag's name in a file beside it, and this tag is not the latest
+        folder, tag = os.path.split(os.path.abspath(target))
+        said.append(f"load it with engine.load_checkpoint({folder!r}, tag={tag!r})")
     tell(arguments, {"target": target, **about, "seconds": seconds}, "\n".join(said))
     return 0
 

@@ -7,6 +7,7 @@ the target, from which torch saves it: pages come and go. The target gets its na
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import tempfile
@@ -156,6 +157,9 @@ def _frames(checkpoint: str) -> dict[str, str]:
     """Return the folder of the state of each file of DeepSpeed's that has none, by name."""
     folder = os.path.join(checkpoint, in_place.FOLDER)
     if not os.path.lexists(os.path.join(folder, COMMIT_NAME)):
+        if not os.path.lexists(folder) and glob.glob(os.path.join(glob.escape(checkpoint), "*_optim_states.pt")):
+            allowed = "it is in DeepSpeed's own layout already: load it as it is, with offload or without"
+            raise ConfigError("CHECKPOINT", checkpoint, allowed)
         raise ConfigError(
             "CHECKPOINT", checkpoint, f"there is no whole {in_place.FOLDER} in it; give {MADE_BY[DEEPSPEED]}"
         )

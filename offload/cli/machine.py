@@ -164,7 +164,17 @@ def _parse_size(field: str, value: str) -> int:
     return size
 
 
+def _check_order(field: str, value: str) -> None:
+    """Check that a size has not been put before its speed."""
+    size, colon, speed = value.partition(":")
+    if colon and "/" in speed and "/" not in size:
+        raise ConfigError(
+            field, value, f'put the speed before the size, SPEED:SIZE: "{speed.strip()}:{size.strip()}"'
+        )
+
+
 def _parse_memory(field: str, value: str) -> Memory:
+    _check_order(field, value)
     speed, colon, size = value.rpartition(":")
     return Memory(_parse_size(field, size), parse_speed(field, speed) if colon else None)
 
@@ -182,6 +192,7 @@ def _parse_gpus(field: str, value: str) -> Gpus:
 
 
 def _parse_drive(field: str, value: str) -> Drive:
+    _check_order(field, value)
     speeds, colon, size = value.rpartition(":")
     if not colon:
         raise ConfigError(field, value, 'give its speed and size, such as "3.5GB/s:2TB"')

@@ -84,7 +84,7 @@ HELP_HOST = 0.25
 _EPILOG = """\
 examples:
   offload plan --model llama-8b --gpu rtx-4090 --host 64GiB --drive 7GB/s,5GB/s:2TB --cores 16 --tokens 2048
-  offload plan --model llama-8b --gpu 24GiB --link 25GB/s --host 64GiB --drive 3.5GB/s:2TB --tokens 2048 --advise
+  offload plan --model llama-8b --gpu rtx-4090 --link 25GB/s --host 64GiB --drive 3.5GB/s:2TB --tokens 2048 --advise
   offload plan --params 13e9 --ranks 4 --rates h100-node --host-memory 40GiB
   offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192 \\
       --flops 400e12
@@ -1097,8 +1097,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     lines = [f"{answer.question.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
     lines += ["", *_node_lines(answer), *answer.warnings, ""]
     if answer.forward_s is None:
-        reason = "give --tokens" if answer.question.tokens is None else "the rates know no FLOP/s; give --flops"
-        lines.append(f"forward and backward: unknown ({reason})")
+        lines.append(unknown_words(answer.question))
     else:
         lines.append(
             f"forward {format_seconds(answer.forward_s)}, backward {format_seconds(answer.backward_s or 0.0)}"
@@ -1130,6 +1129,12 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines += ["", "what would help (by the closed form):"]
         lines += [f"  {what}: -{format_seconds(saved_s)}" for what, saved_s in found]
     return "\n".join(lines)
+
+
+def unknown_words(question: Question) -> str:
+    """Return what has to be given so that forward and backward are predicted, too."""
+    reason = "give --tokens" if question.tokens is None else "the rates know no FLOP/s; give --flops"
+    return f"forward and backward: unknown ({reason})"
 
 
 def _node_lines(answer: Answer) -> list[str]:

@@ -90,13 +90,14 @@ class Directory(Place):
 
     def for_rank(self, rank: int, field: str) -> Directory:
         """See `Place.for_rank`."""
-        if not os.path.isdir(self.path):
-            raise ConfigError(field, self.path, "name a directory that exists")
         own = os.path.join(self.path, f"rank-{rank}")
+        if not os.path.isdir(own):
+            self.check(field)
         try:
             os.makedirs(own, exist_ok=True)
         except OSError as error:
-            raise ConfigError(field, self.path, f"it cannot be written: {error.strerror}") from error
+            allowed = f"the directory cannot be written ({error.strerror}); change its permissions or name another"
+            raise ConfigError(field, self.path, allowed) from error
         return Directory(own)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:

@@ -12,10 +12,13 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import io
 import itertools
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -27,6 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 CHECKS: dict[str, Callable[[Path], None]] = {}
 SKIPPED = "skipped: "
 """What the result of a check begins with that cannot be done on this machine; all ranks must agree."""
@@ -839,6 +843,7 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     from offload.cli.__main__ import main as offload_main
 
     rank = torch.distributed.get_rank()
+    export, load = re.findall(r"^```(?:sh)?\n(.*)\n```$", PAGE.read_text().partition("### Going back")[2], re.M)
     for stage, dtype, format, wait in (
         (1, "bf16", "exact", True),
         (2, "fp32", "exact", False),
@@ -873,12 +878,21 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
             with pytest.raises(CheckpointError, match="--for deepspeed"):
                 get_fp32_state_dict_from_zero_checkpoint(str(place), "here")
             if rank == 0:
-                assert offload_main(["export", str(place / "here"), str(place / "out"), "--for", "deepspeed"]) == 0
-                assert files == sorted(file.name for file in (place / "out").iterdir())
+                with contextlib.redirect_stdout(io.StringIO()) as said:
+                    command = shlex.split(export.replace("global_step500", "here").replace("checkpoints", str(place)))
+                    assert (command[0], offload_main(command[1:])) == ("offload", 0)
+                assert f"engine.load_checkpoint({str(place)!r}, tag='exported')" in said.getvalue()
+                assert files == sorted(file.name for file in (place / "exported").iterdir())
                 for name in files:
-                    assert (place / "out" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
-                for tag, out in (("here", "out"), ("stock", "other"), ("none", "other")):
-                    assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                    assert (place / "exported" / name).read_bytes() == (place / "stock" / name).read_bytes(), name
+                for tag, out, words in (
+                    ("here", "exported", "it is there already"),
+                    ("stock", "other", "DeepSpeed's own layout already"),
+                    ("none", "other", "give the folder of a tag"),
+                ):
+                    with contextlib.redirect_stderr(io.StringIO()) as said:
+                        assert offload_main(["export", str(place / tag), str(place / out), "--for", "deepspeed"]) == 2
+                    assert words in said.getvalue()
                 (place / "here" / state_files[0]).rename(place / "away")
                 assert offload_main(["export", str(place / "here"), str(place / "other"), "--for", "deepspeed"]) == 1
                 shutil.copy(place / "stock" / state_files[0], place / "here")
@@ -886,6 +900,11 @@ def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
                 (place / "away").rename(place / "here" / state_files[0])
                 assert not (place / "other").exists()
             torch.distributed.barrier()
+        plain = dataclasses.replace(case, zero={"offload_optimizer": {"device": "none"}})
+        with training(plain, ours=False) as engine:
+            path, client = eval(load.replace("checkpoints", str(place)), {"engine": engine})
+            assert path.startswith(str(place / "exported"))
+            assert client["epoch"] == 3
         with training(case, ours=True) as engine:
             _, client = engine.load_checkpoint(str(place), tag="here")
             assert client["epoch"] == 3

@@ -245,7 +245,12 @@ def config(**sections: Any) -> dict[str, Any]:
     [
         (config(multi_tier_offload="on"), "multi_tier_offload", "give an object"),
         (config(multi_tier_offload={"hots_memory": 1}), "multi_tier_offload.hots_memory", "host_memory"),
-        (config(multi_tier_offload={"host_memory": "many"}), "host_memory", "8GiB"),
+        (config(multi_tier_offload={"hots_memory": 1}), "multi_tier_offload.hots_memory", "overlap, checkpoint"),
+        (config(multi_tier_offload={"chekpoint": {}}), "multi_tier_offload.chekpoint", 'did you mean "checkpoint"?'),
+        (config(multi_tier_offload={"host_memory": "many"}), "multi_tier_offload.host_memory", "8GiB"),
+        (config(multi_tier_offload={"host_memory": "64G"}), "multi_tier_offload.host_memory", '"64GiB" (powers of'),
+        (config(multi_tier_offload={"paths": [3]}), "multi_tier_offload.paths[0]", "give a directory"),
+        (config(multi_tier_offload={"overlap": "ahead"}), "multi_tier_offload.overlap", '"backward"'),
         (config(multi_tier_offload={"gradient_dtype": "float32"}), "gradient_dtype", "grad_accum_dtype"),
         (config(zero_optimization={"stage": 0}), "zero_optimization.stage", "1, 2 or 3"),
         (
@@ -305,7 +310,9 @@ def config(**sections: Any) -> dict[str, Any]:
         ),
         (config(multi_tier_offload={"checkpoint": {"layout": "copy"}}), "checkpoint.layout", "stock, in_place"),
         (config(multi_tier_offload={"checkpoint": {"wait": "no"}}), "checkpoint.wait", "true or false"),
-        (config(multi_tier_offload={"checkpoint": {"async": True}}), "multi_tier_offload.checkpoint", '"wait"'),
+        (config(multi_tier_offload={"checkpoint": {"async": True}}), "multi_tier_offload.checkpoint.async", "wait"),
+        (config(multi_tier_offload={"checkpoint": {"wiat": False}}), "checkpoint.wiat", 'did you mean "wait"?'),
+        (config(multi_tier_offload={"checkpoint": False}), "multi_tier_offload.checkpoint", '"wait"'),
     ],
 )
 def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:
@@ -316,6 +323,42 @@ def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: 
         settings.read(given)
     assert names in str(caught.value)
     assert says in str(caught.value)
+
+
+def engine_with(config: dict[str, Any]) -> Any:
+    return SimpleNamespace(config=config, global_rank=0)
+
+
+@pytest.mark.parametrize("key", ["multi_tier_ofload", "multi-tier-offload", "MultiTierOffload", "tier_offload"])
+def test_a_mistyped_name_of_the_object_is_refused(key: str) -> None:
+    from offload import ConfigError
+    from offload.integrations.deepspeed import switch
+
+    with pytest.raises(ConfigError, match=rf'^{key}: .*did you mean "multi_tier_offload"\?'):
+        switch.inject(engine_with({"zero_optimization": {"stage": 3}, key: {"host_memory": 0}}))
+
+
+def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
+    from deepspeed.runtime import config as sections
+    from deepspeed.runtime import constants
+
+    from offload.integrations.deepspeed import settings
+
+    names = {value for module in (sections, constants) for value in vars(module).values() if isinstance(value, str)}
+    assert {"fp16", "optimizer"} <= names
+    settings.find_mistyped(dict.fromkeys(names))
+
+
+def test_an_engine_without_the_object_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the backend is on, somebody has meant to use it."""
+    from offload.integrations.deepspeed import switch
+
+    switch.disable()
+    for _ in range(2):
+        switch.inject(engine_with({"zero_optimization": {"stage": 3}}))
+    (record,) = caplog.records
+    assert "stays DeepSpeed's" in record.message
+    assert "multi_tier_offload" in record.message
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_with_the_variable_an_import_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "can't open file '{file}': No such file or directory"),
+        (None, "it cannot be read: No such file or directory"),
         ("{", "it is not JSON"),
         (b"\xff", "it is not JSON"),
         ("[]", "give an object"),
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_used_is_said_in_a_line_before_the_program_runs(
     assert ended.value.code == 2
     assert (len(shown.err.splitlines()), shown.out) == (1, "")
     assert str(file) in shown.err
-    assert says.format(file=file) in shown.err
+    assert says in shown.err
 
 
 def test_what_was_given_in_code_comes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,8 @@ RUN_BY = {
     r"(optim|optimizer): *\S*\n": DOORS,
     r"from dataclasses import dataclass\n\nfrom torchtitan": DOORS,
     r"offload export \S+ --for ": BACK,
+    r"offload export checkpoints/global_step500 ": "integrations/deepspeed_checks.py",
+    r"engine\.load_checkpoint\(": "integrations/deepspeed_checks.py",
     r"(arguments = TrainingArguments|class WithTorch|model, optimizer = accelerator\.prepare\(model, torch)": BACK,
     r"with offload\.AdamW\(model\.named_parameters\(\)\) as ours:": BACK,
     r"optimizer\.log_to\(": HERE,

@@ -205,6 +205,30 @@ def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Pat
         assert len(optimizer.param_groups) == 2
 
 
+def test_what_was_hardly_meant_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another optimizer than ours, once; and fewer checkpoints kept than the Trainer keeps, of which none stays."""
+
+    def said(optim: str) -> str:
+        caplog.clear()
+        args = TrainingArguments(output_dir=str(tmp_path), optim=optim, save_total_limit=2, use_cpu=True)
+        Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(4, 4))
+        return caplog.text
+
+    try:
+        offload_transformers.enable({"paths": [tmp_path]})
+        assert not said("offload_adamw")
+        assert 'trains with optim="sgd"' in said("sgd")
+        assert not said("sgd")
+        offload_transformers.enable({"paths": [tmp_path], "checkpoints_kept": 2})
+        assert "with checkpoints_kept=2 each checkpoint is a copy; leave it out, or write 3" in said("offload_adamw")
+        assert 'trains with optim="sgd"' in said("sgd")
+        for kept in (0, 3):
+            offload_transformers.enable({"paths": [tmp_path], "checkpoints_kept": kept})
+            assert not said("offload_adamw")
+    finally:
+        offload_transformers.disable()
+
+
 def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> None:
     """A second `train` may make another one, which the accelerator, patched for the first, has to find."""
     model = torch.nn.Linear(4, 4)
@@ -267,6 +291,12 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(offload.ConfigError, match="not JSON"):
         offload_transformers.enable(file)
+    with pytest.raises(offload.ConfigError, match="it cannot be read: No such file"):
+        offload_transformers.enable(tmp_path / "none.json")
+    with pytest.raises(offload.ConfigError, match=r"paths\[0\]: .*the directory does not exist"):
+        offload_transformers.enable({"paths": [tmp_path / "none"]})
+    with pytest.raises(offload.ConfigError, match=r"paths\[1\]: .*it is not a directory"):
+        offload_transformers.enable({"paths": [tmp_path, file]})
     with pytest.raises(ValueError, match="is not a valid"):
         OptimizerNames("offload_adamw")
 

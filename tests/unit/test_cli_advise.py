@@ -210,14 +210,41 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     inside = json.loads(f"{{{deepspeed}}}")["multi_tier_offload"]
     assert not {"keep_grads"} & set(inside)  # which DeepSpeed's backend refuses
     assert {name: config[name] for name in inside} == inside
+    (given, *_) = re.findall(r"^    arguments = (TrainingArguments\(.*\))$", printed, re.MULTILINE)
+    made = ast.parse(given, mode="eval").body
+    assert isinstance(made, ast.Call)
+    names = {keyword.arg for keyword in made.keywords}
+    assert {"output_dir", "optim", "save_total_limit", "per_device_train_batch_size"} <= names
     assert "setting" in printed.splitlines()[0]
+    for words in ("weights of 16 bits", "2,048 tokens", "in place of /mnt/drive0", "Trainer, for weights on a GPU:"):
+        assert words in printed
     for setting in (OffloadConfig.from_dict(config), OffloadConfig(**config)):
         assert setting.path_configs[0].path == "/mnt/drive0"
+
+
+def test_a_step_alone_is_no_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is known of forward and backward on a card that is memory alone."""
+    machine = SMALL[: SMALL.index("--flops")]
+    assert cli.main(["plan", "--model", "qwen-0.5b", *machine, "--tokens", "2048", "--advise"]) == 0
+    head, first, *rest = capsys.readouterr().out.splitlines()
+    column = head.index("iteration") + len("iteration") - 1
+    assert first[column - 1 : column + 1] == " -"
+    assert "forward and backward: unknown (the rates know no FLOP/s; give --flops)" in rest
+
+
+def test_settings_that_round_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama-1b", *SMALL, "--tokens", "2048", "--advise"]
+    assert cli.main(["plan", *arguments]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d +state ", line)]
+    assert len(rows) == 3
+    assert all(("(rounded)" in row) == ("state exact" not in row) for row in rows)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--drive", "2TB:3.5GB/s"], 'SPEED:SIZE: "3.5GB/s:2TB"'),
+        (["--host", "64GiB:80GB/s"], 'SPEED:SIZE: "80GB/s:64GiB"'),
         (["--target", "soon"], "such as 10s, 500ms or 2min"),
         (["--target", "0s"], "--target"),
         (["--target", "1e999s"], "--target"),
