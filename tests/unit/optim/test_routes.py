@@ -309,6 +309,6 @@ def test_gradients_that_no_hook_sees_are_not_updated_in_backward(monkeypatch: py
     parameter: Any = torch.nn.Parameter(torch.zeros(3))
     weights = bound_to(holder, [parameter])
     parameter._fsdp_flattened = True
-    with pytest.raises(ConfigError, match=r'use "off": no hook sees the gradients of FSDP1'):
+    with pytest.raises(ConfigError, match=r'use "off": no hook sees gradients of FSDP1'):
         choose_route(holder, weights, Scaling(), Overlap(holder, weights), [parameter])
     assert holder.closed
