@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload.checkpoint.commit import release_before_deletion as release_before_deletion
     from offload.config import OffloadConfig as OffloadConfig
     from offload.dtypes import DtypeCode as DtypeCode
     from offload.errors import CheckpointError as CheckpointError
@@ -54,6 +55,7 @@ _HOMES = {
     "StepAbortedError": "errors",
     "TierError": "errors",
     "TierFullError": "errors",
+    "release_before_deletion": "checkpoint.commit",
     "wrap": "optim",
 }
 """Where each public name lives; a test holds that it is there, and that type checkers are told the same."""

@@ -7,6 +7,7 @@ import functools
 import glob
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import Any, cast
 import torch
 
 import offload
-from offload import CheckpointError, ConfigError, OffloadConfig
+from offload import CheckpointError, ConfigError, OffloadConfig, OffloadError
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
 
@@ -31,6 +32,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 
 FOLDER = "optimizer"
 """The optimizer's folder in a Trainer's checkpoint."""
+
+log = logging.getLogger("offload")
 
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
@@ -73,6 +76,7 @@ def enable(
         "get_optimizer_cls_and_kwargs": lambda original: staticmethod(functools.partial(_choose, original, settings)),
         "create_optimizer": lambda original: functools.partialmethod(_create, original),
         "log": lambda original: functools.partialmethod(_log, original),
+        "train": lambda original: functools.partialmethod(_resume, original),
         # These have no public name, and no callback stands in their place.
         "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
@@ -86,6 +90,8 @@ def enable(
         raise ConfigError("transformers", import_module("transformers").__version__, allowed)
     with contextlib.ExitStack() as undo:
         shared.replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
+        for module in ("transformers.trainer", "transformers.trainer_utils"):
+            shared.replace(undo, import_module(module), "shutil", _Deleting())
         for name, wrapper in wrappers.items():
             shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
         _undo = undo.pop_all()
@@ -208,6 +214,7 @@ def _overlapping(trainer: Any) -> Any:
             ours = _ours(trainer)
             if ours is not None:
                 ours.finish()
+                ours.engine.checkpoints.release_deleted()
 
     return Overlapping()
 
@@ -247,6 +254,24 @@ class _Pointer:
         self.content = state_dict
 
 
+class _Deleting:
+    """Stands in for `shutil` where the Trainer deletes checkpoints: what they hold on the paths is released first.
+
+    Afterwards nobody could tell a checkpoint that was deleted from one that was moved, and its state would stay.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(shutil, name)
+
+    def rmtree(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        folder = os.path.abspath(path)
+        try:
+            offload.release_before_deletion(os.path.join(folder, FOLDER), os.path.dirname(folder))
+        except OffloadError as error:
+            log.warning("what %s holds on the paths stays there when it is deleted now: %s", folder, error)
+        shutil.rmtree(path, *arguments, **options)
+
+
 def _pointing(
     trainer: Any, original: Callable[..., Any], folder: str, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
@@ -269,16 +294,11 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     if ours is None:
         original(trainer, output_dir)
         return
-    saved: list[str] = vars(trainer).setdefault("_offload_saved", [])
-    for folder in [folder for folder in saved if not os.path.isdir(folder)]:  # the Trainer has deleted it
-        saved.remove(folder)
-        shared.release(ours, folder)
+    ours.engine.checkpoints.release_deleted()  # before the new one needs room
     most, folder = _most(trainer.args), os.path.join(output_dir, FOLDER)
     copy = most is None or ours.engine.config.checkpoints < most
     ours.save_checkpoint(folder, copy=copy)
     ours.wait_checkpoint()
-    if not copy:
-        saved.append(folder)
     _pointing(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
 
@@ -289,17 +309,55 @@ def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *ar
     return original(trainer, checkpoint, *arguments, **options)
 
 
+def _resume(
+    trainer: Any,
+    original: Callable[..., Any],
+    resume_from_checkpoint: str | bool | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Stand in for `Trainer.train`: what an interrupted save has left is passed over for the one before it.
+
+    The Trainer takes it for its last checkpoint, so that a run which is started again by itself would never go on.
+    Where a checkpoint was named that is not the last one, another is not what was asked for.
+    """
+    wanted: Any = resume_from_checkpoint
+    if str(getattr(trainer.args.optim, "value", trainer.args.optim)) in OPTIMIZERS and wanted:
+        last_in = import_module("transformers.trainer_utils").get_last_checkpoint
+        folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
+        last = last_in(folder) if os.path.isdir(folder) else None
+        is_meant = last is not None and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
+        missing = _missing(last) if is_meant else ""
+        others = _whole_beside(last) if missing else []
+        if others:
+            wanted = others[-1]
+            log.warning(
+                "%s is not whole, as its save was interrupted (%s is missing): training goes on from %s",
+                *(last, missing, wanted),
+            )
+    return original(trainer, wanted, *arguments, **options)
+
+
+def _whole_beside(folder: str) -> list[str]:
+    """Return the whole checkpoints beside one that is not, in the order of their steps."""
+    beside = glob.glob(f"{glob.escape(os.path.normpath(folder).rpartition('-')[0])}-*")
+    numbered = {path: path.rpartition("-")[2] for path in beside}
+    return [
+        path
+        for _, path in sorted((int(n), path) for path, n in numbered.items() if n.isdecimal())
+        if not _missing(path)
+    ]
+
+
 def _check_whole(checkpoint: str) -> None:
-    """Refuse what an interrupted save has left, which the Trainer takes for its last checkpoint."""
+    """Refuse what an interrupted save has left."""
     missing = _missing(checkpoint)
     if not missing:
         return
-    folder = os.path.normpath(checkpoint)
-    numbered = {path: path.rpartition("-")[2] for path in glob.glob(f"{glob.escape(folder.rpartition('-')[0])}-*")}
-    others = sorted((int(n), path) for path, n in numbered.items() if n.isdecimal() and not _missing(path))
+    folder, others = os.path.normpath(checkpoint), _whole_beside(checkpoint)
     advice = "no other one beside it is: delete it, and begin anew"
     if others:
-        whole = others[-1][1]
+        whole = others[-1]
         advice = f"{whole} is: delete {folder}, or go on with trainer.train(resume_from_checkpoint={whole!r})"
     raise CheckpointError(f"{folder} is not whole, as its save was interrupted ({missing} is missing); {advice}")
 
@@ -328,6 +386,5 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
     if loaded is not None and POINTER in loaded:
         folder = os.path.join(checkpoint, loaded[POINTER])
         ours.load_checkpoint(folder)
-        vars(trainer).setdefault("_offload_saved", []).append(folder)
     elif loaded is not None:  # of torch's, or of a Trainer that did not know us
         ours.load_state_dict(loaded)

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 import uuid
@@ -41,7 +42,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from offload import waits
-from offload.checkpoint.contents import read_commit, read_released
+from offload.checkpoint.contents import read_commit, read_manifests, read_released
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
@@ -62,18 +63,19 @@ from offload.checkpoint.stores import (
     HERE,
     Pin,
     Standing,
+    delete_free,
     delete_unused,
-    find_stores,
+    folders_above,
     is_read,
+    is_same,
     pin,
+    read_pins,
     released_before,
-    remove,
     standing,
     store_folder,
     unpin,
 )
 from offload.errors import CheckpointError
-from offload.tiers import parse_place
 from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
 
@@ -337,11 +339,8 @@ class CommitJob:
         others = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
         for checkpoint in others[: max(0, len(others) + 1 - self.keep)]:
             self._release(checkpoint)
-        # The folder may have a copy's store from before. Where stores have no locks, only a person may delete them.
-        for place in dict.fromkeys([*([path] if own.rank == 0 else ()), *self.paths]):
-            for leftover in find_stores(place) if parse_place(place).has_locks else ():
-                if leftover.is_free and remove(leftover):
-                    _log.info("deleted %s, which a session that has ended left behind", leftover.path)
+        # The folder may have a copy's store from before.
+        delete_free([*([path] if own.rank == 0 else ()), *self.paths])
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"
@@ -396,7 +395,8 @@ def release(
                 checkpoint.is_reported = True
                 _log.warning(
                     "the checkpoint %s is not in %s any more. It may have been moved, so its state on %s stays. If "
-                    "it was deleted, release_checkpoint gives the room back now, or `offload gc --really` later",
+                    "it was deleted, optimizer.release_checkpoint gives the room back now (a Trainer has the "
+                    "optimizer in trainer.optimizer.optimizer), or `offload gc --really` when training has ended",
                     checkpoint.id,
                     checkpoint.folder,
                     ", ".join(path for path, _ in checkpoint.stores),
@@ -410,6 +410,42 @@ def release(
     except CheckpointError as error:
         _log.warning("%s could not be released: %s", checkpoint.folder, error)
         return False
+    return True
+
+
+def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.PathLike[str]) -> bool:
+    """Release the checkpoint in a folder that the caller deletes next, for all ranks and whichever session keeps it.
+
+    `RELEASED` goes with the folder, so another folder gets one, too, which stays. Sessions free the checkpoint's
+    slots when they look there next: at a commit or a resume, as `offload gc` does.
+
+    Args:
+        folder: Of the checkpoint; one that holds none, or a copy of one that is elsewhere, is left as it is.
+        noted_in: The folder above it, or above that.
+
+    Returns:
+        Whether it is released.
+
+    Raises:
+        CheckpointError: Something there cannot be read or written, or is not ours.
+        ConfigError: A folder has a name that none can have.
+    """
+    place, above = open_folder(folder), open_folder(noted_in)
+    # What deletes a folder deletes a link in it, and not what the link is to.
+    is_linked = os.path.relpath(folder, noted_in) != os.path.relpath(place.path, above.path)
+    if is_linked or above.path not in folders_above(place.path) or place.read(COMMIT_NAME) is None:
+        return False
+    id, manifests = read_manifests(place)
+    refs = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+    pins = [pin for path, store in sorted(refs) for pin in read_pins(store_folder(path, store)) if pin.id == id]
+    if not all(is_same(pin.folder, place.path) for pin in pins):
+        return False
+    note = f"it was deleted, which {above.path} has noted"
+    ids = (id, *read_released(above)[0])
+    if len(ids) == 1 and above.read(RELEASED_NAME) is not None:
+        raise CheckpointError(f"{above.path}/{RELEASED_NAME} is not ours to replace: move it away")
+    _withdraw(KeptCheckpoint(place.path, id, 0, (), None), note, committed=True)
+    above.write(RELEASED_NAME, seal_released(ids, "these checkpoints were deleted with their folders"))
     return True
 
 

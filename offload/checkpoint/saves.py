@@ -26,7 +26,14 @@ from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import Standing, is_elsewhere, note_move, standing, store_folder
+from offload.checkpoint.stores import (
+    Standing,
+    is_elsewhere,
+    note_move,
+    standing,
+    store_folder,
+    unpin_released,
+)
 from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
@@ -422,6 +429,22 @@ class Saves:
             save_numbers += [kept.save_number] if kept.save_number is not None else []
         return save_numbers
 
+    def release_deleted(self) -> list[int]:
+        """Release the kept checkpoints that somebody else has released, as whoever deletes their folders does.
+
+        On the engine thread, with nothing pending. One that is being read stays until its turn comes.
+
+        Returns:
+            Numbers of the saves whose slots the machine is to release.
+        """
+        save_numbers = []
+        for checkpoints in (self.kept, self._newer):
+            for kept in [kept for kept in checkpoints if standing(kept.pin, "") is Standing.RELEASED]:
+                if release(kept, "", is_needed=self._mirror.is_needed):
+                    checkpoints.remove(kept)
+                    save_numbers += [kept.save_number] if kept.save_number is not None else []
+        return save_numbers
+
     # On the committing thread
 
     def _run(self, pending: PendingSave, commit: Commit) -> None:
@@ -541,6 +564,7 @@ class Saves:
         with contextlib.suppress(CheckpointError):
             for path, store in stores:
                 note_move(checkpoint.id, checkpoint.path, path, store)
+                unpin_released(path, store)
         return locked
 
     def _open_store(

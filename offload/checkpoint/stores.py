@@ -8,7 +8,8 @@ uses slots again) asks `standing` about each pin, or `judge` about a store with 
 with a release that names its id**: a `RELEASED`, or a `COMMIT` that names it among those it has replaced; then the
 pin itself is removed. A session writes them for a checkpoint that it finds in its folder. Anything else there, or its
 absence, is no evidence: a folder's name may mean another folder by now (another mount, a link, a rename). A pin that
-cannot be decided is kept, and reported as missing: a person may delete its store.
+cannot be decided is kept, and reported as missing: a person may delete its store. Who deletes a checkpoint with its
+folder has to say so in a folder that stays: `RELEASED` counts in the two folders above it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import os
 import reprlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offload.checkpoint.contents import read_manifests, read_released
@@ -120,7 +121,22 @@ def standing(pin: Pin, store: str) -> Standing:
             released_ids = read_released(place)[0]
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
-    return Standing.RELEASED if pin.id in released_ids else Standing.MISSING
+    is_released = pin.id in released_ids or _is_named_above(place.path, pin.id)
+    return Standing.RELEASED if is_released else Standing.MISSING
+
+
+def folders_above(folder: str) -> tuple[str, ...]:
+    """Return the two folders in which `RELEASED` may name a checkpoint whose own folder was deleted."""
+    above = os.path.dirname(folder)
+    return above, os.path.dirname(above)
+
+
+def _is_named_above(folder: str, id: str) -> bool:
+    for above in folders_above(folder):
+        with contextlib.suppress(ConfigError, CheckpointError, ValueError):  # what cannot be read names nothing
+            if id in read_released(open_folder(above))[0]:
+                return True
+    return False
 
 
 def released_before(folder: Folder) -> tuple[str, ...]:
@@ -185,6 +201,19 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     new_pins = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
     if new_pins != pins:
         write_pins(place, new_pins)
+
+
+def unpin_released(path: str, store: uuid.UUID) -> None:
+    """Take the pins of released checkpoints off a store, as what names them may not last; the caller has its lock.
+
+    Raises:
+        CheckpointError: The pins cannot be read or written.
+    """
+    place = store_folder(path, store)
+    pins = read_pins(place)
+    others = [pin for pin in pins if standing(pin, place.path) is not Standing.RELEASED]
+    if others != pins:
+        write_pins(place, others)
 
 
 def is_same(left: str, right: str) -> bool:
@@ -335,6 +364,20 @@ def remove(leftover: Leftover, *, missing: bool = False) -> bool:
     finally:
         if lock is not None:
             release_lock(lock)
+
+
+def delete_free(places: Iterable[str]) -> None:
+    """Delete the stores on some paths that `offload gc` would: their sessions have ended, no checkpoint needs them.
+
+    Where stores have no locks nothing tells the former, and only a person may delete them.
+
+    Raises:
+        ConfigError: A path cannot be read.
+    """
+    for place in dict.fromkeys(places):
+        for leftover in find_stores(place) if parse_place(place).has_locks else ():
+            if leftover.is_free and remove(leftover):
+                _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
 
 def delete_unused(store: Folder, *, missing: bool = False) -> bool:

@@ -164,8 +164,8 @@ class Budgets:
         checkpoints: How many checkpoints are kept on the paths.
         checkpoints_required: Whether a plan without room for them is none.
         mirrors: Whether checkpoints are copied elsewhere; the one that is being copied is kept besides.
-        leftover_bytes: What stores of ended sessions take on the paths. A session that resumes goes on in them, or
-            deletes them with its first checkpoint, so this is room for checkpoints.
+        leftover_bytes: What stores of ended sessions take on the paths, as checkpoints need them. A session that
+            resumes goes on in them, or deletes them with its first checkpoint, so this is room for checkpoints.
         nodes: What of `host_bytes` is on each memory node, the fastest first; empty where host memory is of one kind.
     """
 
@@ -784,6 +784,9 @@ def _staging_slots(budgets: Budgets, slot_bytes: int, least: int, kept: int) -> 
     return slots
 
 
+_WHO_NEEDS_STORES = "`offload gc --dry-run PATH` says which checkpoints need what ended sessions have left"
+
+
 def _refuse_without_room(plan: Plan) -> None:
     """Refuse a plan whose streamed state finds no room on its paths."""
     budgets = plan.budgets
@@ -801,7 +804,10 @@ def _refuse_without_room(plan: Plan) -> None:
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)
     if needed > sum(path.available_bytes for path in budgets.paths):
         what = "state on storage (with the versions in flight)"
-        raise InfeasiblePlanError(what, needed, offers, "raise host_memory, free space on a path, or add a path")
+        advice = "raise host_memory, free space on a path, or add a path"
+        if budgets.leftover_bytes:
+            advice += f"; stores of ended sessions take {format_bytes(budgets.leftover_bytes)}: {_WHO_NEEDS_STORES}"
+        raise InfeasiblePlanError(what, needed, offers, advice)
 
 
 def _with_checkpoints(plan: Plan) -> Plan:
@@ -809,14 +815,16 @@ def _with_checkpoints(plan: Plan) -> Plan:
     budgets = plan.budgets
     if budgets.checkpoints_required and not plan.has_room_for_checkpoints:
         offers = {path.name: path.available_bytes for path in budgets.paths}
+        advice = "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)"
         if budgets.leftover_bytes:
             offers["stores of ended sessions"] = budgets.leftover_bytes
+            advice += f"; {_WHO_NEEDS_STORES}"
         raise InfeasiblePlanError(
             f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
             f"{format_bytes(plan.checkpoint_bytes)} for "
             f"{_checkpoints(budgets)})",
             plan.needed_with_checkpoints,
             offers,
-            "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)",
+            advice,
         )
     return plan

@@ -207,7 +207,8 @@ class Saver:
             needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in save.reserve.items())
             error = CheckpointError(
                 f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
-                "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path"
+                "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path "
+                "(`offload gc --dry-run PATH` says what ended sessions have left there)"
             )
             self.finished_save = request, error
             return False

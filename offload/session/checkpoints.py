@@ -296,9 +296,18 @@ class Checkpoints:
             CheckpointError: None in that folder is kept, or somebody is reading it.
         """
         folder = open_folder(path).path
+        self._release(lambda: self._parts.saves.release(folder))
 
+    def release_deleted(self) -> None:
+        """Free the slots of kept checkpoints that somebody has released with `offload.release_before_deletion`.
+
+        A checkpoint whose folder is merely not there is kept: it may have been moved.
+        """
+        self._release(self._parts.saves.release_deleted)
+
+    def _release(self, release: Callable[[], Sequence[int]]) -> None:
         def begin() -> None:
-            for number in self._parts.saves.release(folder):
+            for number in release():
                 self._parts.machine.handle(Release(number))
 
         with self._thread.turn():

@@ -17,7 +17,7 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.saves import Saves
-from offload.checkpoint.stores import leftover_bytes
+from offload.checkpoint.stores import delete_free, leftover_bytes
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
@@ -238,6 +238,8 @@ class SessionParts:
         """Cut the state and plan it; return the budgets of the plan."""
         config = self.config
         paths = [path.path for path in config.path_configs]
+        with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there says why
+            delete_free(paths)  # before the plan counts what room there is
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
         self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.state)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,124 @@ def steps_in(folder: Path, *paths: Path) -> int:
 def write(path: Path, steps: int, folder: Path, *, copy: bool = False) -> None:
     with Run(path) as run:
         run.train(steps).save(folder, copy=copy)
+
+
+# Folders that somebody deletes, and says so -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_checkpoint_that_was_released_before_its_folder_was_deleted(tmp_path: Path, path: Path, depth: int) -> None:
+    """By whoever it was, its slots are free in the session that goes on, and no pin keeps a store."""
+    run = tmp_path / "run"
+    folders = [run.joinpath(*("one", "optimizer")[:depth]), run / "two"]
+    with Run(path, keep=3) as first:
+        for folder in folders:
+            first.train().save(folder)
+    assert offload.release_before_deletion(folders[0], run)
+    shutil.rmtree(run / "one")
+    (store,) = find_stores(str(path))
+    assert not store.missing
+    with Run(path, keep=3) as second:
+        second.optimizer.load_checkpoint(folders[1])
+        (store,) = find_stores(str(path))  # it goes on in the one that is there
+        assert [pin.folder for pin in read_pins(store.folder)] == [str(folders[1])]
+        second.train().save(run / "three")
+        assert offload.release_before_deletion(folders[1], run)
+        shutil.rmtree(folders[1])
+        second.optimizer.engine.checkpoints.release_deleted()
+        assert second.optimizer.engine.checkpoints.kept == (str(run / "three"),)
+    assert steps_in(run / "three", path) == 3
+
+
+@pytest.mark.parametrize("way", ["linked", "link in it", "copied", "moved", "elsewhere"])
+def test_what_goes_with_a_folder_without_its_state_is_not_released(tmp_path: Path, path: Path, way: str) -> None:
+    """Deleting a link, or a copy of names, deletes no checkpoint; nor is one gone that was moved before."""
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    run.mkdir()
+    folder, noted_in = run / "one" / "optimizer", run
+    write(path, 2, folder)
+    if way == "linked":
+        (run / "one").rename(kept)
+        (run / "one").symlink_to(kept)
+    elif way == "link in it":
+        folder.rename(kept)
+        folder.symlink_to(kept)
+    elif way == "copied":
+        shutil.copytree(run / "one", kept)
+        folder, kept = kept / "optimizer", run / "one"
+        noted_in = tmp_path
+    elif way == "moved":
+        (run / "one").rename(kept)
+    else:
+        kept, noted_in = run / "one", path
+    assert not offload.release_before_deletion(folder, noted_in)
+    with Run(path) as run_on:
+        run_on.optimizer.load_checkpoint(kept if way == "link in it" else kept / "optimizer")
+        assert run_on.optimizer.engine.step_count(0) == 2
+
+
+def test_a_checkpoint_that_was_moved_is_not_released_with_those_that_were_deleted(tmp_path: Path, path: Path) -> None:
+    run = tmp_path / "run"
+    with Run(path, keep=3) as first:
+        first.train().save(run / "one")
+        first.train().save(run / "two")
+        assert offload.release_before_deletion(run / "two", run)
+        (run / "one").rename(tmp_path / "kept")
+        first.optimizer.engine.checkpoints.release_deleted()
+        assert first.optimizer.engine.checkpoints.kept == (str(run / "one"),)
+        first.train(3)
+    assert steps_in(tmp_path / "kept", path) == 1
+
+
+# What killed sessions have left ----------------------------------------------------------------------------------
+
+
+def killed(path: Path, folder: Path | None = None) -> None:
+    """Have a session write to a path, and to a checkpoint if a folder is given, and end without closing."""
+    pid = os.fork()
+    if pid == 0:
+        run = Run(path).train(2)
+        if folder is not None:
+            run.save(folder)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_session_deletes_as_it_opens_what_ended_ones_have_left(tmp_path: Path, path: Path) -> None:
+    """Before it looks for room, and no store that is used, is being made, or may be needed by a checkpoint."""
+    with Run(path) as live:
+        live.train(2)
+        killed(path, tmp_path / "ck")
+        killed(path, tmp_path / "moved")
+        (tmp_path / "moved").rename(tmp_path / "kept")
+        without_lock = path / f"offload-{uuid.uuid4()}"
+        without_lock.mkdir()
+        stays = {store.path for store in find_stores(str(path))}
+        killed(path)
+        assert len(find_stores(str(path))) == len(stays) + 1
+        with Run(path) as run:
+            found = {store.path for store in find_stores(str(path))}
+            assert len(found - stays) == 1, "only its own"
+            assert stays <= found
+            run.train()
+        live.train(2)
+    assert steps_in(tmp_path / "kept", path) == 2
+    assert steps_in(tmp_path / "ck", path) == 2
+
+
+def test_a_plan_without_room_says_who_may_tell_what_ended_sessions_hold(tmp_path: Path, path: Path) -> None:
+    killed(path, tmp_path / "ck")
+    for keep, more in (None, "stores of ended sessions take "), (8, "stores of ended sessions: "):
+        with pytest.raises(offload.InfeasiblePlanError, match=f"{more}.*`offload gc --dry-run PATH`"):
+            offload.AdamW(
+                [("w", torch.nn.Parameter(torch.zeros(30000)))],
+                offload={
+                    "host_memory": 0,
+                    "paths": [{"path": path, "max_bytes": "1MiB" if keep else "64KiB"}],
+                    "checkpoints_kept": keep,
+                },
+            )
+    assert steps_in(tmp_path / "ck", path) == 2
 
 
 # A folder's name that means something else by now ------------------------------------------------------------------

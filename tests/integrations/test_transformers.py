@@ -25,6 +25,7 @@ from transformers.training_args import OptimizerNames
 
 import offload
 import offload.integrations.transformers as offload_transformers
+from offload.checkpoint.stores import find_stores
 
 PROGRAM = Path(__file__).with_name("trainer_runs.py")
 
@@ -43,9 +44,11 @@ def start(
     )
 
 
-def outcomes(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """Return what each rank says."""
+def outcomes(process: subprocess.Popen[str], logged: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return what each rank says; the log goes to `logged`."""
     out, errors = process.communicate(timeout=240)
+    if logged is not None:
+        logged.append(errors)
     assert process.returncode == 0, out + errors
     found = [json.loads(line) for line in out.splitlines() if line.startswith('{"losses"')]
     return sorted(found, key=lambda rank: rank["rank"])
@@ -116,20 +119,49 @@ def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:
 
 
 @pytest.mark.slow
+def test_resuming_again_and_again_leaves_one_store(tmp_path: Path) -> None:
+    """What the Trainer deletes is released, also where a process was killed, or ended, before it saved again."""
+    whole = run(tmp_path / "whole", "offload_adamw", 12, "save_total_limit=2")
+    killed = start(tmp_path / "again", "offload_adamw", 12, "save_total_limit=2", "kill=7")
+    killed.communicate(timeout=240)
+    for more in (("stop=10",), ()):
+        last = run(tmp_path / "again", "offload_adamw", 12, "save_total_limit=2", "resume", *more)
+        (store,) = find_stores(str(tmp_path / "again" / "path"))
+        folders = {str(path / "optimizer") for path in (tmp_path / "again").glob("checkpoint-*")}
+        assert {pin.folder for pin in store.pins} == folders
+        assert len(folders) == 2
+        assert not store.missing
+    assert last["weights"] == whole["weights"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["trainer_state.json", "optimizer/COMMIT"])
-def test_what_an_interrupted_save_leaves_is_told(tmp_path: Path, missing: str) -> None:
-    """The Trainer takes it for its last checkpoint: we say which one is whole, and going on from that is exact."""
-    whole = run(tmp_path, "offload_adamw", 4)
-    newest, before = tmp_path / "checkpoint-4", tmp_path / "checkpoint-2"
-    (newest / "trainer_state.json").unlink()  # which is written last
-    (newest / missing).unlink(missing_ok=True)
-    process = start(tmp_path, "offload_adamw", 4, "resume")
+def test_what_an_interrupted_save_leaves_is_passed_over(tmp_path: Path, missing: str) -> None:
+    """The Trainer takes it for its last checkpoint; going on from the one before is exact. Named, it is refused."""
+    whole = run(tmp_path, "offload_adamw", 6)
+    newest, before = tmp_path / "checkpoint-6", tmp_path / "checkpoint-4"
+
+    def interrupt(folder: Path) -> None:
+        (folder / "trainer_state.json").unlink()  # which is written last
+        (folder / missing).unlink(missing_ok=True)
+
+    interrupt(newest)
+    process = start(tmp_path, "offload_adamw", 6, "resume")
+    (last,) = outcomes(process, said := [])
+    assert f"{newest} is not whole" in said[0]
+    assert f"{missing} is missing): training goes on from {before}" in said[0]
+    assert last["weights"] == whole["weights"]
+    interrupt(before)
+    process = start(tmp_path, "offload_adamw", 6, f"resume={before}")
     said = process.communicate(timeout=240)[1].splitlines()[-1]
     assert process.returncode
-    for each in (f"{newest} is not whole", missing, f"{before} is: delete {newest}"):
+    for each in (f"{before} is not whole", missing, f"{newest} is: delete {before}"):
         assert each in said
+    shutil.rmtree(tmp_path / "checkpoint-2")
     shutil.rmtree(newest)
-    assert run(tmp_path, "offload_adamw", 4, "resume")["weights"] == whole["weights"]
+    process = start(tmp_path, "offload_adamw", 6, "resume")
+    assert "no other one beside it is" in process.communicate(timeout=240)[1].splitlines()[-1]
+    assert process.returncode
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Trains a small model in Hugging Face's `Trainer`; run as a program by `test_transformers.py`.
 
-    python trainer_runs.py FOLDER OPTIM STEPS [resume] [kill=N] [overlap=...] [activations=SIZE]
+    python trainer_runs.py FOLDER OPTIM STEPS [resume[=FOLDER]] [kill=N] [stop=N] [overlap=...] [activations=SIZE]
         [key=value of TrainingArguments ...]
 
 Prints one line of JSON: losses, gradient norms and a digest of the weights.
@@ -36,14 +36,15 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Kill(TrainerCallback):
-    """Kills the process when a step has ended, as an operator or a machine might."""
+    """Kills the process when a step has ended, as an operator or a machine might; or ends training there."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, kill: int, stop: int) -> None:
+        self.kill, self.stop = kill, stop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        if state.global_step == self.step:
+        if state.global_step == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        control.should_training_stop |= state.global_step == self.stop
 
 
 def model() -> LlamaForCausalLM:
@@ -54,7 +55,8 @@ def model() -> LlamaForCausalLM:
 
 def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     options = dict(each.split("=") for each in rest if "=" in each)
-    kill = int(options.pop("kill", 0))
+    named = options.pop("resume", None)
+    kill, stop = (int(options.pop(name, 0)) for name in ("kill", "stop"))
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True)
     config = {**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")}
@@ -76,9 +78,9 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         **{name: json.loads(value) for name, value in options.items()},
     )
     trained = model()
-    callbacks = [Kill(kill)] if kill else None
+    callbacks = [Kill(kill, stop)] if kill or stop else None
     trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
-    trainer.train(resume_from_checkpoint="resume" in rest or None)
+    trainer.train(resume_from_checkpoint=named or "resume" in rest or None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
