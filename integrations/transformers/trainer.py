@@ -91,7 +91,8 @@ def enable(
     with contextlib.ExitStack() as undo:
         shared.replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
         for module in ("transformers.trainer", "transformers.trainer_utils"):
-            shared.replace(undo, import_module(module), "shutil", _Deleting())
+            if hasattr(import_module(module), "shutil"):
+                shared.replace(undo, import_module(module), "shutil", _Deleting())
         for name, wrapper in wrappers.items():
             shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
         _undo = undo.pop_all()
@@ -325,8 +326,8 @@ def _resume(
     if str(getattr(trainer.args.optim, "value", trainer.args.optim)) in OPTIMIZERS and wanted:
         last_in = import_module("transformers.trainer_utils").get_last_checkpoint
         folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
-        last = last_in(folder) if os.path.isdir(folder) else None
-        is_meant = last is not None and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
+        last: str = (last_in(folder) if os.path.isdir(folder) else None) or ""
+        is_meant = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
         missing = _missing(last) if is_meant else ""
         others = _whole_beside(last) if missing else []
         if others:
