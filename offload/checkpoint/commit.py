@@ -1,6 +1,7 @@
 """Committing and releasing checkpoints: the order in which small files are written and deleted.
 
-    1. every store that the checkpoint refers to gets a pin              (a store with a pin is not deleted)
+    1. every store that the checkpoint refers to gets a pin              (a store with a pin is not deleted);
+       with one rank a file in the folder says before that that the checkpoint is not committed, and becomes `COMMIT`
     2. the file with the caller's `extra`, then the manifest             (each whole or not there)
     3. rank 0 waits for all manifests and writes `COMMIT`                (from now on there is a checkpoint)
     4. the checkpoint that the folder held before goes; then older checkpoints are released, each in its own folder:
@@ -63,6 +64,7 @@ from offload.checkpoint.stores import (
     HERE,
     Pin,
     Standing,
+    begun_name,
     delete_free,
     delete_unused,
     folders_above,
@@ -200,6 +202,9 @@ class CommitJob:
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
             earlier_ids = tuple(id for id in earlier_ids if id != manifest.id)  # as where two sessions mirror one
+            begun = begun_name(manifest.id) if manifest.ranks == 1 and folder.has_locks else ""
+            if begun:
+                folder.write(begun, b"")
             for ref in manifest.stores:
                 pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
             if self.extra is not None:
@@ -214,7 +219,8 @@ class CommitJob:
                 replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
                 self._mirrored = self.claim()
                 mirrored = self._mirrored if manifest.ranks > 1 and self._mirrored else None
-                folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced, mirrored)))
+                commit = CommitRecord(manifest.id, manifest.ranks, replaced, mirrored)
+                folder.write(COMMIT_NAME, seal_commit(commit), begun=begun)
             else:
                 self._wait(
                     lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
@@ -308,6 +314,7 @@ class CommitJob:
         steps: list[Callable[[], object]] = [
             *(partial(folder.delete, name) for name in names_of(id, rank)),
             *(partial(unpin, store, id) for store in stores),
+            partial(folder.delete, begun_name(id)),  # the last, as it says that the pins are nobody's
         ]
         for step in steps:
             try:

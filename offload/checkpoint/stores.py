@@ -10,6 +10,9 @@ pin itself is removed. A session writes them for a checkpoint that it finds in i
 absence, is no evidence: a folder's name may mean another folder by now (another mount, a link, a rename). A pin that
 cannot be decided is kept, and reported as missing: a person may delete its store. Who deletes a checkpoint with its
 folder has to say so in a folder that stays: `RELEASED` counts in the two folders above it, too.
+
+A save by one rank that was killed before its `COMMIT` ends a pin, too. Its folder has a file from before the pin
+until `COMMIT` takes its place, in one rename, so no checkpoint has both. Who was to write `COMMIT` had the store.
 """
 
 from __future__ import annotations
@@ -29,9 +32,15 @@ from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal,
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers import parse_place
 from offload.tiers.filesystem import PINS_NAME, release_lock
-from offload.tiers.place import Folder
+from offload.tiers.place import TEMPORARY, Folder
 
 _log = logging.getLogger("offload")
+
+
+def begun_name(id: str) -> str:
+    """Return the name of the file that a folder has while a save by one rank is not committed."""
+    return f"{TEMPORARY}{id}"
+
 
 HERE = ".."
 """A pin's folder if the store lies in the checkpoint itself, wherever that is moved."""
@@ -49,7 +58,7 @@ class Standing(enum.Enum):
     """Whether the checkpoint that a pin names is there, released, or missing."""
 
     HELD = "it is in its folder"
-    RELEASED = "a session has released or replaced it"
+    RELEASED = "a session has released or replaced it, or has ended before it was committed"
     MISSING = "nobody can tell: it is not in its folder, and nothing there says that it was released"
 
 
@@ -103,7 +112,7 @@ def standing(pin: Pin, store: str) -> Standing:
     """Return the standing of a pin's checkpoint; one that cannot be read counts as held: it may be mended.
 
     Args:
-        pin: A pin of the store.
+        pin: A pin of the store. While its checkpoint is being committed it counts as released: the store is in use.
         store: The store's directory, or prefix of a bucket.
     """
     if not pin.id:
@@ -119,6 +128,8 @@ def standing(pin: Pin, store: str) -> Standing:
             released_ids = commit.replaced
         else:
             released_ids = read_released(place)[0]
+        if place.has_locks and place.read(begun_name(pin.id)) is not None:
+            return Standing.RELEASED
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
     is_released = pin.id in released_ids or _is_named_above(place.path, pin.id)

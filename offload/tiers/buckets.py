@@ -121,7 +121,7 @@ class BucketFolder(Folder):
         if found != sum(map(len, pieces)):
             raise CheckpointError(f"{self.path}/{name} is damaged: it has another size than was written")
 
-    def write(self, name: str, content: bytes | Iterable[memoryview]) -> None:
+    def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
         """See `Folder.write`."""
         with saying("write", f"{self.path}/{name}"):
             self._client.put(self._prefix + name, [memoryview(content)] if isinstance(content, bytes) else [*content])

@@ -208,9 +208,9 @@ class DirectoryFolder(Folder):
             if any(file.readinto(piece) != len(piece) for piece in pieces) or file.read(1):
                 raise CheckpointError(f"{what} is damaged: it has another size than was written")
 
-    def write(self, name: str, content: bytes | Iterable[memoryview]) -> None:
+    def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
         """See `Folder.write`."""
-        temporary = f"{TEMPORARY}{uuid.uuid4().hex}"
+        temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"
         with saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
             file.writelines([content] if isinstance(content, bytes) else content)
 

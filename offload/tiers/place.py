@@ -64,8 +64,11 @@ class Folder(Protocol):
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
         """Fill memory from a file, which has as many bytes."""
 
-    def write(self, name: str, content: bytes | Iterable[memoryview]) -> None:
-        """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile."""
+    def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
+        """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile.
+
+        Where there are locks a file `begun`, if one is named, goes in the same moment in which this one comes.
+        """
 
     def delete(self, name: str) -> None:
         """Delete a file, durably; one that is not there counts as deleted."""

@@ -187,6 +187,39 @@ def test_a_session_deletes_as_it_opens_what_ended_ones_have_left(tmp_path: Path,
     assert steps_in(tmp_path / "ck", path) == 2
 
 
+@pytest.mark.parametrize("name", ["pins.json", "manifest-", "COMMIT"])
+def test_a_save_that_was_killed_before_its_commit_keeps_no_store(tmp_path: Path, path: Path, name: str) -> None:
+    """The checkpoint before it is whole, and is gone on from in the store where it lies."""
+    folder, plain = tmp_path / "ck", os.replace
+
+    def replacing(source: Any, target: Any) -> None:
+        is_last = os.path.basename(target).startswith(name)
+        if not is_last or name == "pins.json":
+            plain(source, target)
+        if is_last:
+            os._exit(0)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with Run(path) as run:
+                run.train(1).save(folder)
+                os.replace = replacing
+                run.train(1).save(tmp_path / "next")
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    (store,) = find_stores(str(path))
+    assert [pin.folder for pin in store.pins] == [str(folder)]
+    assert not store.missing
+    with Run(path, keep=1) as run:
+        run.optimizer.load_checkpoint(folder)
+        (own,) = find_stores(str(path))
+        assert own.path == store.path
+        run.train().save(tmp_path / "next")
+    assert steps_in(tmp_path / "next", path) == 2
+
+
 def test_a_plan_without_room_says_who_may_tell_what_ended_sessions_hold(tmp_path: Path, path: Path) -> None:
     killed(path, tmp_path / "ck")
     for keep, more in (None, "stores of ended sessions take "), (8, "stores of ended sessions: "):
