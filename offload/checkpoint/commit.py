@@ -202,7 +202,7 @@ class CommitJob:
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
             earlier_ids = tuple(id for id in earlier_ids if id != manifest.id)  # as where two sessions mirror one
-            begun = begun_name(manifest.id) if manifest.ranks == 1 and folder.has_locks else ""
+            begun = begun_name(folder, manifest.id) if manifest.ranks == 1 else ""
             if begun:
                 folder.write(begun, b"")
             for ref in manifest.stores:
@@ -311,10 +311,12 @@ class CommitJob:
     def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
         """Delete the files and pins of an uncommitted checkpoint; a failure is logged."""
         rank = self.manifest.rank
+        begun = begun_name(folder, id)
         steps: list[Callable[[], object]] = [
             *(partial(folder.delete, name) for name in names_of(id, rank)),
             *(partial(unpin, store, id) for store in stores),
-            partial(folder.delete, begun_name(id)),  # the last, as it says that the pins are nobody's
+            # The last, as it says that the pins are nobody's.
+            *(partial(folder.delete, name) for name in (begun,) if name),
         ]
         for step in steps:
             try:

@@ -12,7 +12,8 @@ cannot be decided is kept, and reported as missing: a person may delete its stor
 folder has to say so in a folder that stays: `RELEASED` counts in the two folders above it, too.
 
 A save by one rank that was killed before its `COMMIT` ends a pin, too. Its folder has a file from before the pin
-until `COMMIT` takes its place, in one rename, so no checkpoint has both. Who was to write `COMMIT` had the store.
+until `COMMIT` takes its place, in one rename, so no checkpoint has both. Who was to write `COMMIT` had the store. Its
+name has the folder's inode: in a copy of the folder, made while the save went on, it says nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from offload.tiers.place import TEMPORARY, Folder
 _log = logging.getLogger("offload")
 
 
-def begun_name(id: str) -> str:
-    """Return the name of the file that a folder has while a save by one rank is not committed."""
-    return f"{TEMPORARY}{id}"
+def begun_name(folder: Folder, id: str) -> str:
+    """Return the name of the file that a folder has while a save by one rank is not committed; "" for none."""
+    return f"{TEMPORARY}{id}-{folder.identity()}" if folder.has_locks else ""
 
 
 HERE = ".."
@@ -128,7 +129,8 @@ def standing(pin: Pin, store: str) -> Standing:
             released_ids = commit.replaced
         else:
             released_ids = read_released(place)[0]
-        if place.has_locks and place.read(begun_name(pin.id)) is not None:
+        begun = begun_name(place, pin.id)
+        if begun and place.read(begun) is not None:
             return Standing.RELEASED
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD

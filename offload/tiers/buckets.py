@@ -121,6 +121,10 @@ class BucketFolder(Folder):
         if found != sum(map(len, pieces)):
             raise CheckpointError(f"{self.path}/{name} is damaged: it has another size than was written")
 
+    def identity(self) -> str:
+        """See `Folder.identity`."""
+        return ""
+
     def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
         """See `Folder.write`."""
         with saying("write", f"{self.path}/{name}"):

@@ -208,6 +208,12 @@ class DirectoryFolder(Folder):
             if any(file.readinto(piece) != len(piece) for piece in pieces) or file.read(1):
                 raise CheckpointError(f"{what} is damaged: it has another size than was written")
 
+    def identity(self) -> str:
+        """See `Folder.identity`."""
+        with contextlib.suppress(OSError):
+            return str(os.stat(self.path).st_ino)
+        return ""
+
     def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
         """See `Folder.write`."""
         temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"

@@ -64,6 +64,9 @@ class Folder(Protocol):
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
         """Fill memory from a file, which has as many bytes."""
 
+    def identity(self) -> str:
+        """Return what tells this folder from others on its device, copies of it included; "" where nothing does."""
+
     def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
         """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile.
 

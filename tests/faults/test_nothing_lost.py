@@ -212,6 +212,14 @@ def test_a_save_that_was_killed_before_its_commit_keeps_no_store(tmp_path: Path,
     (store,) = find_stores(str(path))
     assert [pin.folder for pin in store.pins] == [str(folder)]
     assert not store.missing
+    # In the place of its folder a copy, made meanwhile, tells nothing of a checkpoint that may have moved.
+    shutil.copytree(tmp_path / "next", tmp_path / "copy")
+    (tmp_path / "next").rename(tmp_path / "moved")
+    (tmp_path / "copy").rename(tmp_path / "next")
+    (store,) = find_stores(str(path))
+    assert len(store.missing) == 1
+    shutil.rmtree(tmp_path / "next")
+    (tmp_path / "moved").rename(tmp_path / "next")
     with Run(path, keep=1) as run:
         run.optimizer.load_checkpoint(folder)
         (own,) = find_stores(str(path))
