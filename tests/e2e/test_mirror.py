@@ -612,8 +612,8 @@ def test_a_rank_whose_mirror_fails_ends_that_of_the_others(
             raise offload.CheckpointError("as if")
         plain_copy(checkpoint, *arguments)
 
-    def write(folder: DirectoryFolder, name: str, content: bytes) -> None:
-        plain_write(folder, name, content)
+    def write(folder: DirectoryFolder, name: str, content: bytes, **options: Any) -> None:
+        plain_write(folder, name, content, **options)
         if folder.path.startswith(str(tmp_path / "mirror")) and name.startswith("manifest-"):
             is_named.set()
 
