@@ -99,11 +99,11 @@ def hung_commit(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
     reached, go_on = threading.Event(), threading.Event()
     plain = DirectoryFolder.write
 
-    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
+    def write(folder: DirectoryFolder, name: str, data: bytes, **options: Any) -> None:
         if name == COMMIT_NAME:
             reached.set()
             assert go_on.wait(60.0)
-        plain(folder, name, data)
+        plain(folder, name, data, **options)
 
     monkeypatch.setattr(DirectoryFolder, "write", write)
     return reached, go_on

@@ -247,14 +247,14 @@ def test_a_session_that_breaks_while_it_commits_loses_no_checkpoint(
     before, after = threading.Event(), threading.Event()
     plain = DirectoryFolder.write
 
-    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
+    def write(folder: DirectoryFolder, name: str, data: bytes, **options: Any) -> None:
         if name == COMMIT_NAME and reaches == "nothing":
             before.set()
             assert jobs[0].cancelled.wait(LONG_S)
         if name == COMMIT_NAME and reaches == "COMMIT":
             before.set()
             assert after.wait(LONG_S)
-        plain(folder, name, data)
+        plain(folder, name, data, **options)
         if name == COMMIT_NAME and reaches == "the end":
             before.set()
             assert jobs[0].cancelled.wait(LONG_S)

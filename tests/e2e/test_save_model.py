@@ -175,10 +175,10 @@ def test_frozen_weights_are_not_copied(tmp_path: Path, monkeypatch: pytest.Monke
     optimizer, head = run(model, tmp_path / "path")
     write = DirectoryFolder.write
 
-    def late(self: DirectoryFolder, name: str, content: Any) -> None:
+    def late(self: DirectoryFolder, name: str, content: Any, **options: Any) -> None:
         if name.startswith("model-"):
             assert may_write.wait(60)
-        write(self, name, content)
+        write(self, name, content, **options)
 
     monkeypatch.setattr(DirectoryFolder, "write", late)
     with optimizer:
