@@ -39,8 +39,6 @@ _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
 _said_other = False
 
-log = logging.getLogger("offload")
-
 
 def enable(
     config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,

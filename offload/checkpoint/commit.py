@@ -315,8 +315,7 @@ class CommitJob:
         steps: list[Callable[[], object]] = [
             *(partial(folder.delete, name) for name in names_of(id, rank)),
             *(partial(unpin, store, id) for store in stores),
-            # The last, as it says that the pins are nobody's.
-            *(partial(folder.delete, name) for name in (begun,) if name),
+            *([partial(folder.delete, begun)] if begun else []),  # the last, as it says that the pins are nobody's
         ]
         for step in steps:
             try:

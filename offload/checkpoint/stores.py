@@ -38,11 +38,6 @@ from offload.tiers.place import TEMPORARY, Folder
 _log = logging.getLogger("offload")
 
 
-def begun_name(folder: Folder, id: str) -> str:
-    """Return the name of the file that a folder has while a save by one rank is not committed; "" for none."""
-    return f"{TEMPORARY}{id}-{folder.identity()}" if folder.has_locks else ""
-
-
 HERE = ".."
 """A pin's folder if the store lies in the checkpoint itself, wherever that is moved."""
 
@@ -107,6 +102,12 @@ def unpin(folder: Folder, id: str) -> None:
 
 
 # What may be freed ------------------------------------------------------------------------------------------------
+
+
+def begun_name(folder: Folder, id: str) -> str:
+    """Return the name of the file that a folder has while a save by one rank is not committed; "" for none."""
+    identity = folder.identity()
+    return f"{TEMPORARY}{id}-{identity}" if identity else ""
 
 
 def standing(pin: Pin, store: str) -> Standing:

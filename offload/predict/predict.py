@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from offload.errors import ConfigError, invariant
+from offload.layout import Subgroup
 from offload.plan.budget import Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
@@ -102,7 +103,7 @@ def with_backward_s(
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     if plan.weights_on_gpu:
-        left_s = prediction.step_s * factor * _left_share(prediction, plan, streamed_bytes, moved_bytes)
+        left_s = prediction.step_s * factor * _left_share(prediction, plan, ahead, moved_bytes)
         update_s *= streamed_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)
         if plan.budgets.gradients_on_gpu:
             update_s = max(update_s, prediction.busy_s.get("d2h", 0.0) * factor)
@@ -115,7 +116,7 @@ def with_backward_s(
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
 
 
-def _left_share(prediction: Prediction, plan: Plan, ahead_bytes: int, moved_bytes: int) -> float:
+def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], moved_bytes: int) -> float:
     """Return how long the lanes work for a step of which some state was updated in backward, over all that they do.
 
     Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths.
@@ -123,19 +124,20 @@ def _left_share(prediction: Prediction, plan: Plan, ahead_bytes: int, moved_byte
     Args:
         prediction: Of the step.
         plan: What it predicts.
-        ahead_bytes: Of the state that was updated in backward, by the CPU.
+        ahead: What was updated in backward, by the CPU.
         moved_bytes: What the step moves over the paths.
     """
+    ahead_bytes = sum(subgroup.state_bytes for subgroup in ahead)
     done = {"cpu": ahead_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)}
-    if plan.budgets.gradients_on_gpu:
-        copied_bytes = sum(s.weight_bytes for s in plan.layout.subgroups if plan.may_speculate(s.index))
+    if plan.budgets.gradients_on_gpu:  # of 16 bits, as weights are
+        copied_bytes = sum(subgroup.weight_bytes for subgroup in ahead)
         done["d2h"] = copied_bytes / max(prediction.lane_bytes.get("d2h", 0), 1)
     left_s = 0.0
     for lane, busy_s in prediction.busy_s.items():
         of_path = lane.startswith(("read:", "write:"))
         share = 2 * ahead_bytes / max(moved_bytes, 1) if of_path else done.get(lane, 0.0)
         left_s = max(left_s, busy_s * (1 - min(share, 1.0)))
-    return left_s / max(*prediction.busy_s.values(), left_s) if left_s else 0.0
+    return left_s / max(prediction.busy_s.values()) if left_s else 0.0
 
 
 def predict(
