@@ -1069,7 +1069,10 @@ WHY_MISSED = (
         "not profiled: at 8 tokens, the fewest, forward and backward are 1.7 times as long as the step, most of it collectives "
         "that take the cores of updates",
     ),
-    ("overlap-ranks: fsdp2, hidden in forward: predicted", "the prediction knows of no collectives in forward"),
+    (
+        "overlap-ranks: fsdp2, hidden in forward: predicted",
+        "not profiled; the prediction knows of no collectives in forward",
+    ),
     (
         "overlap-ranks: ddp, hidden in forward: predicted",
         "the prediction knows of no exchange of rows behind the step",
