@@ -1075,7 +1075,7 @@ WHY_MISSED = (
     ),
     (
         "overlap-ranks: ddp, hidden in forward: predicted",
-        "the prediction knows of no exchange of rows behind the step",
+        "not profiled; the prediction knows of no exchange of rows behind the step",
     ),
     ("gradients: compact8, 128 tokens: iteration", ADDED),
     (
