@@ -40,6 +40,8 @@ MACHINE = "h100-node-nvme-pfs"
 """Of the simulation."""
 UNCLIPPED = 1e9
 """A norm that no gradient has: every step takes it."""
+BUCKET_NUMEL = 4_000_000
+"""Of ZeRO-3's buckets: a fraction of the model, as in models of the size that its defaults are made for."""
 SETTLING, COUNTED = 2, 3
 """Iterations of a turn."""
 
@@ -92,7 +94,12 @@ class Training:
             "bf16": {"enabled": True},
             "gradient_clipping": UNCLIPPED,
             "steps_per_print": 10**9,
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "reduce_bucket_size": BUCKET_NUMEL,
+                "stage3_prefetch_bucket_size": BUCKET_NUMEL,
+            },
             "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": [*SETTINGS["betas"]]}},
             "multi_tier_offload": settings,
         }

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError
+from offload import ConfigError, OffloadConfig
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
@@ -184,7 +184,21 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         engine.optimizer.save_by_engine(engine, saving)
     engine.optimizer.honour_include(engine)
     if engine.global_rank == 0:
+        say_what_waits(engine, config)
         log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", type(engine.optimizer).__name__)
+
+
+def say_what_waits(engine: Any, config: OffloadConfig) -> None:
+    """Warn of sizes, in elements, with which DeepSpeed holds all gradients, or asks for all weights, at once."""
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    gathers, stage = config.overlaps_forward, engine.zero_optimization_stage()
+    told = [
+        (config.overlaps_backward, "reduce_bucket_size", engine.zero_reduce_bucket_size(), "during backward"),
+        (gathers and stage == 3, "stage3_prefetch_bucket_size", engine.zero_prefetch_bucket_size(), "in forward"),
+    ]
+    for overlaps, name, size, where in told:
+        if overlaps and size >= numel:
+            log.warning("%s %d holds all %d parameters: little is hidden %s; give less", name, size, numel, where)
 
 
 def _is_offloaded(engine: Any) -> bool:

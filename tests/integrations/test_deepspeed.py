@@ -349,6 +349,40 @@ def test_no_key_of_deepspeed_is_taken_for_the_object() -> None:
     settings.find_mistyped(dict.fromkeys(names))
 
 
+@pytest.mark.parametrize(
+    ("overlap", "stage", "said"),
+    [
+        ("off", 3, []),
+        ("auto", 3, []),
+        ("backward", 2, ["reduce_bucket_size"]),
+        ("forward", 3, ["stage3_prefetch_bucket_size"]),
+        ("forward", 2, []),
+        ("both", 3, ["reduce_bucket_size", "stage3_prefetch_bucket_size"]),
+    ],
+)
+def test_buckets_as_large_as_the_model_are_named(
+    overlap: str, stage: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With DeepSpeed's default sizes a small model gains nothing, and nobody would know why."""
+    import torch
+
+    from offload import OffloadConfig
+    from offload.integrations.deepspeed import switch
+
+    def names(size: int) -> list[str]:
+        caplog.clear()
+        engine = SimpleNamespace(
+            module=torch.nn.Linear(4, 3),
+            zero_optimization_stage=lambda: stage,
+            zero_reduce_bucket_size=lambda: size,
+            zero_prefetch_bucket_size=lambda: size,
+        )
+        switch.say_what_waits(engine, OffloadConfig(host_memory=0, paths=["."], overlap=overlap))
+        return [record.getMessage().split()[0] for record in caplog.records]
+
+    assert (names(15), names(14)) == (said, [])
+
+
 def test_an_engine_without_the_object_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where the backend is on, somebody has meant to use it."""
     from offload.integrations.deepspeed import switch
