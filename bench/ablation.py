@@ -372,7 +372,7 @@ def simulated_s(parts: Parts, model: Published) -> float:
         raise SystemExit(f"a step of {model.params:,} parameters has too many tiles to be simulated")
     forward_s, backward_s = model.forward_s, max(model.backward_s, prediction.gradients_s)
     if parts.backward:
-        return with_backward_s(prediction, answer.plan, forward_s, backward_s, follows=parts.forward)
+        return with_backward_s(prediction, answer.plan, answer.rates, forward_s, backward_s, follows=parts.forward)
     if parts.forward:
         return backward_s + with_forward_s(prediction, forward_s, on_cpu=False)
     return forward_s + backward_s + prediction.step_s

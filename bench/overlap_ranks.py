@@ -226,7 +226,7 @@ def simulated() -> dict[str, float]:
     if answer.forward_s is None or answer.backward_s is None:
         raise RuntimeError(f"nothing is known of forward and backward on {MACHINE}")
     plan, compute_s = answer.plan, answer.forward_s + answer.backward_s
-    nbytes = sum(subgroup.state_bytes for subgroup in plan.layout.subgroups if plan.may_speculate(subgroup.index))
+    nbytes = sum(s.state_bytes for s in plan.layout.subgroups if answer.ahead.may_speculate(s.index))
     paths = answer.rates.paths
     rate = min(sum(path.read_bytes_per_s for path in paths), sum(path.write_bytes_per_s for path in paths))
     return {"off": compute_s + answer.step_s, **answer.overlapped_s, "least": max(compute_s, nbytes / rate)}

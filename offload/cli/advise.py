@@ -230,7 +230,7 @@ class Setting:
         """Return an answer with the step hidden where that is shortest."""
         hidden = dict(answer.overlapped_s)
         memory, question = answer.question.node_memory, answer.question
-        image_bytes = question.ranks * (answer.use.host_bytes + answer.plan.speculative_memory_bytes)
+        image_bytes = question.ranks * (answer.use.host_bytes + answer.ahead.host_bytes - answer.plan.host_bytes)
         no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, question.ranks)
         if question.all_ranks > 1 and question.weights_on_gpu:  # what ranks exchange there meanwhile is not predicted
             hidden = {}

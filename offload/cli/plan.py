@@ -331,6 +331,11 @@ class Answer:
         return (self.forward_s or 0.0) + (self.backward_s or 0.0) + self.step_s
 
     @property
+    def ahead(self) -> Plan:
+        """The plan of a rank whose steps are hidden in backward."""
+        return _ahead(self.plan)
+
+    @property
     def warnings(self) -> list[str]:
         """What the reader should know of the rates, and of what was left out to bound the work."""
         from offload.plan.budget import AUTO_SUBGROUP_NUMEL
@@ -443,6 +448,15 @@ def _plan(question: Question, rates: Rates) -> Plan:
     return plan.counting_buffers(int(question.weights_on_gpu))
 
 
+def _ahead(plan: Plan) -> Plan:
+    """Return a plan with updates in backward: gradients of what the GPU updates then come to host memory, too."""
+    if not plan.weights_on_gpu:
+        return replace(plan, budgets=replace(plan.budgets, speculates=True))
+    streamed = (s for s in plan.layout.subgroups if plan.updates_on_gpu(s.index) and not plan.is_resident(s.index))
+    gradient_bytes = plan.budgets.gradient_bytes + GRADIENT_BYTES * sum(subgroup.numel for subgroup in streamed)
+    return replace(plan, budgets=replace(plan.budgets, speculates=True, gradient_bytes=gradient_bytes))
+
+
 def use(question: Question) -> Use:
     """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
     return use_of(_plan(question, _rates(question)), question.beside)
@@ -489,8 +503,11 @@ def ask(
         on_cpu = not question.weights_on_gpu
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
         if not plan.gradient_buffers:
+            ahead = _ahead(plan)
             for hidden_in, follows in (("backward", False), ("both", True)):
-                overlapped_s[hidden_in] = with_backward_s(prediction, plan, forward_s, backward_s, follows=follows)
+                overlapped_s[hidden_in] = with_backward_s(
+                    prediction, ahead, rates, forward_s, backward_s, follows=follows
+                )
     return Answer(question, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
 
 
@@ -1069,8 +1086,8 @@ def _as_dict(
         "iteration_s": answer.iteration_s,
         "hidden_iteration_s": dict(answer.overlapped_s),
         "speculation": {
-            "memory_bytes": plan.speculative_memory_bytes,
-            "storage_bytes": plan.speculative_storage_bytes,
+            "memory_bytes": answer.ahead.host_bytes - plan.host_bytes,
+            "storage_bytes": answer.ahead.speculative_storage_bytes,
         },
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
@@ -1115,7 +1132,8 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines.append(line)
     lines += _activation_lines(answer)
     if "backward" in answer.overlapped_s:
-        memory, storage = format_bytes(plan.speculative_memory_bytes), format_bytes(plan.speculative_storage_bytes)
+        memory = format_bytes(answer.ahead.host_bytes - plan.host_bytes)
+        storage = format_bytes(answer.ahead.speculative_storage_bytes)
         lines.append(f"hidden in backward, a step takes {memory} more of a rank's memory and {storage} of its paths")
     if answer.prediction is not None:
         lines += str(answer.prediction).splitlines()[1:]

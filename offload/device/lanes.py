@@ -455,9 +455,7 @@ class GpuLanes(Lanes):
     def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
         copies = self._weight_copies(operation.subgroup, self.image(operation.through))
-        for mark in self._written.get(operation.subgroup, ()):
-            for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
-                self.device.follow(lane, mark)
+        self.leave_behind_sent(operation.subgroup)
         began = self.device.mark(DeviceLane.LEAVING)
         self.pieces.to_host(copies, lane=DeviceLane.LEAVING)
         ended = self.device.mark(DeviceLane.LEAVING)
@@ -480,6 +478,12 @@ class GpuLanes(Lanes):
     def await_sent(self, subgroup: int) -> None:
         """Make the next run of a subgroup on the CPU wait until its last weights have left host memory, too."""
         self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
+
+    def leave_behind_sent(self, subgroup: int) -> None:
+        """Have what leaves the device from now on wait until a subgroup's last weights have come there."""
+        for mark in self._written.get(subgroup, ()):
+            for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
+                self.device.follow(lane, mark)
 
     def await_push(self, operation: AwaitPush) -> None:
         """Report when a subgroup's new weights have left their slot."""

@@ -180,6 +180,7 @@ class Tables:
                 None for the weights themselves.
             gradients_address: Address of an image of its gradients, padding included; None for where `rows` says.
             version: Of a speculative run, where its new weights go; its masters are not reloaded from their weights.
+                Where `weights_address` is that image, fp32 weights have been copied there from a GPU.
         """
         layout = self._layout.subgroups[run.visit.subgroup]
         parameter, start, offset, numel, first_index = self._columns[layout.index]
@@ -254,7 +255,8 @@ class Tables:
         numel = np.where(active_rows(table), table["numel"], np.uint64(0))
         sizes = np.stack([numel * ITEM_BYTES[table["gradient_dtype"]], numel * np.uint64(4 * is_fp32)], axis=1)
         gradients = begun.gradients[parameter] + start * ITEM_BYTES[begun.gradient_dtypes[parameter]]
-        return parameter, np.stack([gradients, table["master"]], axis=1), sizes.astype(np.uint64)
+        masters = begun.weights[parameter] + start * np.uint64(4)
+        return parameter, np.stack([gradients, masters], axis=1), sizes.astype(np.uint64)
 
     def weight_copies(
         self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None

@@ -91,7 +91,8 @@ class StateViews:
         """
         lanes, fill = self._lanes, self._tables.fill
         if version is not None:
-            return fill(run, self._address(run), rows, version=version)
+            image = version[0] if self.plan.weights_on_gpu else None
+            return fill(run, self._address(run), rows, weights_address=image, version=version)
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:

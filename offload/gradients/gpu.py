@@ -199,7 +199,8 @@ class GpuGradients(GradientStore):
         return super().used_bytes(plan) + sum(wide.nbytes for wide in self._wide.values())
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
-        return any(not plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[position])
+        places = plan.layout.places[position]
+        return any(not plan.updates_on_gpu(subgroup) or plan.may_speculate(subgroup) for subgroup, _ in places)
 
     def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
         if unused:
@@ -490,12 +491,14 @@ class GpuGradients(GradientStore):
     def read_final(self, final: Mapping[int, FinalGradient], segments: Sequence[Segment], rows: StepRows) -> None:
         """See `GradientStore.read_final`: in their slots, as rows say already."""
 
-    def bring_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup) -> None:
-        """Copy gradients of a subgroup that is admitted to their slots, and make its run wait for them.
+    def bring_final(self, final: Mapping[int, FinalGradient], subgroup: Subgroup, masters: Pieces) -> None:
+        """Copy gradients of a subgroup that is admitted to their slots, and fp32 weights; make its run wait for them.
 
         The caller may write to them meanwhile: the step compares what the update has read with what is there then.
         """
-        copies: list[tuple[int, int, int]] = []
+        if len(masters):
+            self.lanes.leave_behind_sent(subgroup.index)
+        copies: list[tuple[int, int, int]] = masters.tolist()
         for segment in subgroup.segments:
             if segment.parameter in final and segment.numel:
                 gradient, mark = final[segment.parameter]
@@ -504,8 +507,9 @@ class GpuGradients(GradientStore):
                 start, nbytes = (numel * gradient.itemsize for numel in (segment.start, segment.numel))
                 target = self._slots[segment.parameter].data_ptr()
                 copies.append((gradient.data_ptr() + start, target + start, nbytes))
-        self.lanes.bring(Visit(subgroup.index, speculative=True), (), as_pieces(copies), self._gap_bytes)
-        self._final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
+        if copies:
+            self.lanes.bring(Visit(subgroup.index, speculative=True), (), as_pieces(copies), self._gap_bytes)
+            self._final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
         """Wait until no lane reads gradients that `bring_final` was given, which are dropped then."""
@@ -525,27 +529,59 @@ class GpuGradients(GradientStore):
         chosen = np.flatnonzero(stay & (sizes > 0))
         if not chosen.size:
             return found
-        positions, addresses = positions[chosen], addresses[chosen]
-        dtypes = self._tables.gradient_dtypes[positions]
-        starts = (addresses - self._tables.gradients[positions]) // ITEM_BYTES[dtypes]
-        numels = sizes[chosen] // ITEM_BYTES[dtypes]
-        # In the place of their blocks' sums: the norm, if there is one, has been made.
+        positions = positions[chosen]
+        dtypes, at = self._tables.gradient_dtypes[positions], self._tables.gradients[positions]
+        found[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
+        return found
+
+    def master_fingerprints(
+        self,
+        positions: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.uint64]:
+        """See `GradientStore.master_fingerprints`: they are made on the device."""
+        found = np.zeros(len(positions), np.uint64)
+        chosen = np.flatnonzero(sizes)
+        if chosen.size:
+            positions = positions[chosen]
+            at, dtypes = self._tables.weights[positions], np.full(chosen.size, DtypeCode.FLOAT32, np.int32)
+            found[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
+        return found
+
+    def _fingerprints(
+        self,
+        positions: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        at: npt.NDArray[np.uint64],
+        dtypes: npt.NDArray[np.int32],
+    ) -> npt.NDArray[np.uint64]:
+        """Return fingerprints of pieces of what lies on the device: of tensors at `at`, one for each parameter."""
+        starts = (addresses - at) // ITEM_BYTES[dtypes]
+        numels = sizes // ITEM_BYTES[dtypes]
+        # In the place of their gradients' block sums: the norm, if there is one, has been made.
         self._gathered[positions] = DtypeCode.NONE
         records = [self.records[position] for position in positions.tolist()]
         first = [record.first_part(start) for record, start in zip(records, starts.tolist(), strict=True)]
         lanes, device = self.lanes, self.lanes.device
         with self._lock:
             self._borrow(buffers=False, caller=lanes.caller)
-            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))  # behind the caller
-            at = [record.device_blocks + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)]
-            rows = np.stack([addresses, numels, np.array(at, np.uint64)], axis=1)
+            for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
+                device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
+            parts = [
+                record.device_blocks + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
+            ]
+            rows = np.stack([addresses, numels, np.array(parts, np.uint64)], axis=1)
             for dtype in np.unique(dtypes).tolist():
                 device.fingerprint_gradients(DeviceLane.GRADIENTS, DtypeCode(dtype), rows[dtypes == dtype])
             self._copy_sums()
             device.mark(DeviceLane.GRADIENTS, timed=False).wait()
-        for number, record, start, numel in zip(chosen.tolist(), records, first, numels.tolist(), strict=True):
-            found[number] = record.parts[start : start + blocks_numel(numel)].sum(dtype=np.uint64)
-        return found
+        found = [
+            record.parts[start : start + blocks_numel(numel)].sum(dtype=np.uint64)
+            for record, start, numel in zip(records, first, numels.tolist(), strict=True)
+        ]
+        return np.array(found, np.uint64)
 
     # Between passes
 

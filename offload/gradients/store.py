@@ -248,6 +248,15 @@ class GradientStore:
         """
         return self._kernel.fingerprints(addresses, sizes)
 
+    def master_fingerprints(
+        self,
+        positions: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.uint64]:
+        """Return fingerprints of pieces of fp32 weights, which are masters, likewise."""
+        return self._kernel.fingerprints(addresses, sizes)
+
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:

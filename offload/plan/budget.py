@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
-from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.dtypes import ITEM_BYTES
 from offload.errors import InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
@@ -237,12 +237,14 @@ class Plan:
         return self.homes[subgroup] is not Home.STREAMED
 
     def may_speculate(self, subgroup: int) -> bool:
-        """Return whether a subgroup can be updated before its step: streamed, by the CPU, from host memory."""
+        """Return whether a subgroup can be updated before its step: streamed, and not with whole parameters.
+
+        The CPU does it, whose cores wait for a GPU in backward; what the GPU would update in the step included, where
+        its gradients are to come to host memory, too.
+        """
         if self.is_resident(subgroup) or self.layout.subgroups[subgroup].state.rule.is_whole:
             return False
-        # An fp32 weight is the master: where it lies on a GPU, the step fetches it.
-        is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
-        return not (self.weights_on_gpu and (self.updates_on_gpu(subgroup) or is_master))
+        return self.budgets.speculates or not self.updates_on_gpu(subgroup)
 
     @property
     def _speculative(self) -> Iterable[Subgroup]:

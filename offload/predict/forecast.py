@@ -52,7 +52,7 @@ class Forecast:
     def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
         """Return the seconds of an iteration with updates during backward; see `with_backward_s`."""
         made, factor = self._drifted(plan, rates)
-        return with_backward_s(made, plan, forward_s, backward_s, follows=follows, factor=factor)
+        return with_backward_s(made, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
 
     def _drifted(self, plan: Plan, rates: Rates) -> tuple[Prediction, float]:
         """Return the last simulation, which has a timeline, and by what factor a step is longer now."""

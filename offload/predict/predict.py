@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.layout import Subgroup
 from offload.plan.budget import Plan
@@ -75,6 +76,7 @@ def with_forward_s(prediction: Prediction, forward_s: float, *, on_cpu: bool, fa
 def with_backward_s(
     prediction: Prediction,
     plan: Plan,
+    rates: Rates,
     forward_s: float,
     backward_s: float,
     *,
@@ -84,13 +86,14 @@ def with_backward_s(
     """Return the seconds of an iteration in which streamed state is updated during backward, and nothing is revoked.
 
     All of that state is then moved both ways; in forward staging slots are flushed and filled. Updates take their
-    time from backward, on the same cores; those of state at home in memory are the step's. With weights on a GPU
-    updates are made beside backward, and only those of the CPU, as are copies of gradients that stay there; new
-    weights are sent in the step.
+    time from backward, on the same cores; those of state at home in memory are the step's. With weights on a GPU the
+    CPU updates beside backward, also what the GPU would update in the step. Gradients that stay there and fp32
+    weights are copied meanwhile; new weights are sent in the step.
 
     Args:
         prediction: Of the step, with a timeline.
         plan: What it predicts.
+        rates: What it was predicted from.
         forward_s: What the forward pass takes by itself.
         backward_s: What backward takes by itself.
         follows: Whether what is left of the step goes on into forward (`overlap_forward`).
@@ -104,9 +107,11 @@ def with_backward_s(
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     if plan.weights_on_gpu:
         left_s = prediction.step_s * factor * _left_share(prediction, plan, ahead, moved_bytes)
-        update_s *= streamed_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)
-        if plan.budgets.gradients_on_gpu:
-            update_s = max(update_s, prediction.busy_s.get("d2h", 0.0) * factor)
+        cpu_bytes = prediction.lane_bytes.get("cpu", 0)
+        update_s = streamed_bytes * (update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s)
+        leaving_bytes = sum(_leaving_bytes(subgroup, plan) for subgroup in ahead)
+        if leaving_bytes:
+            update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h_bytes_per_s)
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + left_s)
         return forward_s + max(backward_s, update_s, io_s - in_forward_s) + left_s
@@ -119,25 +124,37 @@ def with_backward_s(
 def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], moved_bytes: int) -> float:
     """Return how long the lanes work for a step of which some state was updated in backward, over all that they do.
 
-    Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths.
+    Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths. What
+    the GPU would have updated does not pass through it, and its weights come from the CPU.
 
     Args:
         prediction: Of the step.
         plan: What it predicts.
-        ahead: What was updated in backward, by the CPU.
+        ahead: What was updated in backward.
         moved_bytes: What the step moves over the paths.
     """
-    ahead_bytes = sum(subgroup.state_bytes for subgroup in ahead)
-    done = {"cpu": ahead_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)}
-    if plan.budgets.gradients_on_gpu:  # of 16 bits, as weights are
-        copied_bytes = sum(subgroup.weight_bytes for subgroup in ahead)
-        done["d2h"] = copied_bytes / max(prediction.lane_bytes.get("d2h", 0), 1)
+    of_gpu = [subgroup for subgroup in ahead if plan.updates_on_gpu(subgroup.index)]
+    ahead_bytes, gpu_bytes = (sum(subgroup.state_bytes for subgroup in some) for some in (ahead, of_gpu))
+    leaving = (_leaving_bytes(subgroup, plan) for subgroup in ahead if not plan.updates_on_gpu(subgroup.index))
+    done_bytes = {
+        "cpu": ahead_bytes - gpu_bytes,
+        "gpu": gpu_bytes,
+        "h2d": gpu_bytes - sum(subgroup.weight_bytes for subgroup in of_gpu),
+        "d2h": gpu_bytes + sum(leaving),
+    }
     left_s = 0.0
     for lane, busy_s in prediction.busy_s.items():
         of_path = lane.startswith(("read:", "write:"))
-        share = 2 * ahead_bytes / max(moved_bytes, 1) if of_path else done.get(lane, 0.0)
-        left_s = max(left_s, busy_s * (1 - min(share, 1.0)))
+        done = 2 * ahead_bytes if of_path else done_bytes.get(lane, 0)
+        nbytes = moved_bytes if of_path else prediction.lane_bytes.get(lane, 0)
+        left_s = max(left_s, busy_s * (1 - min(done / max(nbytes, 1), 1.0)))
     return left_s / max(prediction.busy_s.values()) if left_s else 0.0
+
+
+def _leaving_bytes(subgroup: Subgroup, plan: Plan) -> int:
+    """Return what is copied from the GPU for an update ahead: gradients, if they stay there, and fp32 weights."""
+    is_master = subgroup.dtype is DtypeCode.FLOAT32  # and a gradient has its weight's dtype
+    return subgroup.weight_bytes * (plan.budgets.gradients_on_gpu + is_master)
 
 
 def predict(

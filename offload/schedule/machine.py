@@ -430,11 +430,15 @@ class Machine:
                 break
             self._reserved += room
             self._subgroups[subgroup].visit, self.staging.priorities[subgroup] = visit, (True, place)
-            phase = self._subgroups[subgroup].phase
-            if phase is Phase.DIRTY:
-                self._flush(subgroup)  # the live version is whole on storage before there is a speculative one
-            elif phase is Phase.ABSENT:
+            if self._subgroups[subgroup].phase is Phase.ABSENT:
                 self.staging.line.append(subgroup)
+            self._flush_live(subgroup)
+
+    def _flush_live(self, number: int) -> None:
+        """Have the live version be whole on storage before there is a speculative one."""
+        subgroup = self._subgroups[number]
+        if self.is_open and self.broken is None and subgroup.visit is not None and subgroup.phase is Phase.DIRTY:
+            self._flush(number)
 
     def _admit(self, subgroups: Iterable[int]) -> None:
         for number in subgroups:
@@ -743,6 +747,7 @@ class Machine:
             self.staging.to(subgroup, Phase.RESIDENT)
         elif changed or subgroup in self.staging.dirty:
             self.staging.changed(subgroup)
+            self._flush_live(subgroup)  # the GPU's copy out may end when the next sweep is open
         else:
             self.staging.to(subgroup, Phase.READY)
         self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out

@@ -325,7 +325,7 @@ class Engine:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         A step that would do the same, bit for bit, takes over the new version; else it is revoked. With weights on a
-        GPU this is for 16-bit weights that the CPU updates, whose gradients leave during backward (`arrived`), or
+        GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
         stay and are copied when an update is about to read them (`final`). Where they leave for the paths
         (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
 

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.pieces import Pieces, as_pieces
+from offload.dtypes import DtypeCode
 from offload.engine.tables import StepRows
 from offload.errors import ConfigError, InternalError, OffloadError, known
 from offload.gradients.store import FinalGradient
@@ -264,14 +266,18 @@ class Speculation:
                 machine.handle(Begin(self.open(visits, self._visit)))
             admitted = []
             while self._next_has_landed():
-                if self._loose_gradients:
-                    parts.gradients.bring_final(
-                        self._loose_gradients, parts.plan.layout.subgroups[self._admissible[0]]
-                    )
+                subgroup = parts.plan.layout.subgroups[self._admissible[0]]
+                parts.gradients.bring_final(self._loose_gradients, subgroup, self._masters_of(subgroup))
                 admitted.append(self._admissible.popleft())
             if admitted:
                 machine.handle(Admit(tuple(admitted)))
             parts.executor.submit(machine.take_operations())
+
+    def _masters_of(self, subgroup: Subgroup) -> Pieces:
+        """Return copies of fp32 weights, which are masters, from a GPU to their image, where they are updated."""
+        if not self._parts.plan.weights_on_gpu or subgroup.dtype is not DtypeCode.FLOAT32:
+            return as_pieces([])
+        return self._parts.tables.weight_copies(subgroup.index, self._image_of(subgroup.index))
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -388,7 +394,8 @@ class Speculation:
         ranges = [tables.read_by(number, sources[number].table, tables.begun) for number in alike]
         positions, addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
         of_gradients = parts.gradients.fingerprints(positions, addresses[:, 0], sizes[:, 0])
-        sums = np.stack([of_gradients, parts.kernel.fingerprints(addresses[:, 1], sizes[:, 1])], axis=1)
+        of_masters = parts.gradients.master_fingerprints(positions, addresses[:, 1], sizes[:, 1])
+        sums = np.stack([of_gradients, of_masters], axis=1)
         read = np.concatenate([sources[number].sums for number in alike])
         same = (sums == read).all(axis=1)
         ends = np.cumsum([len(sources[number].sums) for number in alike])

@@ -31,6 +31,7 @@ from test_overlap_backward import (
     clipped,
     dropped,
     dropped_behind_its_back,
+    fp32_weights_written_past_counters,
     plain,
     run,
     run_as_predicted,
@@ -49,6 +50,7 @@ from offload.errors import OffloadError, StepAbortedError
 from offload.gradients import gpu as gpu_gradients
 from offload.plan import Home, Placement, Plan
 from offload.predict import predict
+from offload.predict.forecast import Forecast
 from offload.predict.predict import with_backward_s
 from offload.protocols import DeviceLane
 from offload.sim import SimulatedDevice
@@ -141,13 +143,8 @@ class OnGpu(Training):
         return all(b - a == c - b > 0 for a, b, c in zip(one, two, three, strict=True))
 
     def able_bytes(self) -> int:
-        """Return the streamed bytes that the CPU updates."""
-        plan = self.optimizer.engine.plan
-        return sum(
-            subgroup.state_bytes
-            for subgroup in plan.layout.subgroups
-            if not (plan.is_resident(subgroup.index) or plan.updates_on_gpu(subgroup.index))
-        )
+        """Return the streamed bytes, which the CPU updates ahead."""
+        return self.optimizer.engine.plan.home_bytes[Home.STREAMED]
 
 
 def not_finite(training: OnGpu, rng: random.Random) -> None:
@@ -320,7 +317,8 @@ def test_all_is_confirmed_where_nothing_changes(place: Place, tmp_path: Path) ->
             training.step()
             optimizer.zero_grad()
         found = optimizer.metrics()
-        assert 0 < training.able_bytes() < optimizer.plan.plan.state_bytes
+        assert {*optimizer.plan.plan.placements} == {*Placement}
+        assert 0 < training.able_bytes() == optimizer.plan.plan.state_bytes
         assert found["speculation/confirmed_bytes"] == training.able_bytes()
         assert training.counts["confirmed"] == 7 * training.able_bytes()  # all but the first
         assert training.counts["revoked"] == 0
@@ -443,14 +441,41 @@ def test_new_weights_come_behind_whoever_reads_the_old_ones(tmp_path: Path, foll
     assert training.counts["revoked"] > 0
 
 
-def test_float32_weights_are_updated_in_the_step(place: Place, tmp_path: Path) -> None:
-    """They are masters, and lie on the GPU."""
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_float32_weights(place: Place, tmp_path: Path, placing: str, keeps: bool) -> None:
+    """They are masters, which lie on the GPU, and which the caller may write to."""
+    found = []
+    kinds = [
+        named(kind) for kind in (WHERE_GRADIENTS_STAY if keeps else [*KINDS, fp32_weights_written_past_counters])
+    ]
+    for overlap in ("off", "backward"):
+        training = OnGpu(tmp_path / overlap, place, overlap, torch.float32, keep_grads=keeps, **PLACINGS[placing])
+        found.append(run(training, 40, 2, kinds, share=0.5))
+    assert_says_something(found[0])
+    assert_same(*found)
+    assert 0 < 0.9 * training.counts["could"] <= training.counts["did"]
+    assert training.counts["revoked"] > 0
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_written_float32_weights_revoke_what_was_made_from_them(place: Place, tmp_path: Path, counted: bool) -> None:
     found = []
     for overlap in ("off", "backward"):
         training = OnGpu(tmp_path / overlap, place, overlap, torch.float32)
-        found.append(run(training, 6, 0, [plain]))
+        with training.optimizer as optimizer, torch.no_grad():
+            for writes in (False, False, False, True, False):
+                before = training.counts["revoked"]
+                with torch.enable_grad():
+                    training.backward()
+                training.settle()
+                for weight in training.model.parameters() if writes else ():
+                    (weight if counted else weight.data).mul_(0.5)
+                training.step()
+                optimizer.zero_grad()
+                assert (training.counts["revoked"] > before) is (writes and overlap == "backward")
+            found.append(everything(optimizer, training.model))
     assert_same(*found)
-    assert training.counts["confirmed"] == training.counts["revoked"] == 0
 
 
 def test_a_session_that_is_opened_after_backward(tmp_path: Path) -> None:
@@ -491,8 +516,10 @@ def test_what_is_predicted(place: Place, tmp_path: Path, placing: str) -> None:
         plan = optimizer.engine.plan
         made = predict(plan, optimizer.engine.rates)
         for follows in (False, True):
+            rates = optimizer.engine.rates
             short_s, long_s = (
-                with_backward_s(made, plan, seconds, seconds, follows=follows) for seconds in (0.0, 100 * made.step_s)
+                with_backward_s(made, plan, rates, seconds, seconds, follows=follows)
+                for seconds in (0.0, 100 * made.step_s)
             )
             assert 0 < short_s < 2.5 * made.step_s  # all streamed state is moved, what staging slots hold, too
             assert 200 * made.step_s <= long_s <= 201 * made.step_s
@@ -508,12 +535,11 @@ def refuse(*args: Any) -> Any:
     raise OffloadError("the device has failed")
 
 
-def trained(tmp_path: Path, passes: int = 1, **options: Any) -> OnGpu:
+def trained(tmp_path: Path, passes: int = 1, overlap: str = "backward", steps: int = 4, **options: Any) -> OnGpu:
     """Return a training some steps of which have been made ahead."""
-    training = OnGpu(
-        tmp_path / "run", Place("simulated", SimulatedDevice(1 << 28, delay_s=1e-4)), "backward", **options
-    )
-    for _ in range(4):
+    place = Place("simulated", SimulatedDevice(1 << 28, delay_s=1e-4))
+    training = OnGpu(tmp_path / "run", place, overlap, **options)
+    for _ in range(steps):
         for _ in range(passes):
             training.backward()
         training.step()
@@ -586,16 +612,23 @@ def test_a_device_that_fails_ahead_of_a_step_aborts_it(tmp_path: Path, monkeypat
     closed(training.optimizer)
 
 
+@pytest.fixture(name="chooses_backward")
+def _chooses_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have "auto" update in backward from its first choice on: what the GPU updates is not among it."""
+    monkeypatch.setattr(Forecast, "with_backward_s", lambda *_: 0.0)
+
+
 def exchanged(plan: Plan) -> Plan:
     """Return a plan in which the GPU updates what the CPU has updated, and the other way round."""
     other = {Placement.CPU: Placement.GPU, Placement.GPU: Placement.CPU}
     return replace(plan, placements=tuple(other[placement] for placement in plan.placements))
 
 
+@pytest.mark.usefixtures("chooses_backward")
 def test_a_device_that_fails_where_images_are_taken_anew_does_not_keep_a_session_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = trained(tmp_path, placement=0.4)
+    training = trained(tmp_path, overlap="auto", steps=7, placement=0.4)
     engine = training.optimizer.engine
     training.loss().backward()
     training.settle()
@@ -605,17 +638,18 @@ def test_a_device_that_fails_where_images_are_taken_anew_does_not_keep_a_session
     assert not engine.speculates
 
 
+@pytest.mark.usefixtures("chooses_backward")
 def test_memory_for_new_weights_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
     """Also after the GPU has taken over updates of subgroups that had images, and given up those of others."""
-    training = trained(tmp_path, placement=0.4)
+    training = trained(tmp_path, overlap="auto", steps=7, placement=0.4)
     engine, parts = training.optimizer.engine, training.optimizer.engine._parts
     plan = engine.plan
-    assert plan.image_bytes in [arena.nbytes for arena in parts.memory.arenas]
+    assert plan.speculative_memory_bytes in [arena.nbytes for arena in parts.memory.arenas]
     training.loss().backward()
     training.settle()
     parts.plan = exchanged(plan)
-    assert parts.plan.image_bytes != plan.image_bytes
+    assert parts.plan.speculative_memory_bytes != plan.speculative_memory_bytes
     engine.state.read([0])  # what was made is revoked, and made again
-    assert parts.plan.image_bytes in [arena.nbytes for arena in parts.memory.arenas]
+    assert parts.plan.speculative_memory_bytes in [arena.nbytes for arena in parts.memory.arenas]
     parts.plan = plan
     training.optimizer.close()

@@ -134,6 +134,9 @@ class Tables:
     def return_borrowed(self) -> None:
         """Nothing is borrowed."""
 
+    def bring_final(self, *told: object) -> None:
+        """Nothing lies on a GPU."""
+
     def end_final(self) -> None:
         """No lane reads gradients."""
 
@@ -173,8 +176,14 @@ class Tables:
         return table["parameter"].astype(np.uint64), np.array(places, np.uint64), np.array(sizes, np.uint64)
 
     def fingerprints(self, *ranges: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-        """Of gradients, with the parameters before their places and sizes; else of weights."""
-        kind, (places, sizes) = (0 if len(ranges) == 3 else 1), ranges[-2:]
+        return self._fingerprints(0, *ranges)
+
+    def master_fingerprints(self, *ranges: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+        return self._fingerprints(1, *ranges)
+
+    def _fingerprints(
+        self, kind: int, parameters: object, places: npt.NDArray[Any], sizes: npt.NDArray[Any]
+    ) -> npt.NDArray[np.uint64]:
         memory, pairs = self._session.memory, zip(places.tolist(), sizes.tolist(), strict=True)
         return np.array([memory.fingerprint(kind, *pair) for pair in pairs], np.uint64)
 

@@ -193,7 +193,7 @@ def test_hidden_steps_that_paths_bind_take_what_the_paths_take() -> None:
         tokens=4096,
     )
     answer = ask(question)
-    streamed_bytes = sum(s.state_bytes for s in answer.plan.layout.subgroups if answer.plan.may_speculate(s.index))
+    streamed_bytes = sum(s.state_bytes for s in answer.plan.layout.subgroups if answer.ahead.may_speculate(s.index))
     floor_s = streamed_bytes / 1e9
     assert floor_s > 5 * (answer.forward_s + answer.backward_s)
     for hidden_in in ("backward", "both"):

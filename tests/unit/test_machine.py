@@ -561,6 +561,21 @@ def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_wel
     assert newest == ({1} if fails_before else {2})
 
 
+def test_state_that_comes_back_from_the_gpu_behind_its_step_is_flushed_before_a_version_is_made() -> None:
+    machine = make_gpu([True], resident=0)
+    (run,) = give(machine, step(machine, 1))
+    (out,) = give(machine, Done(run.op))
+    machine.take_finished_sweep()
+    assert not give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
+    writes = give(machine, Done(out.op))
+    assert {write.record.step for write in writes} == {1}
+    *_, ahead = finish_until_run(machine, writes)
+    assert ahead == Run(ahead.op, 2, Visit(0, speculative=True), 0, fresh=False)
+    finish(machine, [ahead])
+    give(machine, Hold(), Seal((0,)))
+    assert {machine.index.get(tile).step for tile, _, _ in machine.plan.layout.subgroups[0].tiles} == {2}
+
+
 def test_memory_is_vacated_only_when_what_an_open_sweep_fetched_has_come():
     machine = make(2, 2)
     finish(machine, give(machine, sweep(1, 0, 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -232,10 +233,10 @@ def test_what_updates_during_backward_take(on_gpu, dtype):
         gpu_staging_bytes=on_gpu * layout.state_bytes,
     )
     plan = make_plan(layout, budgets, placements=[Placement.CPU, Placement.CPU, *on_gpu * [Placement.GPU]])
-    expected = [1, 3] if on_gpu else [1, 2, 3]  # subgroup 0 is at home in memory; the GPU updates subgroup 2
-    if on_gpu and dtype is DtypeCode.FLOAT32:
-        expected = []  # weights there are masters
+    expected = [1, 2, 3]  # subgroup 0 is at home in memory; 2 is updated by the CPU, too
     assert [n for n in range(4) if plan.may_speculate(n)] == expected
+    unasked = replace(plan, budgets=replace(budgets, speculates=False))  # gradients of 2 do not come to host memory
+    assert [n for n in range(4) if unasked.may_speculate(n)] == ([1, 3] if on_gpu else expected)
     assert plan.image_bytes == len(expected) * layout.subgroups[0].weight_bytes
     tiles = sum(count for _, count in layout.subgroups[0].tile_sizes)
     assert plan.speculative_storage_bytes == len(expected) * (layout.subgroup_bytes[0] + tiles * SECTOR_BYTES)
