@@ -306,7 +306,7 @@ class FollowedModel:
         for module in self._parameters_of:
             hook = _Hook(self, module, FollowedModel.before_forward, module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-        self._handles += [_Unshard(self, group) for group in shards.unsharders(model)]
+        self._handles += [shards.StandIn(group, "unshard", self.unshard) for group in shards.unsharders(model)]
         untyped: Any
         for untyped in model.modules():
             hook = _Hook(self, untyped, FollowedModel.finish)
@@ -356,6 +356,12 @@ class FollowedModel:
             needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
         if (overlap := self._overlap()) is not None:
             overlap.note_use(needs)
+
+    def unshard(self, group: Any, unshard: Callable[[bool], Any], async_op: bool = False) -> Any:
+        """Have FSDP2 gather a group, behind the step; for whoever has it gather: modules, prefetches, users."""
+        if not group.is_unsharded:
+            self.before_unshard(group, async_op)
+        return unshard(async_op)
 
     def before_unshard(self, group: Any, async_op: bool) -> None:
         """Wait for the shards that FSDP2 is about to gather; on an accelerator the stream that copies them waits."""
@@ -418,39 +424,6 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()
-
-
-class _Unshard:
-    """Has one of `shards.unsharders` wait for its shards, whoever has it gather: modules, prefetches, users.
-
-    Args:
-        followed: The model.
-        group: FSDP2's; this stands in for its method `unshard` until `remove`.
-    """
-
-    def __init__(self, followed: FollowedModel, group: Any) -> None:
-        self._followed = weakref.ref(followed)
-        self._group = group
-        self._is_first = "unshard" not in vars(group)  # else something else stands in already
-        self._unshard = group.unshard
-        self._pid = os.getpid()
-        group.unshard = self
-
-    @_disable_dynamo
-    def __call__(self, async_op: bool = False) -> Any:
-        followed, group = self._followed(), self._group
-        if followed is not None and os.getpid() == self._pid and not group.is_unsharded:
-            followed.before_unshard(group, async_op)
-        return self._unshard(async_op)
-
-    def remove(self) -> None:
-        """Give the group its method back, unless something else stands in for it by now; then this does nothing."""
-        self._followed = lambda: None  # type: ignore[assignment]
-        if vars(self._group).get("unshard") is self:
-            if self._is_first:
-                del self._group.unshard
-            else:
-                self._group.unshard = self._unshard
 
 
 class _Nothing:

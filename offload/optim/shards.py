@@ -10,12 +10,15 @@ writes to the local tensor in the local one's alone, and torch's `_foreach` func
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError
 from offload.layout import row_major
@@ -73,6 +76,40 @@ def unsharders(model: torch.nn.Module) -> list[Any]:
 def gathered_by(unsharder: Any) -> list[torch.Tensor]:
     """Return the parameters that one of `unsharders` gathers."""
     return [managed.sharded_param for managed in unsharder.fsdp_params]
+
+
+class StandIn:
+    """Stands in for a method of one of `unsharders` until `remove`; in another process it only calls the method.
+
+    Args:
+        group: The group.
+        name: The method's name.
+        call: A method, which is not kept alive: called with the group, its own method, and the arguments.
+    """
+
+    def __init__(self, group: Any, name: str, call: Callable[..., Any]) -> None:
+        self._call: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(call)
+        self._group, self._name = group, name
+        self._is_first = name not in vars(group)  # else something else stands in already
+        self._method = getattr(group, name)
+        self._pid = os.getpid()
+        setattr(group, name, self)
+
+    @_disable_dynamo
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        call = self._call() if os.getpid() == self._pid else None
+        if call is None:
+            return self._method(*arguments, **options)
+        return call(self._group, self._method, *arguments, **options)
+
+    def remove(self) -> None:
+        """Give the group its method back, unless something else stands in for it by now; then this does nothing."""
+        self._call = lambda: None
+        if vars(self._group).get(self._name) is self:
+            if self._is_first:
+                delattr(self._group, self._name)
+            else:
+                setattr(self._group, self._name, self._method)
 
 
 def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None = None) -> Cut | None:
