@@ -265,8 +265,8 @@ class OffloadConfig:
             as soon as their gradients are there, each into a version beside the live one. A step that would do the
             same takes it over; else, as when it clips, the time was lost and nothing has changed. That takes room on
             the paths for a second version of that state as far as there is some, and memory for new weights; with
-            weights on a GPU the CPU makes these updates. Refused for FSDP1 on several ranks, and where FSDP2's
-            weights wait in host memory for a GPU.
+            weights on a GPU the CPU makes these updates. Refused for FSDP1 on several ranks; where FSDP2's weights
+            wait in host memory for a GPU, `overlap_backward` needs the model.
             "auto": in forward if a model is given; in backward, where that is possible, if an iteration should be
             shorter for it by the times of forward and backward and the rates that the first rank has seen so far.
     """

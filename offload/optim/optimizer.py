@@ -138,7 +138,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _choose_overlap(self) -> None:
         """Have "auto" choose, where gradients come to host memory during backward; collective at a few steps."""
-        if not self._route.is_early:
+        if self._route.is_deaf or not self._route.is_early:
             return
         device, follows = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
         self._auto.after_step(self.engine, self._speculate, self._weights.groups, device, follows)
@@ -360,6 +360,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self.config.overlaps_forward and not self._overlap.has_followed:
             allowed = "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
             raise ConfigError("overlap", self.config.overlap, allowed)
+        if self.config.overlaps_backward and self._route.is_deaf:
+            allowed = "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients"
+            raise ConfigError("overlap", self.config.overlap, allowed)
         self._holder.open_after_backward()
         self._state.check()
         groups = self._values()
@@ -452,25 +455,34 @@ class OffloadedOptimizer(StatefulOptimizer):
     def overlap_backward(
         self, model: torch.nn.Module, *, comm_hook: CommHook | None = None, state: object = None
     ) -> None:
-        """Have updates during backward begin with the first bucket that DDP has reduced, and not when backward ends.
+        """Have updates during backward begin with the first gradients that DDP, or FSDP2, says it has reduced.
 
-        Where a step is hidden is said by `OffloadConfig(overlap=...)`; "auto" has to know from this that DDP reduces
-        gradients, where not `shard` says so. It registers a communication hook, of which DDP has one: call it before
-        the first backward pass. All bits are those without.
+        Where a step is hidden is said by `OffloadConfig(overlap=...)`. All bits are those without. Call it before the
+        first backward pass, for a model of one of two kinds:
+
+        * A DistributedDataParallel. Updates begin with its first bucket, and not when backward ends; "auto" has to
+          know from this that DDP reduces gradients, where not `shard` says so. It registers a communication hook, of
+          which DDP has one.
+        * One that FSDP2 shards, whose weights wait in host memory for a GPU (`CPUOffloadPolicy`). "backward", "both"
+          and "auto" need this, or `overlap_forward`, which does it as well. Updates begin when the first group's
+          gradients have come to the host; nothing waits for that in backward. Any other model of FSDP2 needs no call.
 
         Args:
-            model: The DistributedDataParallel.
+            model: The DistributedDataParallel, or the module that FSDP2 shards, or has modules that it does.
             comm_hook: A hook of yours, which reduces in the place of DDP; what it returns is the gradient.
             state: What `comm_hook` is called with.
 
         Raises:
-            ConfigError: `model` is no DistributedDataParallel, or has a hook already, or has none of this optimizer's
-                parameters; or there is one process, or gradients leave in backward.
+            ConfigError: `model` is neither, or has a hook already, or has none of this optimizer's parameters;
+                `comm_hook` is not for DDP; there is one process, under DDP; or gradients leave in backward.
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
+        if isinstance(self._route, StepRoute) and comm_hook is None and self._route.follow(model):
+            return
         if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
-            allowed = "leave it out: it is for DDP on several ranks, with keep_grads=True and no gradient_memory"
+            kinds = "DDP on several ranks, or FSDP2 whose weights wait in host memory for a GPU"
+            allowed = f"leave it out: it is for {kinds}, with keep_grads=True and no gradient_memory"
             raise ConfigError("overlap_backward", "called", allowed)
         self._route.hear(attach(model, comm_hook, state))
 
@@ -507,7 +519,10 @@ class OffloadedOptimizer(StatefulOptimizer):
             SessionBrokenError: The optimizer was closed.
         """
         with self._lock:
-            return self._overlap.follow(model, check, self._parameters())
+            followed = self._overlap.follow(model, check, self._parameters())
+            if isinstance(self._route, StepRoute):
+                self._route.follow(model)
+            return followed
 
     def activations_on_paths(
         self, model: torch.nn.Module, host_memory: int | str, *, least_bytes: int | str = LEAST_BYTES

@@ -7,7 +7,7 @@ at a time, and keep neither a route nor a parameter alive.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -45,7 +45,7 @@ def choose_route(
     leaves = holder.config.gradient_memory is not None
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
     # Where ranks reduce gradients after backward, the step finds other bits than an update has read.
-    can_be_final = is_alone or all(_is_heard(p) and not is_flattened(p) for p in parameters)
+    can_be_final = is_alone or not any(map(is_flattened, parameters))
     arrive_reduced = is_alone or all(map(_arrives_reduced, parameters))
     kind: type[Route]
     if leaves:
@@ -58,11 +58,11 @@ def choose_route(
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
     if holder.config.overlaps_backward and not can_be_final:
         holder.close()
-        unseen = "gradients of FSDP1 on several ranks, nor those that FSDP2 copies from a GPU"
-        allowed = f'use "off": no hook sees {unseen}'
+        allowed = 'use "off": no hook sees gradients of FSDP1 on several ranks'
         raise ConfigError("overlap", holder.config.overlap, allowed)
     route = kind(holder, weights, scaling, overlap)
     route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
+    route.is_deaf = any(map(shards.is_copied, parameters))
     return route
 
 
@@ -84,12 +84,6 @@ def _arrives_reduced(parameter: torch.Tensor) -> bool:
     return ranks == 1 or (mesh is not None and mesh.size() >= ranks)
 
 
-def _is_heard(parameter: torch.Tensor) -> bool:
-    """Return whether a hook sees gradients where they stay: not so where FSDP2 copies them from a GPU."""
-    mesh = getattr(parameter, "device_mesh", None)
-    return mesh is None or mesh.device_type == shards.local(parameter).device.type
-
-
 class Route:
     """The base class of routes: gradients stay in `.grad`, and are bound where they lie when the step begins."""
 
@@ -99,6 +93,8 @@ class Route:
     """Whether autograd may accumulate in a wider dtype than the weight's."""
     is_early: bool = False
     """Whether gradients are known to come reduced, so that what is made of them before the step is of use."""
+    is_deaf: bool = False
+    """Whether gradients are copied to the host by FSDP2, and no model has been given that says when."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -112,8 +108,8 @@ class Route:
     def attach(self, bound: BoundParameter) -> None:
         """Hook a parameter: each of its gradients is given to `arrived` from now on."""
         self._engine = self._holder.engine  # which is open now
-        if not _is_heard(bound.parameter):
-            return  # FSDP2 would have its copy to the host wait for a hook; changed gradients are noticed without
+        if shards.is_copied(bound.parameter):
+            return  # FSDP2 would wait for each copy to the host if there were a hook: its groups say when it has come
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
@@ -286,7 +282,9 @@ class StepRoute(Route):
 
     The gradient of a shard is final when its hook runs: FSDP2 has reduced it. So is that of the only process. DDP
     writes reduced gradients to `.grad` in a callback at the end of a backward pass; before, they lie in its buckets,
-    of which it tells those who ask. Where others reduce them after that, the step finds them changed.
+    of which it tells those who ask. Where others reduce them after that, the step finds them changed. Where FSDP2
+    copies a shard's gradient to the host it is final when the copy has come: nobody waits for it here, but after each
+    group's reduction, and at the end of the pass, this looks which copies have.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
@@ -295,6 +293,48 @@ class StepRoute(Route):
         self._pass = NO_PASS
         self._pass_bounds: dict[BoundParameter, None] = {}  # whose gradients have arrived in it, and are not final
         self._buckets: list[Buckets] = []
+        self._groups: list[Any] = []  # of FSDP2, that copy gradients to the host
+        # An event behind copies to the host, or None where FSDP2 has waited for them; and whose gradients they bring.
+        self._copies: deque[tuple[torch.Event | None, list[BoundParameter]]] = deque()
+
+    def follow(self, model: torch.nn.Module) -> bool:
+        """Take gradients that FSDP2 copies to the host, as soon as they are there; return whether it copies some."""
+        groups = [each for each in shards.unsharders(model) if any(map(shards.is_copied, shards.gathered_by(each)))]
+        for group in groups:
+            if group not in self._groups:
+                self._groups.append(group)
+                self._handles.append(shards.StandIn(group, "post_backward", self._reduce))
+                self.is_deaf = False
+        return bool(groups)
+
+    def _reduce(self, group: Any, post_backward: Callable[..., Any], *arguments: Any) -> None:
+        """Have FSDP2 reduce a group, and note the gradients that this has set, or added to."""
+        bounds = [(each, bound) for each in group.fsdp_params if (bound := self._bound.get(each.sharded_param))]
+        ids = [self.gradient_id(bound) for _, bound in bounds]
+        post_backward(*arguments)
+        event, reduced = None, list[BoundParameter]()
+        for (managed, bound), old in zip(bounds, ids, strict=True):
+            new = self.gradient_id(bound)
+            if new is not None and (old is None or not new.is_same(old)):
+                event = managed.grad_offload_event  # the last one's is behind all, on one stream
+                reduced.append(bound)
+        if reduced:
+            self._copies.append((event, reduced))
+            if torch._C._current_graph_task_id() != NO_PASS:
+                _when_backward_ends(self._take_copies)  # behind FSDP2's callback, which waits for the events
+        self._take_copies()
+
+    @torch.no_grad()
+    def _take_copies(self) -> None:
+        """Handle the gradients whose copies have come, without waiting for others."""
+        while self._copies and ((event := self._copies[0][0]) is None or event.query()):
+            for bound in self._copies.popleft()[1]:
+                self.arrived(bound)
+
+    def release(self) -> None:
+        """See `Route.release`."""
+        super().release()
+        self._copies.clear()
 
     def hear(self, buckets: Buckets) -> None:
         """Take gradients from buckets of DDP, as soon as these have been reduced."""

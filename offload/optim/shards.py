@@ -78,6 +78,12 @@ def gathered_by(unsharder: Any) -> list[torch.Tensor]:
     return [managed.sharded_param for managed in unsharder.fsdp_params]
 
 
+def is_copied(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP2 copies a parameter's gradients to host memory: the weight waits there for a GPU."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and mesh.device_type != local(parameter).device.type
+
+
 class StandIn:
     """Stands in for a method of one of `unsharders` until `remove`; in another process it only calls the method.
 

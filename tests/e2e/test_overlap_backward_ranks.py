@@ -23,7 +23,8 @@ from settling import LONG_S, settle
 from sharded import local, spawn
 from test_overlap_backward import LOOSE, TIGHT, Barrier, changes
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,14 +60,20 @@ class Ranks:
         self.dtype = dtype
         self.counts: Counter[str] = Counter()
         self.seed = 0
-        self.is_alike = "whole" in kind  # on all ranks
+        self.is_alike = "whole" in kind or "hsdp" in kind  # on all ranks
         options: dict[str, Any] = {"state_format": form, "subgroup_numel": 4096, "threads": 1, **more}
-        if kind == "fsdp2":
+        self.device = "late" if "copied" in kind else "cpu"
+        if "fsdp2" in kind:
+            ranks = dist.get_world_size()
+            shape, policy = (ranks, 1) if "hsdp" in kind else (ranks,), {}
+            if "copied" in kind:  # to host memory, where the weights are
+                policy["offload_policy"] = CPUOffloadPolicy(pin_memory="pageable" not in kind)
+            mesh = init_device_mesh(self.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             # It never has a gradient, and lies beside others that have.
             self.model[0].register_parameter("unused", torch.nn.Parameter(torch.ones(10, dtype=dtype)))
             for layer in self.model:
-                fully_shard(layer)
-            self.called: torch.nn.Module = fully_shard(self.model)
+                fully_shard(layer, mesh=mesh, **policy)
+            self.called: torch.nn.Module = fully_shard(self.model, mesh=mesh, **policy)
         else:
             self.called = DistributedDataParallel(
                 self.model, bucket_cap_mb=0.005, gradient_as_bucket_view="views" in kind
@@ -74,7 +81,7 @@ class Ranks:
             options["shard"] = "whole" not in kind
         config = offload.OffloadConfig(host_memory=0, overlap=overlap, paths=[folder], **options)
         self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
-        if "buckets" in kind and (config.overlaps_backward or overlap == "auto"):
+        if ("buckets" in kind or "copied" in kind) and (config.overlaps_backward or overlap == "auto"):
             self.optimizer.overlap_backward(self.called)
         if config.overlaps_forward:
             self.optimizer.overlap_forward(self.called)
@@ -82,7 +89,8 @@ class Ranks:
     def backward(self) -> None:
         self.seed += 1
         generator = torch.Generator().manual_seed(100 * self.seed + dist.get_rank())
-        self.called(torch.randn(3, 64, generator=generator).to(self.dtype)).pow(2).mean().backward()
+        data = torch.randn(3, 64, generator=generator, device="cpu").to(self.device, self.dtype)
+        self.called(data).pow(2).mean().backward()
 
     def settle(self) -> None:
         settle(self.optimizer.engine)
@@ -125,6 +133,16 @@ def reduced_once(training: Ranks) -> None:
         training.backward()
         sharded.set_requires_gradient_sync(True)
     training.backward()
+
+
+def kept(training: Ranks) -> None:
+    """Two passes of which FSDP2 is told that the first is not the last, and to leave weights gathered after it."""
+    sharded = [module for module in training.called.modules() if isinstance(module, FSDPModule)]
+    for last in (False, True):
+        for module in sharded:
+            module.set_is_last_backward(last)
+            module.set_reshard_after_backward(last)
+        training.backward()
 
 
 def dropped(training: Ranks) -> None:
@@ -176,6 +194,7 @@ ODD = [
     clipped,
     accumulated,
     reduced_once,
+    kept,
     dropped,
     dropped_behind_its_back,
     not_finite,

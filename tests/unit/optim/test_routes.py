@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from recorded_engine import RecordedEngine, bound_to
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
-from offload.optim import ranks, routes
+from offload.optim import ranks, routes, shards
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.routes import DepartureRoute, ReducedRoute, Route, SlotRoute, StepRoute, choose_route
@@ -231,6 +232,118 @@ def test_gradients_of_ranks_are_final_when_backward_ends(monkeypatch: pytest.Mon
     routed.engine.speculates = False
     routed.backward()
     assert routed.engine.said() == []
+
+
+class Event:
+    """An event of a copy to the host, which nobody here waits for."""
+
+    def __init__(self) -> None:
+        self.is_reached, self.queries = False, 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.is_reached
+
+
+class Group:
+    """One of FSDP2's groups, of one parameter that waits in host memory for a GPU."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.managed = SimpleNamespace(sharded_param=parameter, grad_offload_event=None)
+        self.fsdp_params = [self.managed]
+        self.event: Event | None = None
+        self.reduces = True
+
+    def post_backward(self, *unused: Any) -> None:
+        parameter = self.managed.sharded_param
+        if self.reduces and parameter.grad is None:
+            parameter.grad = torch.ones(NUMEL)
+            self.managed.grad_offload_event = self.event
+        elif self.reduces:
+            parameter.grad.add_(1)  # behind a copy that FSDP2 has waited for
+
+
+class Copied:
+    """A route of parameters whose gradients FSDP2 copies to the host, each in a group of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
+        monkeypatch.setattr(shards, "is_copied", lambda parameter: True)
+        monkeypatch.setattr(shards, "unsharders", lambda model: self.groups)
+        self.engine = RecordedEngine()
+        self.engine.speculates = True
+        parameters = [torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(count)]
+        self.groups = [Group(parameter) for parameter in parameters]
+        self.events = [Event() for _ in parameters]
+        for group, event in zip(self.groups, self.events, strict=True):
+            group.event = event
+        weights = bound_to(self.engine, parameters)
+        holder: Any = self.engine
+        self.route = ReducedRoute(holder, weights, Scaling(), Overlap(holder, weights))
+        for bound in weights.bound.values():
+            self.route.attach(bound)
+            assert not bound.parameter._post_accumulate_grad_hooks  # for which FSDP2 would wait
+        self.route.is_deaf = True
+        for _ in range(2):  # the second time changes nothing
+            assert self.route.follow(torch.nn.Module())
+        assert not self.route.is_deaf
+
+    def said(self) -> list[int]:
+        """Return the positions of gradients that are final since the last call."""
+        return [position for _, position, _ in self.engine.said()]
+
+
+def test_a_gradient_is_final_when_its_copy_to_the_host_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Copied(monkeypatch)
+    (first, second), (one, two) = copied.groups, copied.events
+    first.post_backward()
+    assert (copied.said(), one.queries) == ([], 1)
+    one.is_reached = True
+    second.post_backward()
+    assert (copied.said(), one.queries, two.queries) == ([0], 2, 1)
+    first.reduces = False  # this pass leaves the reduction to a later one
+    first.post_backward()
+    assert (copied.said(), two.queries) == ([], 2)
+    two.is_reached = True
+    first.post_backward()
+    assert copied.said() == [1]
+    first.post_backward()
+    assert copied.said() == []
+    first.reduces, first.managed.grad_offload_event = True, None
+    first.post_backward()
+    assert copied.said() == [0]  # it was added to, and FSDP2 has waited
+    copied.route.detach()
+    assert not any("post_backward" in vars(group) for group in copied.groups)
+
+
+def test_copies_that_have_not_come_are_looked_at_when_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Copied(monkeypatch)
+    seen: list[Any] = []
+
+    def fsdp_waits() -> None:
+        copied.groups[1].post_backward()  # whose inputs had no gradient
+        seen.append(copied.said())
+        for event in copied.events:
+            event.is_reached = True
+
+    def reduce(_: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(fsdp_waits)
+        copied.groups[0].post_backward()
+
+    value = torch.zeros(1, requires_grad=True)
+    value.register_hook(reduce)
+    value.sum().backward()
+    assert seen == [[]]
+    assert copied.said() == [0, 1]
+
+
+def test_copies_of_gradients_that_are_dropped_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = Copied(monkeypatch)
+    copied.groups[0].post_backward()
+    copied.route.forget()
+    copied.events[0].is_reached = True
+    copied.groups[1].post_backward()
+    assert copied.said() == []
 
 
 def test_nothing_is_heard_of_once_detached_or_broken() -> None:
