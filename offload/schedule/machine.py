@@ -367,7 +367,7 @@ class Machine:
         invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
-        waits = waits or (visit.speculative and (not self.staging.is_admitted(number) or phase is Phase.DIRTY))
+        waits = waits or (visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number))
         waits = waits or (visit.gradients and not self.gradients.are_there(number))
         waits = waits or self.broken is not None  # then nobody is let on any more
         absent_line = self._returns if self.plan.is_resident(number) else self.staging.line

@@ -444,7 +444,9 @@ class CheckedExecutor:
         if waits and save is not None and save.is_troubled:  # given up, as no path takes what is left
             save.failed, waits = True, False
         self._require(not waits, "13: a visit before the state has been saved")
-        at_home = self._plan.at_home_on_gpu(run.visit.subgroup)
+        at_home, slot = self._plan.at_home_on_gpu(run.visit.subgroup), run.slot
+        if slot is not None and 0 <= slot < len(self._owners) and subgroup.slot != slot:
+            self._take_slot(run.visit.subgroup, slot)  # before one on the GPU: then the subgroup is busy
         self._require(run.visit.gpu or not at_home, "10: state at home on the GPU is visited elsewhere")
         if run.gpu_slot is None:
             self._require(at_home or not run.visit.gpu, "10: a visit on the GPU of what is not there")
@@ -462,8 +464,6 @@ class CheckedExecutor:
             self._require(not subgroup.reads and not subgroup.writes, "4: a visit amid transfers of its home")
         else:
             self._require(run.slot is not None and 0 <= run.slot < len(self._owners), "4: no staging slot")
-            if run.slot is not None and subgroup.slot != run.slot:
-                self._take_slot(run.visit.subgroup, run.slot)
             self._require(not subgroup.reads and not subgroup.writes, "4: a visit amid transfers of its slot")
             if not run.fresh and not run.visit.overwrites and run.gpu_slot is None:
                 whole = len(subgroup.held) == len(self._places[run.visit.subgroup])

@@ -187,8 +187,11 @@ class Tables:
         memory, pairs = self._session.memory, zip(places.tolist(), sizes.tolist(), strict=True)
         return np.array([memory.fingerprint(kind, *pair) for pair in pairs], np.uint64)
 
-    def weight_copies(self, subgroup: int, image: int, active: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-        self._session.publish(subgroup)
+    def weight_copies(
+        self, subgroup: int, image: int, active: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[np.uint64]:
+        if active is not None:  # else masters come from a GPU
+            self._session.publish(subgroup)
         return np.zeros((0, 3), np.uint64)
 
 
@@ -221,9 +224,12 @@ class Lanes(SimExecutor):
 
 
 def random_plan(rng: random.Random, keep: int) -> Plan:
-    """Return a plan that streams, with room for checkpoints and for some versions beside the live ones."""
+    """Return a plan that streams, with room for checkpoints and for some versions beside the live ones.
+
+    A GPU updates some of it in the step; all is made ahead, or what the GPU does not update.
+    """
     plan = swarm.tight_plan(rng, swarm.random_layout(rng))
-    while plan.uses_gpu or not plan.staging_slots:
+    while not plan.staging_slots:
         plan = swarm.tight_plan(rng, swarm.random_layout(rng))
     plan = replace(plan, budgets=replace(plan.budgets, checkpoints=keep if rng.random() < 0.9 else 0))
     versions = plan.state_bytes + SECTOR_BYTES * sum(len(s.tiles) for s in plan.layout.subgroups)
@@ -234,7 +240,7 @@ def random_plan(rng: random.Random, keep: int) -> Plan:
     for room in (plan.checkpoint_bytes, int(versions * rng.choice((0.0, 0.3, 0.6, 1.0, 2.0)))):
         chosen = rng.randrange(len(paths))
         paths[chosen] = replace(paths[chosen], available_bytes=paths[chosen].available_bytes + room)
-    return replace(plan, budgets=replace(plan.budgets, paths=tuple(paths)))
+    return replace(plan, budgets=replace(plan.budgets, paths=tuple(paths), speculates=rng.random() < 0.8))
 
 
 def random_actions(rng: random.Random) -> list[saves.Action]:
@@ -318,7 +324,7 @@ class Session(forwards.Session):
     def __init__(self, seed, plan, rates, faults, disorder, rng, machine_type, self_check) -> None:
         super().__init__(seed, plan, rates, faults, disorder, rng, machine_type, self_check)
         self.more = replace(plan, staging_slots=plan.staging_slots + 2)
-        self.data, self.twin = Data(self.more, self.visit), Twin(plan)
+        self.data, self.twin = Data(self.more, self.visit, self.pushed), Twin(plan)
         self.inner = Lanes(self.more, rates, faults, seed, self.data, disorder)
         self.data.session = self.inner.session = self
         self.inner.failing = rng.choice((0.0, 0.0, 0.0, 0.05, 0.3))
@@ -438,7 +444,7 @@ class Session(forwards.Session):
     def update_from(self, run: Run, state: np.ndarray, told: Told) -> None:
         number = run.visit.subgroup
         table = table_of(self.plan, number, told)
-        self.weights[number] = update(run, state, table, self.memory.read(number, table))
+        self.made(run, update(run, state, table, self.memory.read(number, table)))
 
     def publish(self, subgroup: int) -> None:
         self.executor.published(subgroup)

@@ -279,7 +279,10 @@ class Session(saves.Session):
             return
         mix(run, state)
         state += gradient_of(self.plan, run.visit.subgroup, {number: self.gradients[number] for number in reads})
-        made = zlib.crc32(state)
+        self.made(run, zlib.crc32(state))
+
+    def made(self, run: Run, made: int) -> None:
+        """Put new weights where they belong, or on their way there."""
         if run.weight_slot is None:
             self.weights[run.visit.subgroup] = made
         else:

@@ -1345,7 +1345,7 @@ FORWARDS = {
 }
 BACKWARDS = {
     FreesTheLiveVersionEarly: "rule 7:",
-    TakesOverWhatIsWrittenAtOnce: "rule 7:",
+    TakesOverWhatIsWrittenAtOnce: "TileId(subgroup=1, tensor=0, tile=0) was written to a slot nobody claimed",
     GoesOnFromWhatWasRevoked: "rule 3:",
     SavesWhatWasRevoked: "rule 14:",
     GivesASecondSlot: "rule 4:",
@@ -1353,7 +1353,7 @@ BACKWARDS = {
     RunsWhatWasNotAdmitted: "rule 20:",
     RunsAfterHold: "rule 20:",
     WritesUnderTheLiveStep: "rule 21:",
-    ConfirmsWhatIsHalfWritten: "rule 6:",
+    ConfirmsWhatIsHalfWritten: "rule 7:",
     EvictsWhatIsBeingWritten: "rule 4:",
     ForgetsWhatWasConfirmed: "which subgroups have moved",
     BreaksForAWriteAhead: "it broke for too little",
@@ -1364,7 +1364,7 @@ BACKWARDS = {
     ForgetsToPublish: "rule 26:",
     ConfirmsWithChangedGradients: "weights are not the last step's",
     ConfirmsWithOtherRows: "weights are not the last step's",
-    ConfirmsWhenABatchIsSkipped: "is of another version",
+    ConfirmsWhenABatchIsSkipped: "rule 23:",
     VisitsWhatWasConfirmed: "rule 23:",
     UsesANumberAgain: "rule 24:",
     RevokesNothing: "rule 20:",
