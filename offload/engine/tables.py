@@ -259,7 +259,11 @@ class Tables:
         return parameter, np.stack([gradients, masters], axis=1), sizes.astype(np.uint64)
 
     def weight_copies(
-        self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None
+        self,
+        subgroup: int,
+        image_address: int,
+        chosen: npt.NDArray[np.bool_] | None = None,
+        weights: npt.NDArray[np.uint64] | None = None,
     ) -> npt.NDArray[np.uint64]:
         """Return copies between a subgroup's bound weights and an image of them.
 
@@ -267,15 +271,17 @@ class Tables:
             subgroup: The subgroup.
             image_address: Address of the image.
             chosen: For each segment, whether to include it; None for all.
+            weights: Address of each parameter's weight; None for where they are bound now.
 
         Returns:
             Rows of (address of the weight, address in the image, bytes).
         """
         parameter, start, offset, numel, _ = self._columns[subgroup]
         item = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
-        columns = (self.weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
+        weights = self.weights if weights is None else weights
+        columns = (weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
         rows: npt.NDArray[np.uint64] = np.stack(columns, axis=1)
-        bound = self.weights[parameter] != 0
+        bound = weights[parameter] != 0
         return rows[np.flatnonzero(bound if chosen is None else bound & chosen)]
 
     def changed(self, subgroup: int) -> None:

@@ -277,7 +277,9 @@ class Speculation:
         """Return copies of fp32 weights, which are masters, from a GPU to their image, where they are updated."""
         if not self._parts.plan.weights_on_gpu or subgroup.dtype is not DtypeCode.FLOAT32:
             return as_pieces([])
-        return self._parts.tables.weight_copies(subgroup.index, self._image_of(subgroup.index))
+        # Weights that were bound since the pass began may be gone when they are copied.
+        weights = known(self._rows, "no step is expected").weights
+        return self._parts.tables.weight_copies(subgroup.index, self._image_of(subgroup.index), weights=weights)
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -369,11 +371,11 @@ class Speculation:
     def _release_gradients(self) -> None:
         """Let go of gradients in no slot, which no update reads any more."""
         if self._parts.machine.broken is None:  # else some may
-            with self._stopping():
-                self._parts.gradients.end_final()
             self._loose_gradients.clear()
 
     def _forget_versions(self) -> None:
+        with self._stopping():  # fp32 weights on a GPU may still be on their way to images, also of what was revoked
+            self._parts.gradients.end_final()
         self._sources.clear()
         self._admissible.clear()
         self._kept_tensors = ()

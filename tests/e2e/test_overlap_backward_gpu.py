@@ -52,7 +52,7 @@ from offload.plan import Home, Placement, Plan
 from offload.predict import predict
 from offload.predict.forecast import Forecast
 from offload.predict.predict import with_backward_s
-from offload.protocols import DeviceLane
+from offload.protocols import WAKE, DeviceLane
 from offload.sim import SimulatedDevice
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
@@ -476,6 +476,51 @@ def test_written_float32_weights_revoke_what_was_made_from_them(place: Place, tm
                 assert (training.counts["revoked"] > before) is (writes and overlap == "backward")
             found.append(everything(optimizer, training.model))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_float32_weights_that_move_are_kept_until_no_lane_reads_them(tmp_path: Path, again: bool) -> None:
+    """Those that the pass began with, which are copied to their images: also where others have been bound since."""
+    device = SimulatedDevice(1 << 28, delay_s=1e-3)
+    training = OnGpu(tmp_path / "run", Place("simulated", device), "backward", torch.float32, keep_grads=True)
+    with training.optimizer as optimizer:
+        for _ in range(3):
+            plain(training, random.Random(0))
+            training.step()
+            optimizer.zero_grad()
+        gradients = optimizer.engine._parts.gradients
+        bring, has_landed, may_land = gradients.bring_final, gradients.has_landed, threading.Event()
+        gradients.has_landed = lambda segments: may_land.is_set() and has_landed(segments)
+        weights = [*training.model.parameters()]
+        began = [weakref.ref(weight.untyped_storage()) for weight in weights]
+        spans = [(weight.data_ptr(), weight.data_ptr() + weight.nbytes) for weight in weights]
+        brought: list[Any] = []
+
+        def bring_and_look(final: Any, subgroup: Any, masters: Any) -> None:
+            brought.extend(masters.tolist())
+            bring(final, subgroup, masters)
+            reads = gradients._final_read
+            plain_wait = reads.wait
+            reads.wait = lambda: (seen.append([storage() is not None for storage in began]), plain_wait())
+
+        seen: list[Any] = []
+        gradients.bring_final = bring_and_look
+        training.loss().backward()
+        for weight in weights:
+            weight.data = weight.data.clone()
+        if again:
+            optimizer.clip_grad_norm_(LOOSE)  # binds them
+            for weight in weights:
+                weight.data = weight.data.clone()
+        may_land.set()
+        while not brought:
+            optimizer.engine._parts.queue.post(WAKE)
+            time.sleep(0.001)
+        optimizer.step()
+        assert brought
+        assert all(any(start <= at < end for start, end in spans) for at, _, _ in brought)
+        assert seen
+        assert all(map(all, seen))
 
 
 def test_a_session_that_is_opened_after_backward(tmp_path: Path) -> None:
