@@ -109,13 +109,21 @@ class StandIn:
         return call(self._group, self._method, *arguments, **options)
 
     def remove(self) -> None:
-        """Give the group its method back, unless something else stands in for it by now; then this does nothing."""
+        """Give the group its method back; if others of ours stand in for it by now, leave their line.
+
+        If something else does, this calls the method from then on.
+        """
         self._call = lambda: None
-        if vars(self._group).get(self._name) is self:
+        above = vars(self._group).get(self._name)
+        if above is self:
             if self._is_first:
                 delattr(self._group, self._name)
             else:
                 setattr(self._group, self._name, self._method)
+        while isinstance(above, StandIn):
+            if above._method is self:
+                above._method, above._is_first = self._method, self._is_first
+            above = above._method
 
 
 def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None = None) -> Cut | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +356,29 @@ def test_nothing_is_heard_of_once_detached_or_broken() -> None:
     routed.route.detach()
     routed.backward()
     assert (routed.engine.said(), routed.bound.arrivals) == ([], 0)
+
+
+def test_what_stands_in_for_a_method_leaves_in_any_order() -> None:
+    """Optimizers that share a group, or follow each other, leave nothing of theirs behind."""
+
+    class Hears:
+        def hear(self, group: Any, method: Callable[..., Any]) -> None:
+            heard.append(self)
+            method()
+
+    heard: list[Hears] = []
+    every = [Hears() for _ in range(3)]
+    for order in itertools.permutations(range(3)):
+        group = Group(torch.zeros(NUMEL))
+        stand_ins = [shards.StandIn(group, "post_backward", each.hear) for each in every]
+        remaining = [*every[::-1]]
+        for number in order:
+            stand_ins[number].remove()
+            remaining.remove(every[number])
+            heard.clear()
+            group.post_backward()
+            assert heard == remaining
+            assert ("post_backward" in vars(group)) is bool(remaining)
 
 
 def test_a_hook_keeps_no_route_alive() -> None:
