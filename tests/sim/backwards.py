@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import forwards
 import numpy as np
@@ -60,8 +60,15 @@ from offload.sim import (
 ROW = np.dtype([("parameter", np.uint64), ("told", np.uint64), ("flags", np.uint32), ("numel", np.uint32)])
 """What the update of a segment is told."""
 
-Told = tuple[tuple[float, ...], float, float, frozenset[int]]
-"""Hyperparameters, scale, clip and active parameters of a step."""
+
+class Told(NamedTuple):
+    """What a step tells; it knows of no addresses of weights."""
+
+    groups: tuple[float, ...]
+    scale: float
+    clip: float
+    active: frozenset[int]
+    weights: None = None
 
 
 def table_of(plan: Plan, subgroup: int, told: Told) -> npt.NDArray[Any]:
@@ -127,7 +134,7 @@ class Tables:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._plan = session.plan
-        self.begun: Told = ((), 0.0, 0.0, frozenset())
+        self.begun = Told((), 0.0, 0.0, frozenset())
         self.expected = self.begun
         self.weights = np.zeros(0, np.uint64)
 
@@ -149,7 +156,7 @@ class Tables:
         gradients: None,
         weights: npt.NDArray[np.uint64],
     ) -> Told:
-        self.expected = tuple(groups), scale, clip, frozenset(active)
+        self.expected = Told(tuple(groups), scale, clip, frozenset(active))
         return self.expected
 
     def read_at(self) -> None:
@@ -188,7 +195,7 @@ class Tables:
         return np.array([memory.fingerprint(kind, *pair) for pair in pairs], np.uint64)
 
     def weight_copies(
-        self, subgroup: int, image: int, active: npt.NDArray[Any] | None = None
+        self, subgroup: int, image: int, active: npt.NDArray[Any] | None = None, weights: None = None
     ) -> npt.NDArray[np.uint64]:
         if active is not None:  # else masters come from a GPU
             self._session.publish(subgroup)
