@@ -163,6 +163,7 @@ class GpuGradients(GradientStore):
         records: The record of each parameter's gradient, by position.
         in_transit: Gradients that the caller has dropped and lanes may still read, each with the mark after which no
             lane does.
+        final_read: Mark after which no lane reads what `bring_final` was given; None where none does.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class GpuGradients(GradientStore):
         self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
         self._gap_bytes = 0  # see `PieceCopies.to_host`
         self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
-        self._final_read: Mark | None = None  # after it no lane reads gradients of `bring_final`
+        self.final_read: Mark | None = None
 
     # Memory
 
@@ -509,11 +510,11 @@ class GpuGradients(GradientStore):
                 copies.append((gradient.data_ptr() + start, target + start, nbytes))
         if copies:
             self.lanes.bring(Visit(subgroup.index, speculative=True), (), as_pieces(copies), self._gap_bytes)
-            self._final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
+            self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
         """Wait until no lane reads gradients that `bring_final` was given, which are dropped then."""
-        mark, self._final_read = self._final_read, None
+        mark, self.final_read = self.final_read, None
         if mark is not None:
             mark.wait()
 

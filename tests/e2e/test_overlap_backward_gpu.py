@@ -499,7 +499,7 @@ def test_float32_weights_that_move_are_kept_until_no_lane_reads_them(tmp_path: P
         def bring_and_look(final: Any, subgroup: Any, masters: Any) -> None:
             brought.extend(masters.tolist())
             bring(final, subgroup, masters)
-            reads = gradients._final_read
+            reads = gradients.final_read
             plain_wait = reads.wait
             reads.wait = lambda: (seen.append([storage() is not None for storage in began]), plain_wait())
 
