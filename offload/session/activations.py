@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -251,6 +252,8 @@ class Activations:
 
     def rest(self) -> None:
         """Say that no tile is written to or read for now."""
+        if os.getpid() != self._thread.pid:  # what another thread had locked stays so in a forked copy
+            return
         self._stop_writing()
         self._leave_read()
         self._parts.queue.post(WAKE)
