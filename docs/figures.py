@@ -1065,11 +1065,6 @@ COPIED = (
 )
 WHY_MISSED = (
     (
-        "overlap-ranks: zero3: the best",
-        "not profiled: at 8 tokens, the fewest, forward and backward are 1.7 times as long as the step, most of it collectives "
-        "that take the cores of updates",
-    ),
-    (
         "overlap-ranks: fsdp2, hidden in forward: predicted",
         "not profiled; the prediction knows of no collectives in forward",
     ),
