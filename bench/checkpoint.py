@@ -155,10 +155,16 @@ class Training:
                 save()
         return (time.perf_counter() - started_s) / ROUND
 
-    def ways(self) -> dict[str, Callable[[], object]]:
-        """Return ways of saving: ours, and others' of as many bytes in memory if the state is there."""
-        found: dict[str, Callable[[], object]] = {
-            "offload": lambda: self.optimizer.save_checkpoint(self.folder / "ck")
+    def ways(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+        """Return ways of saving: ours, and others' of as many bytes in memory if the state is there.
+
+        With each comes what waits for what it has under way.
+        """
+        found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "offload": (
+                lambda: self.optimizer.save_checkpoint(self.folder / "ck"),
+                self.optimizer.wait_checkpoint,
+            )
         }
         plan = self.optimizer.plan.plan
         if plan.home_bytes[Home.HOST] < plan.state_bytes:
@@ -175,13 +181,20 @@ class Training:
                 file.flush()
                 os.fsync(file.fileno())
 
-        def async_save() -> None:
-            for future in pending:  # it takes one at a time
-                future.result()
-            writer = dcp.FileSystemWriter(self.folder / "dcp", overwrite=True)
-            pending[:] = [dcp.async_save(state, storage_writer=writer)]
+        def wait_async() -> None:
+            while pending:
+                pending.pop().result()
 
-        return {**found, "torch.save": torch_save, "torch.distributed.checkpoint.async_save": async_save}
+        def async_save() -> None:
+            wait_async()  # it takes one at a time
+            writer = dcp.FileSystemWriter(self.folder / "dcp", overwrite=True)
+            pending.append(dcp.async_save(state, storage_writer=writer))
+
+        return {
+            **found,
+            "torch.save": (torch_save, lambda: None),
+            "torch.distributed.checkpoint.async_save": (async_save, wait_async),
+        }
 
     def digest(self) -> str:
         """Return what tells these weights from others."""
@@ -205,9 +218,9 @@ def every_iteration(training: Training, rounds: int) -> dict[str, Any]:
     plain: list[float] = [training.every(None)]
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        for name, save in ways.items():
+        for name, (save, wait) in ways.items():
             taken[name].append(training.every(save))
-            training.optimizer.wait_checkpoint()
+            wait()  # the plain iterations that follow are to have nothing beside them
             plain.append(training.every(None))
     medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
     return {"iteration_s": statistics.median(plain), "every_s": medians, "plain_s": plain, "rounds_s": taken}
