@@ -978,6 +978,7 @@ BENCHMARKS = (
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "15 min", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
+    ("`python bench/beside.py`", "is anything slower, or larger, than it was at an earlier commit?", "8 min", ("beside",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "1 h", ("capacity",)),
     ("`python bench/capacity.py --contenders deepspeed-nvme,exact,exact-gradients,compact8-gradients`", "the same with gradients on the disk", "30 min", ("capacity-gradients",)),
