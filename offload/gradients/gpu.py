@@ -513,7 +513,7 @@ class GpuGradients(GradientStore):
             self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
-        """Wait until no lane reads gradients that `bring_final` was given, which are dropped then."""
+        """Wait until no lane reads what `bring_final` was given; gradients among it are dropped then."""
         mark, self.final_read = self.final_read, None
         if mark is not None:
             mark.wait()
@@ -523,31 +523,21 @@ class GpuGradients(GradientStore):
         positions: npt.NDArray[np.uint64],
         addresses: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
+        *,
+        masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """See `GradientStore.fingerprints`: those of gradients that have not left are made on the device."""
-        stay = np.array([self.records[position].mark is None for position in positions.tolist()], bool)
+        """See `GradientStore.fingerprints`: those of masters, and of gradients that have not left, on the device."""
+        stay = np.array([masters or self.records[position].mark is None for position in positions.tolist()], bool)
         found = super().fingerprints(positions, addresses, np.where(stay, np.uint64(0), sizes))
         chosen = np.flatnonzero(stay & (sizes > 0))
         if not chosen.size:
             return found
         positions = positions[chosen]
-        dtypes, at = self._tables.gradient_dtypes[positions], self._tables.gradients[positions]
-        found[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
-        return found
-
-    def master_fingerprints(
-        self,
-        positions: npt.NDArray[np.uint64],
-        addresses: npt.NDArray[np.uint64],
-        sizes: npt.NDArray[np.uint64],
-    ) -> npt.NDArray[np.uint64]:
-        """See `GradientStore.master_fingerprints`: they are made on the device."""
-        found = np.zeros(len(positions), np.uint64)
-        chosen = np.flatnonzero(sizes)
-        if chosen.size:
-            positions = positions[chosen]
+        if masters:
             at, dtypes = self._tables.weights[positions], np.full(chosen.size, DtypeCode.FLOAT32, np.int32)
-            found[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
+        else:
+            at, dtypes = self._tables.gradients[positions], self._tables.gradient_dtypes[positions]
+        found[chosen] = self._fingerprints(positions, addresses[chosen], sizes[chosen], at, dtypes)
         return found
 
     def _fingerprints(

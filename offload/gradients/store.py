@@ -238,23 +238,17 @@ class GradientStore:
         positions: npt.NDArray[np.uint64],
         addresses: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
+        *,
+        masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
         """Return fingerprints of pieces of gradients, where the step that begins reads them.
 
         Args:
             positions: Parameter of each.
             addresses: Where it lies.
-            sizes: Its bytes.
+            sizes: Its bytes; 0 for none.
+            masters: They are of fp32 weights, which are masters, instead.
         """
-        return self._kernel.fingerprints(addresses, sizes)
-
-    def master_fingerprints(
-        self,
-        positions: npt.NDArray[np.uint64],
-        addresses: npt.NDArray[np.uint64],
-        sizes: npt.NDArray[np.uint64],
-    ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints of pieces of fp32 weights, which are masters, likewise."""
         return self._kernel.fingerprints(addresses, sizes)
 
     # Between steps

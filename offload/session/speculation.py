@@ -396,7 +396,7 @@ class Speculation:
         ranges = [tables.read_by(number, sources[number].table, tables.begun) for number in alike]
         positions, addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
         of_gradients = parts.gradients.fingerprints(positions, addresses[:, 0], sizes[:, 0])
-        of_masters = parts.gradients.master_fingerprints(positions, addresses[:, 1], sizes[:, 1])
+        of_masters = parts.gradients.fingerprints(positions, addresses[:, 1], sizes[:, 1], masters=True)
         sums = np.stack([of_gradients, of_masters], axis=1)
         read = np.concatenate([sources[number].sums for number in alike])
         same = (sums == read).all(axis=1)

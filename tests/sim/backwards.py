@@ -182,17 +182,11 @@ class Tables:
         sizes = [(int(row["numel"]), int(row["numel"]) * masters) if row["flags"] else (0, 0) for row in table]
         return table["parameter"].astype(np.uint64), np.array(places, np.uint64), np.array(sizes, np.uint64)
 
-    def fingerprints(self, *ranges: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-        return self._fingerprints(0, *ranges)
-
-    def master_fingerprints(self, *ranges: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-        return self._fingerprints(1, *ranges)
-
-    def _fingerprints(
-        self, kind: int, parameters: object, places: npt.NDArray[Any], sizes: npt.NDArray[Any]
+    def fingerprints(
+        self, parameters: object, places: npt.NDArray[Any], sizes: npt.NDArray[Any], *, masters: bool = False
     ) -> npt.NDArray[np.uint64]:
         memory, pairs = self._session.memory, zip(places.tolist(), sizes.tolist(), strict=True)
-        return np.array([memory.fingerprint(kind, *pair) for pair in pairs], np.uint64)
+        return np.array([memory.fingerprint(int(masters), *pair) for pair in pairs], np.uint64)
 
     def weight_copies(
         self, subgroup: int, image: int, active: npt.NDArray[Any] | None = None, weights: None = None

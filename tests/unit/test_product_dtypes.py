@@ -47,7 +47,7 @@ def test_what_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_compute(environ={SETTING: "fp16"})
 
 
-def test_two_products_are_measured_once() -> None:
+def test_two_products_are_measured_once_a_process() -> None:
     products.product_rates.cache_clear()
     found = products.product_rates(torch.bfloat16)
     assert found.low > 0
@@ -73,6 +73,23 @@ def test_a_slow_start_is_no_slow_processor(monkeypatch: pytest.MonkeyPatch) -> N
     rates = products.product_rates(torch.float32)
     products.product_rates.cache_clear()
     assert rates.low == pytest.approx(2 * products.SIZE**3 / 0.00004)
+
+
+def test_a_processor_whose_cores_others_have_taken_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever took bf16 for fast here would wait a hundred times as long."""
+    taken = [(1.8e9, 5.5e9)] * 5  # as it was seen on a processor that makes 70e9 in fp32
+    rates = iter([rate for pair in (*taken, (2e9, 70e9), (1e9, 1e9)) for rate in pair])
+    monkeypatch.setattr(products, "_measured", lambda dtype: next(rates))
+    products.product_rates.cache_clear()
+    found = products.product_rates(torch.bfloat16)
+    assert (found.low, found.fp32, found.slow) == (2e9, 70e9, True)
+    rates = iter([3e9, 9e9] * products.TRIES[1])
+    products.product_rates.cache_clear()
+    assert not products.product_rates(torch.bfloat16).slow, "measured as it is at last"
+    rates = iter([90e9, 100e9, 5e9, 100e9, 100e9, 90e9])
+    products.product_rates.cache_clear()
+    assert not products.product_rates(torch.bfloat16).slow
+    products.product_rates.cache_clear()
 
 
 def passes(model: Any, compute: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
