@@ -12,8 +12,9 @@ Sections, each of which can be run alone:
   taken      the whole, and the same without each mechanism. On one disk a second path brings nothing, so there are
              also one and two emulated paths, in the proportion of the published machine's
   simulated  the same rows on a published machine with 4 GPUs, its drive and its file system (`offload plan --rates
-             h100-node-nvme-pfs`), beside what was published of it. Nothing varies there: a mechanism pays if it
-             brings one part in a hundred. Checksums are not in that model
+             h100-node-nvme-pfs`), beside what was published of it; one model with a larger batch, too, as forward and
+             backward of the published ones are a fiftieth of an iteration. Nothing varies there: a mechanism pays if
+             it brings one part in a hundred. Checksums are not in that model
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ SHRUNK = 6
 
 WORTH = 0.01
 """What a mechanism has to bring where nothing is measured, and nothing varies."""
+
+LARGER = 16
+"""Times the published batch with which a model is simulated as well: forward and backward take about as long as the
+step of compact state."""
 
 WHOLE = "compact8"
 GRADIENTS = "gradients on paths"
@@ -348,8 +353,11 @@ def models(rows: Sequence[published.Paths]) -> dict[str, Published]:
     return {"40B": paper, **found}
 
 
-def simulated_s(parts: Parts, model: Published) -> float:
-    """Return the seconds of an iteration of ours on the published machine, in no more memory than MLP-Offload's."""
+def simulated_s(parts: Parts, model: Published) -> dict[int, float]:
+    """Return the seconds of an iteration of ours on the published machine, in no more memory than MLP-Offload's.
+
+    Of the published batch, and of `LARGER` times it.
+    """
     staging_bytes = SLOTS * model.subgroup_bytes
     rates = find_rates(MACHINE).rates
     question = Question(
@@ -370,12 +378,17 @@ def simulated_s(parts: Parts, model: Published) -> float:
     prediction = answer.prediction
     if prediction is None:
         raise SystemExit(f"a step of {model.params:,} parameters has too many tiles to be simulated")
-    forward_s, backward_s = model.forward_s, max(model.backward_s, prediction.gradients_s)
-    if parts.backward:
-        return with_backward_s(prediction, answer.plan, answer.rates, forward_s, backward_s, follows=parts.forward)
-    if parts.forward:
-        return backward_s + with_forward_s(prediction, forward_s, on_cpu=False)
-    return forward_s + backward_s + prediction.step_s
+
+    def iteration_s(batch: int) -> float:
+        forward_s, backward_s = batch * model.forward_s, max(batch * model.backward_s, prediction.gradients_s)
+        if parts.backward:
+            plan, rates = answer.plan, answer.rates
+            return with_backward_s(prediction, plan, rates, forward_s, backward_s, follows=parts.forward)
+        if parts.forward:
+            return backward_s + with_forward_s(prediction, forward_s, on_cpu=False)
+        return forward_s + backward_s + prediction.step_s
+
+    return {batch: iteration_s(batch) for batch in (1, LARGER)}
 
 
 def theirs_s(model: Published, multi: bool, constants: dict[str, float]) -> float:
@@ -395,37 +408,49 @@ def simulate(smoke: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in list(known)[:1] if smoke else known:
         model = known[name]
-        rows: dict[str, float] = {}
+        rows: dict[int, dict[str, float]] = {1: {}, LARGER: {}}
         for row, parts in {**LADDER, **WITHOUT}.items():
             if smoke and row not in SMOKE["simulated"]:
                 continue
             progress(f"{name}: {row}")
-            rows[row] = simulated_s(parts, model)
+            for batch, seconds in simulated_s(parts, model).items():
+                rows[batch][row] = seconds
+        places = {f"simulated, {name}": rows[1]}
+        if name == next(iter(known)):
+            places[f"simulated, {name}, {LARGER} times the batch"] = rows[LARGER]
         figures = [
             {
                 "mechanism": one.mechanism,
                 "without": one.without,
                 "with": one.with_,
-                "where": f"simulated, {name}, {one.where}",
-                "times": rows[one.without] / rows[one.with_],
+                "where": f"{place}, {one.where}",
+                "times": there[one.without] / there[one.with_],
                 "spread": 0.0,
-                "pays": rows[one.without] / rows[one.with_] - 1 > WORTH,
+                "pays": there[one.without] / there[one.with_] - 1 > WORTH,
             }
+            for place, there in places.items()
             for one in comparisons()
-            if {one.without, one.with_} <= rows.keys() and not one.memory and one.mechanism != "checksums"
+            if {one.without, one.with_} <= there.keys() and not one.memory and one.mechanism != "checksums"
         ]
         schedules = {
             "deepspeed_s": theirs_s(model, False, constants),
             "multipath_s": theirs_s(model, True, constants),
         }
-        found[name] = {"rows": rows, "published": asdict(model), "their_schedules": schedules, "comparisons": figures}
+        found[name] = {
+            "rows": rows[1],
+            "larger_rows": rows[LARGER],
+            "published": asdict(model),
+            "their_schedules": schedules,
+            "comparisons": figures,
+        }
         print(
             f"  {name}: DeepSpeed {format_seconds(model.deepspeed_s)} published, "
             f"{format_seconds(schedules['deepspeed_s'])} simulated; MLP-Offload {format_seconds(model.multipath_s)}, "
             f"{format_seconds(schedules['multipath_s'])}"
         )
-        for row, seconds in rows.items():
-            print(f"    {row:<34} {format_seconds(seconds)}")
+        for row, seconds in rows[1].items():
+            larger = format_seconds(rows[LARGER][row])
+            print(f"    {row:<34} {format_seconds(seconds)}; {LARGER} times the batch: {larger}")
     return found
 
 
@@ -481,8 +506,8 @@ def main() -> None:
     parser = arguments(__doc__, path=True, runs=True, sections=(*DISK, "simulated"))
     parser.add_argument("--params", default="40M", help="parameters of the model (default: %(default)s)")
     parser.add_argument("--tokens", default="16,128", help="tokens of a batch, each size")
-    parser.add_argument("--rounds", default="9", help="most rounds, a multiple of three")
-    parser.add_argument("--minutes", default="13", help="in which what is measured is through")
+    parser.add_argument("--rounds", default="30", help="most rounds, a multiple of three")
+    parser.add_argument("--minutes", default="60", help="in which what is measured is through")
     args = parser.parse_args()
     try:
         sizes = [parse_count("--tokens", size, most=1 << 20) for size in args.tokens.split(",")]

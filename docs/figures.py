@@ -976,7 +976,7 @@ BENCHMARKS = (
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
     ("`python bench/overlap_ranks.py`", "the same on two ranks, FSDP2, DDP and ZeRO-3, with one disk for both", "10 min", ("overlap-ranks",)),
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
-    ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "15 min", ("ablation",)),
+    ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "1 h", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
     ("`python bench/beside.py`", "is anything slower, or larger, than it was at an earlier commit?", "8 min", ("beside",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
