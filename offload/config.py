@@ -97,12 +97,7 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
     return found
 
 
-def check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse keys that a field does not have.
-
-    Raises:
-        ConfigError: For the first, with the known one that is nearest.
-    """
+def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -146,7 +141,7 @@ class PathConfig:
             raise ConfigError(
                 field, value, 'give a directory, "s3://bucket/prefix", or {"path": ..., "max_bytes": ...}'
             )
-        check_keys(field, value, [item.name for item in dataclasses.fields(cls)])
+        _check_keys(field, value, [item.name for item in dataclasses.fields(cls)])
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
@@ -182,7 +177,7 @@ def _refuses_unknown(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: T, **values: Any) -> None:
-        check_keys(cls.__name__, values, known)
+        _check_keys(cls.__name__, values, known)
         init(self, **values)
 
     cls.__init__ = checked  # type: ignore[assignment]
@@ -444,7 +439,7 @@ class OffloadConfig:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(name, values, "give an object of OffloadConfig's fields")
-        check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
+        _check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
         return cls(**values)
 
     def check_paths(self) -> None:

@@ -11,12 +11,11 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offload import ConfigError, OffloadConfig
-from offload.config import check_keys
 from offload.integrations import shared
 
 KEY = "multi_tier_offload"
@@ -121,6 +120,14 @@ def naming_the_object() -> Iterator[None]:
         raise ConfigError(f"{KEY}.{error.field}", error.value, error.allowed) from error.__cause__
 
 
+def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            nearest = f'did you mean "{near[0]}"? ' if near else ""
+            raise ConfigError(f"{where}.{key}", values[key], f"unknown key; {nearest}known are {', '.join(known)}")
+
+
 def load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the object that configs without one are given, or the one that a JSON file has; check it.
 
@@ -151,12 +158,12 @@ def check(values: Any) -> OffloadConfig:
         raise ConfigError(
             f"{KEY}.{CHECKPOINT}", given, 'write {"layout": "stock", "wait": true}, which is the default'
         )
-    check_keys(f"{KEY}.{CHECKPOINT}", given, ("layout", "wait"))
+    _check_keys(f"{KEY}.{CHECKPOINT}", given, ("layout", "wait"))
     if (layout := given.get("layout", LAYOUTS[0])) not in LAYOUTS:
         raise ConfigError(f"{KEY}.{CHECKPOINT}.layout", layout, f"use one of {', '.join(LAYOUTS)}")
     if (wait := given.get("wait", True)) not in (True, False):
         raise ConfigError(f"{KEY}.{CHECKPOINT}.wait", wait, "use true or false")
-    check_keys(KEY, values, (*_FIELDS, CHECKPOINT))
+    _check_keys(KEY, values, (*_FIELDS, CHECKPOINT))
     with naming_the_object():
         return OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)
 

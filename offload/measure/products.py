@@ -87,13 +87,13 @@ def product_rates(dtype: torch.dtype) -> ProductRates:
     least, most = TRIES
     low = fp32 = 0.0
     for number in range(most):
-        low, fp32 = max(low, _measured(dtype)), max(fp32, _measured(torch.float32))
+        low, fp32 = max(low, measured(dtype)), max(fp32, measured(torch.float32))
         if number + 1 >= least and not UNCLEAR[0] < low / fp32 < UNCLEAR[1]:
             break
     return ProductRates(dtype, low, fp32)
 
 
-def _measured(dtype: torch.dtype) -> float:
+def measured(dtype: torch.dtype) -> float:
     # As backward multiplies gradients by weights: the order in which slow processors are slowest.
     a = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     seconds: list[float] = []
