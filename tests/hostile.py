@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-CPU_S = 10.0
+CPU_S = 30.0
 """What a call may compute: a bound on wall time would be one on what else runs."""
 MOST_BYTES = 1 << 30
 """By which a call may add to the memory of its process."""
@@ -384,7 +384,7 @@ def run(arguments: list[str], variables: dict[str, str]) -> Outcome:
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S + 1)
     # A call that waits for ever computes nothing: this is no measure, only an end.
     waits = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 30 * CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, 10 * CPU_S)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ, variables):
             status = cli.main(arguments)
