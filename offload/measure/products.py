@@ -83,7 +83,7 @@ class ProductRates:
 
 @functools.cache
 def product_rates(dtype: torch.dtype) -> ProductRates:
-    """Measure two small products, once a process: 40 to 100 ms, and at most a second on a busy machine."""
+    """Measure two small products, once a process: 50 to 120 ms where 16 bits are slow, and more if it is busy."""
     least, most = TRIES
     low = fp32 = 0.0
     for number in range(most):
@@ -94,6 +94,7 @@ def product_rates(dtype: torch.dtype) -> ProductRates:
 
 
 def measured(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of a few small products."""
     # As backward multiplies gradients by weights: the order in which slow processors are slowest.
     a = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     seconds: list[float] = []
