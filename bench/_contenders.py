@@ -56,6 +56,7 @@ OURS_MEMORY = "ours in DeepSpeed, all in memory"
 OURS_HALF = "ours in DeepSpeed, half in memory"
 OURS_HIDDEN = "ours in DeepSpeed, memory as NVMe offload, hidden in forward and backward"
 OURS_DISK = "ours in DeepSpeed, nothing resident"
+OURS_DISK_HIDDEN = "ours in DeepSpeed, nothing resident, hidden in forward and backward"
 OURS_COMPACT = "ours in DeepSpeed, nothing resident, compact8"
 OURS_AHEAD = "ours in DeepSpeed, nothing resident, compact8, made during backward"
 FUSED = "torch AdamW, fused"
@@ -64,6 +65,7 @@ ALONE_MEMORY = "ours, all in memory"
 ALONE_TWO_PATHS = "ours, nothing resident, two paths"
 
 ON_DISK = {"host_memory": 0, "paths": ["{path}"]}
+HIDDEN = {**ON_DISK, "overlap": "both"}
 
 NATIVE_SKIPPED = "left out of the smoke run: its native part takes minutes to build"
 
@@ -111,8 +113,9 @@ def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contende
         stock_on_disk(STOCK_NVME, False, smoke, aio),
         stock_on_disk(STOCK_PIPELINED, True, smoke, aio),
         in_deepspeed(OURS_DISK, ON_DISK, smoke=smoke),
+        in_deepspeed(OURS_DISK_HIDDEN, HIDDEN, smoke=smoke),
         *(in_deepspeed(ours, ON_DISK, smoke=smoke, equal_to=stock) for stock, ours in EQUAL.items()),
-        in_deepspeed(OURS_HIDDEN, {**ON_DISK, "overlap": "both"}, smoke=smoke, equal_to=STOCK_NVME),
+        in_deepspeed(OURS_HIDDEN, HIDDEN, smoke=smoke, equal_to=STOCK_NVME),
         in_deepspeed(OURS_COMPACT, {**ON_DISK, "state_format": "compact8"}, smoke=smoke),
         in_deepspeed(OURS_AHEAD, {**ON_DISK, "state_format": "compact8", "overlap": "backward"}, smoke=smoke),
     ]
@@ -200,8 +203,9 @@ def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list
         stock = best(outcomes, (STOCK_NVME, STOCK_PIPELINED), tokens)
         for name, ours in EQUAL.items():
             promise(ours, outcomes.get(name), 3.0, 4.0)
-        promise(OURS_HIDDEN, outcomes.get(STOCK_NVME), 4.0, None)
+        promise(OURS_HIDDEN, outcomes.get(STOCK_NVME), 4.0, 4.0)
         promise(OURS_DISK, stock, 1.6, 1.8)
+        promise(OURS_DISK_HIDDEN, stock, 1.6, 1.8)
         promise(OURS_COMPACT, outcomes.get(STOCK_NVME), 2.5, None)
         promise(OURS_COMPACT, outcomes.get(STOCK_PIPELINED), 2.0, None)
         promise(OURS_AHEAD, outcomes.get(STOCK_NVME), 2.8, None)

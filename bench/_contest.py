@@ -342,19 +342,15 @@ def run_group(
 def limit_memory(contender: Contender, outcomes: Mapping[str, Outcome], numel: int) -> Contender | None:
     """Return a contender of ours with as much resident state as another's peak memory leaves room for.
 
-    What ours takes beside resident state is known from the one of the group that has none.
+    What ours takes beside resident state is known from the one of the group that is set up alike and has none.
     """
-    theirs, bare = outcomes[contender.equal_to], next(o for o in outcomes.values() if is_bare(o.settings))
+    theirs = outcomes[contender.equal_to]
+    bare = next(o for o in outcomes.values() if o.settings == contender.settings and o.name != contender.name)
     if theirs.failed or not theirs.peak_bytes or not bare.peak_bytes:
         return None
-    # The peaks of two runs of the same thing differ by a few MiB, and hiding a step takes some more.
-    allowed = min(theirs.peak_bytes - bare.peak_bytes - (40 << 20), round(1.05 * STATE_BYTES * numel))
+    # The peaks of two runs of the same thing differ by a few MiB.
+    allowed = min(theirs.peak_bytes - bare.peak_bytes - (16 << 20), round(1.05 * STATE_BYTES * numel))
     return replace(contender, settings=with_host_memory(contender.settings, max(0, allowed)))
-
-
-def is_bare(settings: Mapping[str, Any]) -> bool:
-    ours = settings.get("multi_tier_offload", settings)
-    return bool(ours.get("host_memory") == 0 and len(ours.get("paths", ())) == 1)
 
 
 def with_host_memory(settings: Mapping[str, Any], host_memory: int) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_as_much_state_is_resident_as_the_others_peak_leaves_room_for() -> None:
     outcomes = {"bare": bare, "theirs": theirs}
     limited = limit_memory(ours, outcomes, 10**9)
     assert limited is not None
-    assert limited.settings["multi_tier_offload"]["host_memory"] == 60 << 20
+    assert limited.settings["multi_tier_offload"]["host_memory"] == 84 << 20
     assert limit_memory(ours, outcomes, 10**6).settings["multi_tier_offload"]["host_memory"] < 13 * 10**6  # type: ignore[union-attr]
     theirs.failed = "crashed"
     assert limit_memory(ours, outcomes, 10**9) is None
