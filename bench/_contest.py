@@ -18,6 +18,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import select
 import statistics
@@ -328,7 +329,7 @@ def run_group(
             if not names:
                 break
             speeds.append(bounds.ask({}, schedule.timeout_s))
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in random.Random(number).sample(names, len(names)):  # no one always behind the same one
                 progress(f"round {number}: {name}")
                 one_round(name, number)
             round_s = max(round_s, time.monotonic() - round_started_s)
