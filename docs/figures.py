@@ -1076,15 +1076,16 @@ AT_ITS_MEMORY = (
 )
 HIDDEN_IN_BOTH = (
     "of 0.43 and 0.30 s that are exposed, forward's wait for the disk, which moves 1 GB each way, is 0.17 and 0.04, what updates take "
-    "of backward's cores 0.08 and 0.17, the step 0.08 and 0.09 (`deepspeed`, `iteration`). At 16 tokens (`deepspeed`) it is 4.0. Tried: subgroups of 4M elements, which take less memory and longer: "
-    "1.59 s for 1.37 with nothing resident; `compact8`, 3.2 and 2.9 times with nothing resident"
+    "of backward's cores 0.08 and 0.17, the step 0.08 and 0.09 (`deepspeed`, `iteration`). At 16 tokens (`deepspeed`) it is 4.0. "
+    "Tried: subgroups of 4M elements, which take less memory and longer: 1.59 s for 1.37 with nothing resident; `compact8`, 3.2 and "
+    "2.9 times with nothing resident"
 )
 NO_STATE = (
-    "theirs moves 1.6 times the bytes at the rate that fio reaches, and both take forward and backward: by bytes alone it would be "
-    "1.4. Tried: subgroups of 4M elements, which keep less between steps: 2.08 s for 1.91; hidden in forward and backward: 1.9"
+    "theirs moves 1.6 times the bytes at 1.06 and 0.86 of fio's rate, and both take forward and backward: by bytes alone it would be "
+    "1.4. Tried: subgroups of 4M elements, which keep less between steps: 2.08 s for 1.91; hidden in forward and backward: 1.9 and 1.7"
 )
 PEAKS = (
-    "peaks of the same work differ from run to run: DeepSpeed's were 2.39 to 2.71 GB in five, ours with nothing resident, from which "
+    "peaks of the same work differ from run to run: DeepSpeed's were 2.39 to 2.71 GB in four, ours with nothing resident, from which "
     "the room is computed, 1.75 to 1.93"
 )
 ROOM = "16-bit weights and gradients, which both keep in memory, leave no room for so many"
@@ -1109,7 +1110,7 @@ WHY_MISSED = (
     (
         "ablation: checksums",
         "1.07, 0.97, 1.00 and 1.04 in four places, the first where the whole seemed slower than it is without three other "
-        "mechanisms as well (0.93 to 0.95), which cost nothing elsewhere: what runs just before it is always the same",
+        "mechanisms as well (0.93 to 0.95), which cost nothing elsewhere: what ran just before it was always the same (rounds have had orders of their own since)",
     ),
     (
         "ablation: simulated, ",
