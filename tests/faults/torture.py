@@ -411,7 +411,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4000, help="a life that comes this far ends by itself")
+    parser.add_argument("--steps", type=int, default=12000, help="a life that comes this far ends by itself")
     parser.add_argument(
         "--overlap",
         nargs="?",
