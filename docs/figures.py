@@ -1051,10 +1051,6 @@ ADDED = (
     "that it computes with, 67 and 33 ms of a core, which the bound takes for free. Tried: subgroups of 4M elements: an iteration of "
     "405 and 264 ms for 395 and 263; no checksums: 403 and 260; one update thread: 427 and 273"
 )
-SMALL = (
-    "2 are weights; tables, threads and what is left are 0.2, part of a size that does not grow with the model: by the two smallest "
-    "models each further parameter takes 2.09 to 2.10"
-)
 CONTENTION = (
     "profiled in compact8 at 512 tokens: updates add 80 ms to a backward pass of 245, their work over two cores being 64, and 21 are left "
     "of the step, in which fingerprints are compared and new weights copied. Tried: update threads of lower priority, nice 5 and 19: 1.3 "
@@ -1185,8 +1181,6 @@ WHY_MISSED = (
         "capacity-2gib: compact8: parameters over",
         "sizes are tried in steps of 3%, and the plan refused the next",
     ),
-    ("capacity-2gib: exact-gradients: bytes", SMALL),
-    ("capacity-2gib: compact8-gradients: bytes", SMALL),
     ("capacity: exact: parameters, times", ROOM),
     ("capacity: compact8: parameters, times", ROOM),
     ("capacity-gradients: exact: parameters, times", ROOM),
