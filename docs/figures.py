@@ -251,6 +251,46 @@ def hidden(page: Path) -> str:
     return filled(text, iter(one("overlap", *names, form="times")))
 
 
+def checked_cpu(page: Path) -> str:
+    """Return what checksums take of the CPU."""
+    found = read("paths")["results"]["cpu"]
+    with_them, without = (found[name]["cpu_s_per_gb"] for name in ("checksums", "no checksums"))
+    return (
+        f"On two cores a gigabyte read or written costs {with_them:.3f} s of CPU, and {without:.3f} s without checksums: "
+        f"{source('paths', page)}, `python bench/paths.py --sections cpu`."
+    )
+
+
+# docs/deepspeed.md
+
+
+def overlapped_ranks(page: Path) -> str:
+    """Return what ZeRO-3 gains on two ranks."""
+    text = (
+        "`python bench/overlap_ranks.py` measures what is gained: ZeRO-3 on two ranks and one disk is {} times as fast as with steps "
+        f"that are waited for, with buckets of 4 million elements: {source('overlap-ranks', page)}."
+    )
+    return filled(text, iter(one("overlap-ranks", "zero3: the best, times as fast as steps that are waited for")))
+
+
+def saved_in_place(page: Path) -> str:
+    """Return by how much saves stall training, in each layout."""
+    found = read("saves")["results"]
+    ours, stock = (
+        [row for name, row in found.items() if name.startswith(layout)] for layout in ("in_place", "stock")
+    )
+    iterations_s, behind, waits = (
+        [row[key] for row in rows]
+        for rows, key in ((ours, "iteration_s"), (stock, "stall"), ([*ours, *stock], "waits"))
+    )
+    return (
+        f"A save in place stalls training for {max(row['stall'] for row in ours):.2f} of an iteration of {min(iterations_s):.2f} to "
+        f"{max(iterations_s):.2f} s at most, one whose files are written behind it for {min(behind):.2f} to {max(behind):.2f}, and one "
+        f"that waits for {min(waits):.2f} to {max(waits):.2f} (`python bench/saves.py`; 33 million parameters, one and two ranks on two "
+        f"cores): {source('saves', page)}."
+    )
+
+
 # docs/benchmarks.md
 
 
@@ -716,7 +756,22 @@ def stalled(page: Path) -> str:
             f"| {found['resident_bytes'] / 1e9:.1f} GB, {share} | {iteration_s:.2f} s | {stall * iteration_s:.3f} s "
             f"| {stall:.2f} | {1e3 * found['stall_parts']['handover'] * iteration_s:.1f} ms |"
         )
-    return "\n".join([*lines, "", f"Report: {source('checkpoint', page)}."])
+    none, whole = (
+        {name: took_s / every["iteration_s"] for name, took_s in every["every_s"].items()}
+        for every in (read("checkpoint")["results"][share]["every"] for share in ("0%", "100%"))
+    )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Report: {source('checkpoint', page)}.",
+            "",
+            f"A checkpoint after every iteration is affordable, too: in the same run an iteration with one took {none['offload']:.2f} of one "
+            f"without where all state is on the disk, and {whole['offload']:.2f} where all of it is in memory, beside "
+            f"{whole['torch.save']:.2f} with `torch.save` and {whole['torch.distributed.checkpoint.async_save']:.2f} with "
+            "`torch.distributed.checkpoint.async_save` of as many bytes.",
+        ]
+    )
 
 
 # docs/formats.md
@@ -1048,8 +1103,8 @@ def targets(page: Path) -> str:
 
 ADDED = (
     "backward takes 47 and 25 ms longer, in `exact` and `compact8`: gradients are copied, summed and written by the two cores "
-    "that it computes with, 67 and 33 ms of a core, which the bound takes for free. Tried: subgroups of 4M elements: an iteration of "
-    "405 and 264 ms for 395 and 263; no checksums: 403 and 260; one update thread: 427 and 273"
+    "that it computes with, 67 and 33 ms of a core, which the bound takes for free. Tried: subgroups of 4M elements: backward and step "
+    "of 405 and 264 ms for 395 and 263; no checksums: 403 and 260; one update thread: 427 and 273"
 )
 CONTENTION = (
     "profiled in compact8 at 512 tokens: updates add 80 ms to a backward pass of 245, their work over two cores being 64, and 21 are left "
@@ -1086,12 +1141,8 @@ PEAKS = (
     "the room is computed, 1.75 to 1.93"
 )
 ROOM = "16-bit weights and gradients, which both keep in memory, leave no room for so many"
-TAKEN = (
-    "a virtual machine's host takes and gives memory as it likes: touching the same 805 MB again took 0.1 to 1.0 s of a core, "
-    "and the 64 MiB that the prediction is made from were warm. Tried: two threads that touch ahead, which held up backward"
-)
 OF_CLASSES = (
-    "profiled: a step takes 0.13 s of a core more than the class alone (`Rprop`: 0.58 for 0.43), which the bound takes for free. Tried: no "
+    "profiled: a step takes 0.15 s of a core more than the class alone (`Rprop`: 0.58 for 0.43), which the bound takes for free. Tried: no "
     "checksums: 0.36, 0.23 and 0.10 s for 0.38, 0.29 and 0.13 (`Rprop`, `RAdam`, `Adagrad`); subgroups of a million elements: 0.44, "
     "0.27 and 0.16; memory that malloc does not give back: 0.36 for 0.36 and 0.24 for 0.24 of the first two"
 )
@@ -1107,14 +1158,14 @@ PLACES = (
 )
 FIRST_BLOCK = (
     "profiled: forward and backward wait for their first block, an eighth of what is read, 0.03 to 0.04 s each, and products take 1.05 "
-    "times as long beside reading. Tried: 1, 2 and 8 readers, 2 and 5 slots: 1.06 to 1.20, by where the files lie; keeping the last "
+    "(512 tokens) and 1.15 times (128) as long beside reading. Tried: 1, 2 and 8 readers, 2 and 5 slots: 1.06 to 1.20, by where the files lie; keeping the last "
     "blocks for backward: 1.05 and 1.23"
 )
 DRIFT = "the disk's rates changed between the steps that taught them and those that count: the rows by a step's own are below"
 FAST_MEMORY = (
     "memory gave 100 GB/s in this run, behind which arithmetic is not hidden; an hour later, at 53 GB/s, these shares were 1.02, "
     "0.95 and 0.89. Tried: asking for memory 256 to 8,192 bytes ahead (`--tune`): 0.87 to 0.95 of the stream in `exact`, 0.89 to "
-    "1.00 in `compact16`, 0.80 to 0.86 in `compact8`"
+    "1.00 in `compact16`, 0.82 to 0.86 in `compact8`"
 )
 COPIED = (
     "saved tensors are copied to buffers and back on the two cores that compute: 0.53 GB a pass. Tried: 1 GiB of buffers, "

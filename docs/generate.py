@@ -118,7 +118,8 @@ def versions(page: Path) -> str:
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
 PARTS = {
     ROOT / "README.md": {"machines": machines.fitting, "cost": figures.cost},
-    DOCS / "step.md": {"hidden": figures.hidden, "saved": figures.saved},
+    DOCS / "step.md": {"cpu": figures.checked_cpu, "hidden": figures.hidden, "saved": figures.saved},
+    DOCS / "deepspeed.md": {"overlapped": figures.overlapped_ranks, "in-place": figures.saved_in_place},
     DOCS / "benchmarks.md": {
         "formats": figures.formats,
         "trainings": figures.trainings,

@@ -268,9 +268,7 @@ def has_ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def torture_ranks(
-    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", parks: bool = False, quiet: bool = True
-) -> dict[str, Any]:
+def torture_ranks(kills: int, seed: int, steps: int, hidden: str, parks: bool, quiet: bool) -> dict[str, Any]:
     """Kill one rank of each of `kills` lives of two; return figures.
 
     Raises:
@@ -342,9 +340,7 @@ def torture_ranks(
     }
 
 
-def torture(
-    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", parks: bool = False, quiet: bool = True
-) -> dict[str, Any]:
+def torture(kills: int, seed: int, steps: int, hidden: str, parks: bool, quiet: bool) -> dict[str, Any]:
     """Kill `kills` lives; return figures.
 
     Raises:
