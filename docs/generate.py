@@ -127,7 +127,6 @@ PARTS = {
         "measured": figures.measured,
         "capacity": figures.capacity,
         "capacity-2gib": figures.capacity_small,
-        "capacity-gradients": figures.capacity_left,
         "large": figures.large,
         "ablation": figures.ablation,
         "others": figures.others,

@@ -1,12 +1,12 @@
 """Kills one of two ranks that save inside DeepSpeed at random moments, and goes on from what `latest` names.
 
-    python tests/integrations/deepspeed_torture.py --kills 200 --folder FOLDER --json FILE
+    python tests/integrations/deepspeed_torture.py --kills 200 --json FILE
 
 Each life loads the tag that `latest` names into two new processes, compares every bit of weights, masters and moments
 with what they were when it was saved, and the model's file with the model; then it trains, and saves after every
 step, behind training, until one of the two is killed. The other one has to end, by an error that it raises, or to say
-what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3. What has been done is in FOLDER: a campaign
-that is interrupted goes on there.
+what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3. With `--folder`, what has been done is there:
+a campaign that is interrupted goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from datetime import timedelta
@@ -184,11 +185,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, help="where files go, and stay (default: a temporary one)")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     described = environment()
-    figures = torture(arguments.folder, arguments.kills, arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="torture-") as own:
+        figures = torture(arguments.folder or Path(own), arguments.kills, arguments.seed)
     text = json.dumps({"environment": described, "results": figures}, indent=2)
     print(text)
     if arguments.json:
