@@ -5,8 +5,8 @@
 Each life loads the tag that `latest` names into two new processes, compares every bit of weights, masters and moments
 with what they were when it was saved, and the model's file with the model; then it trains, and saves after every
 step, behind training, until one of the two is killed. The other one has to end, by an error that it raises, or to say
-what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3. With `--folder`, what has been done is there:
-a campaign that is interrupted goes on.
+what it waits for. Lives take turns over both layouts and ZeRO 1, 2 and 3. What has been done is in `--folder`: with
+the same one, a campaign that was interrupted goes on.
 """
 
 from __future__ import annotations
