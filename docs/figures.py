@@ -1040,7 +1040,7 @@ BENCHMARKS = (
     ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks, and on paper with nodes?", "5 min", ("scaling",)),
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
-    ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
+    ("`python bench/quality.py --pairs 10 --pairs-of-others 3`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
     ("`python bench/quality.py --optimizer muon`", "the same of Muon, whose momentum is in the formats", "20 min", ("quality-muon",)),
     ("`python bench/classes.py`", "what does a step of torch's optimizer classes and of Muon cost with nothing resident, beside the class in memory?", "6 min", ("classes",)),
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
@@ -1171,8 +1171,8 @@ FAST_MEMORY = (
     "1.00 in `compact16`, 0.82 to 0.86 in `compact8`"
 )
 COPIED = (
-    "saved tensors are copied to buffers and back on the two cores that compute: 0.53 GB a pass. Tried: 1 GiB of buffers, "
-    "where nothing is written: 1.22 of the iteration in memory; 64 MiB: 1.37"
+    "saved tensors are copied to buffers and back on the two cores that compute: 0.53 GB a pass. Tried an hour later, when this "
+    "took 1.21: 1 GiB of buffers, where nothing is written: 1.17; 64 MiB: 1.27"
 )
 WHY_MISSED = (
     ("classes: Rprop", OF_CLASSES),
