@@ -59,7 +59,7 @@ docs: $(VENV)/.core
 bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)
 
-# Every benchmark at full size, some five hours; goes on where it was stopped. ARGS names some, and the disk (--path).
+# Every benchmark at full size, some six hours; goes on where it was stopped. ARGS names some, and the disk (--path).
 bench-all: $(VENV)/.ready
 	$(BIN)/python bench/_all.py $(ARGS)
 
