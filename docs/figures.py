@@ -1178,11 +1178,6 @@ WHY_MISSED = (
         "predicted: 0.16 too short",
     ),
     (
-        "ablation: checksums",
-        "1.07, 0.97, 1.00 and 1.04 in four places, the first where the whole seemed slower than it is without three other "
-        "mechanisms as well (0.93 to 0.95), which cost nothing elsewhere: what ran just before it was always the same (rounds have had orders of their own since)",
-    ),
-    (
         "ablation: simulated, ",
         "up to this row both move the same bytes; ours by the file system's rate of the machine's file, 1.37 GB/s each way, theirs by "
         "that which fits the logs, 1.5 (`published`). Formats bring the rest, in the next rows",
