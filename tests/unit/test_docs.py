@@ -76,7 +76,8 @@ def test_mechanisms_that_pay_are_in_bold(
     monkeypatch.setattr(figures, "REPORTS", tmp_path)
     assert figures.ablation(page) == "No report yet: `make bench-all ARGS=ablation` writes one."
     assert figures.others(page).startswith("No report yet")
-    figure = {"mechanism": "order", "where": "added, 16 tokens", "times": 1.25, "spread": 0.1, "pays": True}
+    figure = {"mechanism": "order", "with": "order", "where": "added, 16 tokens"}
+    figure |= {"times": 1.25, "spread": 0.1, "pays": True}
     row = {"memory_bytes": 5e8, "tokens": {"16": {"iteration_s": 0.5}}}
     simulated = {
         "rows": {"order": 80.0},
@@ -88,6 +89,7 @@ def test_mechanisms_that_pay_are_in_bold(
         "comparisons": [
             figure,
             figure | {"where": "taken, 16 tokens", "times": 1.01, "pays": False},
+            figure | {"with": "two paths, emulated", "where": "taken, 16 tokens"},
             figure | {"mechanism": "residency", "where": "simulated, 40B, added", "spread": 0.0},
         ],
         "rows": {"added": {"order": row}},
@@ -96,6 +98,7 @@ def test_mechanisms_that_pay_are_in_bold(
     (tmp_path / "2026-01-01-ablation.json").write_text(json.dumps({"results": results}))
     text = figures.ablation(page)
     assert "| order | **1.25 ± 0.10** | 1.01 ± 0.10 |  |" in text
+    assert "| order, emulated |  | **1.25 ± 0.10** |  |" in text
     assert "| residency |  |  | **1.25** |" in text
     assert "| order | 0.500 | 500 |" in text
     assert "| MLP-Offload: published (its schedule, simulated) | 102 (81) |" in text
