@@ -163,12 +163,13 @@ def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
 def fitting_rates(file: str, paths: Sequence[str] = ()) -> tuple[str, str]:
     """Return a rates file as `OffloadConfig.rates` takes it, or "auto" where it does not fit, with the reason."""
     from offload import ConfigError
+    from offload.formats import EXACT
     from offload.measure.rates_file import session_rates
 
     if file == "auto":
         return file, ""
     try:
-        session_rates(file, [str(path) for path in paths], _common.cores())
+        session_rates(file, [str(path) for path in paths], _common.cores(), {EXACT: 1})
     except ConfigError as error:
         return "auto", str(error)
     return file, ""
