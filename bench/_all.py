@@ -31,7 +31,7 @@ import figures
 
 PRODUCT = ("offload", "csrc", "integrations")
 HAS_MANY = ("quality", "capacity")
-"""What takes an hour each, and so comes last."""
+"""What takes up to an hour each on a slow machine, and so comes last."""
 
 
 @dataclass(frozen=True)
