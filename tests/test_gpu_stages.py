@@ -20,6 +20,7 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from _gpu_runs import fitting_rates
 
 GPU = Path(__file__).resolve().parents[1] / "bench" / "gpu"
 
@@ -274,6 +275,14 @@ def test_memory_is_looked_at_before_and_after_it_is_touched(stages: ModuleType) 
     assert found["seconds"] > 0
     assert found["total_before_bytes"] > 1 << 30
     assert stages.touched(0)["bytes"] == 0
+
+
+def test_rates_that_do_not_fit_are_probed_and_it_is_said_why(tmp_path: Path) -> None:
+    """Asks as a session does: whole stages are run by `make test-full` alone."""
+    assert fitting_rates("auto") == ("auto", "")
+    rates, why = fitting_rates(str(tmp_path / "none.json"))
+    assert rates == "auto"
+    assert "none.json" in why
 
 
 @pytest.mark.full
