@@ -211,6 +211,7 @@ class CheckedExecutor:
         """
         for operation in operations:
             self._issued(operation)
+        self._give_up_unplaced()
         self._inner.submit(operations)
 
     def wait(self) -> list[Event]:
@@ -873,9 +874,19 @@ class CheckedExecutor:
         del subgroup.writes[write.tile]
         self._storage.lose(write.record.location)
         if self._revoked.pop(write.op, None) is None and subgroup.beside is not None:
+            self._beside_slots[write.record.location.nbytes] -= 1
+            del subgroup.beside.writes[write.tile]
+            self._give_up_version(subgroup, subgroup.beside)
+
+    def _give_up_unplaced(self) -> None:
+        """All writes of a version are decided at once: one that lacks some found no room, and goes."""
+        for subgroup, places in zip(self._subgroups, self._places, strict=True):
             beside = subgroup.beside
-            places = [record.location for record in beside.arrived.values()]
-            places += [self._location_of(op) for op in beside.writes.values() if op != write.op]
-            self._beside_slots -= Counter(place.nbytes for place in (*places, write.record.location))
-            del beside.writes[write.tile]
-            self._revoke(subgroup)
+            if beside is not None and len(beside.writes) + len(beside.arrived) < len(places):
+                self._give_up_version(subgroup, beside)
+
+    def _give_up_version(self, subgroup: KnownSubgroup, beside: Beside) -> None:
+        places = [record.location for record in beside.arrived.values()]
+        places += [self._location_of(op) for op in beside.writes.values()]
+        self._beside_slots -= Counter(place.nbytes for place in places)
+        self._revoke(subgroup)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import backwards
 import planted
 import pytest
 import saves
 
-from offload.schedule.index import TileIndex
+from offload.schedule.index import Location, TileIndex
 from offload.schedule.machine import Machine
 from offload.session.speculation import Speculation
 from offload.session.thread import EngineThread
@@ -35,6 +37,21 @@ def test_bits_and_failures_are_those_of_steps_that_make_nothing_ahead() -> None:
 @pytest.mark.parametrize("first", range(300, 20_300, 2000))
 def test_large_swarm_of_backward_passes(first: int) -> None:
     saves.run_seeds(backwards.run_seed, range(first, first + 2000))
+
+
+def test_a_version_that_finds_no_room_is_given_up() -> None:
+    """As a path takes no more writes; the bytes of its tiles that found room are used again."""
+    refused = []
+
+    class Counting(TileIndex):
+        def claim(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+            location = super().claim(nbytes, avoid)
+            if location is None:
+                refused.append(nbytes)
+            return location
+
+    assert backwards.run_seed(13951, Machine, Counting).how == "done"
+    assert refused
 
 
 @pytest.mark.slow
