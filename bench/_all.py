@@ -3,9 +3,9 @@
 What there is to run is the table of docs/benchmarks.md (`docs/figures.py`), as far as it has reports. A report goes
 to `bench/reports/DATE-NAME.json` where its benchmark ends well, with its picture. Benchmarks that have a report of
 this state of the product are skipped, so that a run that was stopped goes on where it was: the state is the last
-commit that changed the product's code, whatever has changed in reports, pages or benchmarks since. Outputs, and what
-long benchmarks have found so far, are in `build/bench-all/COMMIT/`. A benchmark that fails does not end the run; all
-that failed are named in the end.
+commit that changed the product's code (`PRODUCT`), whatever has changed in reports, pages or benchmarks since.
+Outputs, and what long benchmarks have found so far, are in `build/bench-all/COMMIT/`. A benchmark that fails does not
+end the run; all that failed are named in the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import figures
 
-PRODUCT = ("offload", "csrc", "integrations")
+CHECKER = ("offload/sim/checker.py", "offload/sim/books.py")
+PRODUCT = ("offload", "csrc", "integrations", *(f":(exclude){path}" for path in CHECKER))
+"""All that a figure can depend on; the checker of simulated sessions runs in tests alone."""
 HAS_MANY = ("quality", "capacity")
 """What takes up to an hour each on a slow machine, and so comes last."""
 
