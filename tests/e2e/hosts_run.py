@@ -89,7 +89,7 @@ class Training:
         found = hashlib.sha256()
         if self.kind == "deepspeed":
             shard = self.engine.optimizer.shard
-            tensors = [*shard.weights, *(t for state in shard.export() for t in (state.exp_avg, state.master))]
+            tensors = [*shard.weights, *(t for state in shard.export() for t in state.tensors.values())]
         else:
             tensors = []
             for parameter in self.model.parameters():
