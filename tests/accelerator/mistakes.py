@@ -156,6 +156,10 @@ def is_within(within: str) -> bool:
     return frame.f_code.co_qualname == within
 
 
+LEFT_OUT: list[tuple[str, str]] = []
+"""Which method's calls mistakes leave out, and in which function."""
+
+
 def left_out(
     name: str, within: str, *lanes: DeviceLane, of: Callable[[], type] = lambda: DEVICE
 ) -> Callable[[], AbstractContextManager[Any]]:
@@ -167,6 +171,7 @@ def left_out(
         lanes: The first arguments of calls that are left out; none for all.
         of: The class.
     """
+    LEFT_OUT.append((name, within))
 
     def plant() -> AbstractContextManager[Any]:
         right = getattr(of(), name)
@@ -588,7 +593,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a fetch of weights does not follow the visit that wrote them",
         "the CPU updates old weights",
         Shows.BITS,
-        left_out("follow", "GpuLanes.fetch_weights"),
+        left_out("follow", "GpuLanes.leave_behind_sent"),
         workload="elsewhere-single",
     ),
     Mistake(

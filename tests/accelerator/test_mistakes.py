@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -113,3 +114,23 @@ def test_each_mistake_is_planted_in_what_is_there() -> None:
             pass
     with pytest.raises(AttributeError), mistakes.instead(Mistake, "gone", None)():
         pass
+
+
+def test_calls_that_mistakes_leave_out_are_made_there() -> None:
+    """By the function itself, or by a private one that it uses: one that has moved would leave out nothing."""
+    uses: dict[str, set[str]] = {}
+    for path in (leave_out.ROOT / "offload").rglob("*.py"):
+        for owner in ast.walk(ast.parse(path.read_text())):
+            for function in owner.body if isinstance(owner, ast.ClassDef) else ():
+                if isinstance(function, ast.FunctionDef):
+                    private = function.name.startswith("_")
+                    name = function.name if private else f"{owner.name}.{function.name}"
+                    found = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+                    uses[name] = uses.get(name, set()) | found
+    for name, within in mistakes.LEFT_OUT:
+        line, reached = [within], {within}
+        while line:
+            further = {each for each in uses[line.pop()] if each.startswith("_") and each in uses} - reached
+            reached |= further
+            line += further
+        assert any(name in uses[each] for each in reached), f"{within} calls no {name}"
