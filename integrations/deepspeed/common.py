@@ -630,7 +630,8 @@ class OffloadedOptimizer:
         """Give memory back between phases: `Engine.park` for masters and moments, DeepSpeed's own way for the rest.
 
         State at home in host memory stays there, as the config says; `engine.optimizer.offload.park()` has it leave
-        for the paths, too. Gradients lie where the update reads them, and stay.
+        for the paths, too. Gradients lie where the update reads them, and stay; those of weights on a GPU go once a
+        step has used them.
 
         Args:
             include: DeepSpeed's `OffloadStateTypeEnum`s; None for all.
@@ -642,7 +643,7 @@ class OffloadedOptimizer:
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
         if wanted & {kinds.optim_states, kinds.hp_params}:
-            self.offload.park(self.offload.plan.budgets.host_bytes, wait=not non_blocking)
+            self.shard.park(self.offload.plan.budgets.host_bytes, wait=not non_blocking)
         rest = wanted - {kinds.optim_states, kinds.hp_params, kinds.lp_grads}
         if kinds.lp_params in rest:
             self._release_weights()

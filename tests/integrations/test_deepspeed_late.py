@@ -14,7 +14,7 @@ from accelerator import build, processes
 from test_deepspeed import OTHERS, SKIPPED, start
 
 NAME = "alone_on_an_accelerator"
-SOME = ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place")
+SOME = ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place", "phases_change_nothing")
 """Checks that `make test` runs, too."""
 
 
