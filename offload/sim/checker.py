@@ -55,7 +55,8 @@ Rules:
  21. What a speculative visit makes is written as rule 7 has it, from its staging slot and under its sweep's step, to
      bytes that rule 7 allows. Its slot changes hands when it is whole on storage, or was revoked.
  22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
-     if a write of it fails, or `Seal` does not name it: then nothing of it is used again, in its slot neither.
+     if a write of it fails or finds no room, or `Seal` does not name it: then nothing of it is used again, in its
+     slot neither.
  23. A confirmed version is the newest, as if it had been made by the sweep that follows: that one counts its subgroup
      as moved, and does not visit it.
  24. No version is made under the step of a version that was made by an open sweep before, whatever became of that.

@@ -1763,11 +1763,11 @@ def train_as_ahead_says(case: Any) -> tuple[list[Any], list[Any], dict[str, Any]
     from settling import settle
 
     seen, shares = [], []
+    factors = {"clipped": 1e3, "nan": float("nan") if skips_nan(case.stage, case.dtype) else 1.0}
     with training(case, ours=True, model=Deep()) as engine:
         group = engine.optimizer.param_groups[0]
         for step, kind in enumerate(AHEAD.split()):
-            nan = float("nan") if skips_nan(case.stage, case.dtype) else 1.0
-            factor = {"clipped": 1e3, "nan": nan}.get(kind, 1.0)
+            factor = factors.get(kind, 1.0)
             for micro in range(case.accumulation):
                 draws = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
                 x = torch.randn((4, Deep.WIDTH), generator=draws).to(engine.device, DTYPES[case.dtype])
