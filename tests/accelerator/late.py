@@ -163,6 +163,11 @@ def unpin(address: int) -> None:
     _native.unpin(address)
 
 
+def registered() -> list[int]:
+    """Return the addresses of all host memory that is registered now."""
+    return _native.registered()  # type: ignore[no-any-return]
+
+
 def launch(function: Callable[[], object], name: str = "launch", stream: torch.Stream | None = None) -> None:
     """Run a function in a stream's order, as a kernel of one's own.
 

@@ -14,6 +14,7 @@ Where the accelerator cannot be built such tests are skipped; with the variable 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -145,6 +146,16 @@ def _variables() -> dict[str, str]:
 def _limit_s(item: pytest.Item) -> float:
     marker: Any = item.get_closest_marker("timeout")
     return float(marker.args[0] if marker else item.config.getini("timeout"))
+
+
+@pytest.fixture(autouse=_is_here())
+def nothing_stays_registered() -> Iterator[None]:
+    """Memory that is freed while it is registered fails those that get its addresses, much later."""
+    before = late.registered()
+    yield
+    gc.collect()
+    left = sorted({*late.registered()}.difference(before))
+    assert not left, f"memory is still registered at {[hex(address) for address in left]}"
 
 
 # -- One process for many tests: where they are asked for

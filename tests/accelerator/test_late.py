@@ -473,6 +473,7 @@ def test_host_memory_is_registered_once(main: torch.Stream) -> None:
     host = torch.zeros(1024)
     address, half = host.data_ptr(), host.nbytes // 2
     late.pin(address, half)
+    assert late.registered() == [address]
     assert host[:512].is_pinned()
     for again in (address, address + half - 4):
         with pytest.raises(RuntimeError, match="registered already"):
@@ -490,6 +491,7 @@ def test_host_memory_is_registered_once(main: torch.Stream) -> None:
         late.unpin(address)
     late.pin(address + half, half)
     late.unpin(address + half)
+    assert late.registered() == []
     assert filled(kept, 0)
 
 

@@ -352,6 +352,15 @@ class HostMemory final : public at::HostAllocator {
     for (const auto& [stream, ticket] : uses) wait_for(stream, ticket);
   }
 
+  std::vector<std::uint64_t> registered() {
+    std::vector<std::uint64_t> found;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [address, pinned] : pinned_) {
+      if (pinned.is_registered) found.push_back(reinterpret_cast<std::uint64_t>(address));
+    }
+    return found;
+  }
+
   // Bytes from an address to the end of the pinned range that it lies in; 0 where it is not pinned.
   std::size_t pinned_bytes(const char* address) {
     const std::lock_guard lock(mutex_);
@@ -449,6 +458,8 @@ at::HostAllocator& host_allocator() { return host_memory(); }
 void pin(void* address, std::size_t nbytes) { host_memory().add(static_cast<char*>(address), nbytes); }
 
 void unpin(void* address) { host_memory().remove(static_cast<char*>(address)); }
+
+std::vector<std::uint64_t> registered() { return host_memory().registered(); }
 
 bool is_pinned(const void* address) { return host_memory().pinned_bytes(static_cast<const char*>(address)) > 0; }
 

@@ -15,7 +15,9 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "streams.h"
 
@@ -35,6 +37,8 @@ void* real(const void* address);
 at::HostAllocator& host_allocator();
 void pin(void* address, std::size_t nbytes);  // throws if any of it is pinned already, as cudaHostRegister does
 void unpin(void* address);                    // waits for tasks that use it; throws if it was not registered
+// The addresses of what is registered now.
+std::vector<std::uint64_t> registered();
 bool is_pinned(const void* address);
 // Whether all of a span is pinned. Throws where it starts in one pinned range and ends outside it, as CUDA does.
 bool is_pinned(const void* address, std::size_t nbytes);

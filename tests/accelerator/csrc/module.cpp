@@ -54,6 +54,7 @@ PYBIND11_MODULE(_late, module) {
   module.def("real", [](std::uint64_t address) { return reinterpret_cast<std::uint64_t>(real(pointer(address))); });
   module.def("pin", [](std::uint64_t address, std::size_t nbytes) { pin(pointer(address), nbytes); });
   module.def("unpin", [](std::uint64_t address) { unpin(pointer(address)); });
+  module.def("registered", &registered);
   module.def("hold", [](c10::Stream stream) { hold(key(stream)); });
   module.def("release", [](c10::Stream stream) { release(key(stream)); });
   module.def("run_last", [](c10::Stream stream, bool last) { run_last(key(stream), last); });
