@@ -46,12 +46,6 @@ def begin() -> None:
     torch.accelerator.set_device_index(0)
 
 
-def end() -> None:
-    torch.accelerator.synchronize()
-    dist.destroy_process_group()
-    print("passed", flush=True)
-
-
 def sharded(model: Model) -> torch.nn.Module:
     mesh = init_device_mesh("late", (dist.get_world_size(),))
     for block in model.blocks:
@@ -159,4 +153,4 @@ if __name__ == "__main__":
         muon(Path(sys.argv[2]), *json.loads(sys.argv[3]))
     else:
         main(sys.argv[1], Path(sys.argv[2]), *json.loads(sys.argv[3]))
-    end()
+    late.end_rank()
