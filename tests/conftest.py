@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +222,32 @@ def proxy(s3: S3Server, aws: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     aws.setenv("AWS_ENDPOINT_URL", made.endpoint)
     yield made
     made.close()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts small file systems: `mounted("tmpfs", "size=1m")`, `mounted("ext4", nbytes=...)`; needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    with contextlib.ExitStack() as stack:
+
+        def mount(kind: str, options: str = "defaults", nbytes: int = 0) -> Path:
+            point = Path(tempfile.mkdtemp(prefix="mount-", dir=tmp_path))
+            device = kind
+            if nbytes:
+                device = str(point) + ".image"
+                Path(device).touch()
+                os.truncate(device, nbytes)
+                if shutil.which(f"mkfs.{kind}") is None:
+                    pytest.skip(f"no mkfs.{kind}")
+                subprocess.run([f"mkfs.{kind}", "-q", device], check=True)
+                options = f"loop,{options}"
+            done = subprocess.run(
+                ["mount", "-t", kind, "-o", options, device, str(point)], capture_output=True, text=True
+            )
+            if done.returncode != 0:
+                pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
+            stack.callback(subprocess.run, ["umount", str(point)], check=True)
+            return point
+
+        yield mount

@@ -277,11 +277,18 @@ class Shard:
             yield batch
 
     def _zeros(self, numel: int) -> torch.Tensor:
-        """Return fp32 zeros; in a file without a name where there is a directory for state, as they may not fit."""
+        """Return fp32 zeros; in a file without a name where there is a directory for state, as they may not fit.
+
+        Raises:
+            OSError: The disk has no room for them; a page without any would end the process, by SIGBUS.
+        """
         if self._scratch is None or numel == 0:
             return torch.zeros(numel, dtype=torch.float32, device="cpu")
         with tempfile.TemporaryFile(dir=self._scratch) as file:
-            file.truncate(numel * 4)
+            try:
+                os.posix_fallocate(file.fileno(), 0, numel * 4)
+            except OSError as cause:
+                raise OSError(cause.errno, cause.strerror, self._scratch) from cause
             return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)
 
     def empty(self, make: Callable[[int], torch.Tensor] | None = None) -> list[FlatState]:

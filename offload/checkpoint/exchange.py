@@ -337,7 +337,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         scratch: File to be made, as large as the state.
 
     Raises:
-        CheckpointError: It is not such a folder, or holds no optimizer state.
+        CheckpointError: It is not such a folder, or holds no optimizer state, or there is no room for the file.
     """
     dcp = importlib.import_module("torch.distributed.checkpoint")
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -354,7 +354,11 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
     header, nbytes = _header({name: shape for name, (_, shape) in tensors.items()}, {})
     with open(scratch, "wb") as file:
         file.write(header)
-        file.truncate(len(header) + nbytes)
+        try:  # a page without room would end the process, by SIGBUS
+            os.posix_fallocate(file.fileno(), 0, len(header) + nbytes)
+        except OSError as cause:
+            text = f"no room for a copy of {os.fspath(path)} beside {os.fspath(scratch)}"
+            raise CheckpointError(f"{text} ({len(header) + nbytes} bytes): {cause.strerror}") from cause
     if nbytes:
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}

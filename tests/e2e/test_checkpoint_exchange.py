@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,26 @@ def test_state_of_a_plain_optimizer_comes_in(tmp_path: Path) -> None:
             assert torch.equal(found["exp_avg"], plain.state[parameter]["exp_avg"])
             assert torch.equal(found["master"], parameter)
             assert optimizer.engine.step_count(number) == 3
+
+
+def test_a_copy_that_finds_no_room_is_refused(
+    tmp_path: Path, mounted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to through a mapping, a page without room would end the process."""
+    net = model()
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    train(net, plain, 1)
+    state = {name: plain.state[parameter] for name, parameter in net.named_parameters()}
+    dcp.save({"optimizer": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(mounted("tmpfs", "size=8k")))
+    with ours(net) as optimizer:
+        before = states(net, optimizer)
+        with pytest.raises(CheckpointError, match=r"no room for a copy of .*/dcp .*No space left on device"):
+            optimizer.import_state(tmp_path / "dcp")
+        assert all(map(torch.equal, states(net, optimizer), before))
+        monkeypatch.undo()
+        optimizer.import_state(tmp_path / "dcp")
+        assert optimizer.engine.step_count(0) == 1
 
 
 def test_what_is_no_state_is_refused(tmp_path: Path) -> None:

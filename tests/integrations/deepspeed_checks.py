@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import faulthandler
 import hashlib
 import io
 import itertools
@@ -2061,4 +2062,5 @@ def run(folder: Path, names: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[:2])
+    faulthandler.enable()  # a crash says where
     run(Path(sys.argv[1]), sys.argv[2:])

@@ -95,7 +95,8 @@ def start(
         own: dict[str, str] = json.loads(written.read_text()) if written.exists() else {}
         for name in names:
             log_end = (folder / f"log-{rank}").read_text()[-2000:]
-            said = own.get(name, f"rank {rank} did not run it{late}: {log_end}")
+            ended = f"and ended with {ranks[rank].returncode}"
+            said = own.get(name, f"rank {rank} did not run it{late} {ended}: {log_end}")
             if results.get(name, "ok") == "ok":
                 results[name] = said
     return results

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +112,21 @@ def test_the_source_may_change_when_the_copy_has_been_started(far: Shard) -> Non
     far.accumulate(0, gradient, final=True)
     gradient.zero_()
     assert far.gradient(0).tolist() == GRADIENT.tolist()
+
+
+def test_a_copy_of_the_state_that_finds_no_room_says_so(mounted: Callable[..., Path]) -> None:
+    """Written to through a mapping, a page without room would end the process."""
+    path = mounted("tmpfs", "size=1m")
+    weights = torch.linspace(-1, 1, 8)
+    shard = Shard(PIECES, [weights], OffloadConfig(paths=[path], host_memory="1MiB", threads=1))
+    before = shard.export()[0].tensors["exp_avg"].tolist()
+    (path / "others").write_bytes(bytes(shutil.disk_usage(path).free))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        shard.export()
+    assert caught.value.filename == str(path)
+    (path / "others").unlink()
+    assert shard.export()[0].tensors["exp_avg"].tolist() == before
+    shard.engine.close()
 
 
 def test_reductions_in_fp32_are_added_to_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:

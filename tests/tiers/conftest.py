@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,32 +97,3 @@ def kind(request: pytest.FixtureRequest) -> str:
 def harness(build: Build, kind: str) -> Harness:
     """A harness of each kind in turn, with default options."""
     return build(kind)
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts small file systems: `mounted("tmpfs", "size=1m")`, `mounted("ext4", nbytes=...)`; needs root."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    with contextlib.ExitStack() as stack:
-
-        def mount(kind: str, options: str = "defaults", nbytes: int = 0) -> Path:
-            point = Path(tempfile.mkdtemp(prefix="mount-", dir=tmp_path))
-            device = kind
-            if nbytes:
-                device = str(point) + ".image"
-                Path(device).touch()
-                os.truncate(device, nbytes)
-                if shutil.which(f"mkfs.{kind}") is None:
-                    pytest.skip(f"no mkfs.{kind}")
-                subprocess.run([f"mkfs.{kind}", "-q", device], check=True)
-                options = f"loop,{options}"
-            done = subprocess.run(
-                ["mount", "-t", kind, "-o", options, device, str(point)], capture_output=True, text=True
-            )
-            if done.returncode != 0:
-                pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
-            stack.callback(subprocess.run, ["umount", str(point)], check=True)
-            return point
-
-        yield mount
