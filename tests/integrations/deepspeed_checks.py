@@ -1313,6 +1313,7 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
                             engine.save_checkpoint(str(place / str(stage)))
                         torch.distributed.barrier()
                         assert not list(place.rglob("latest"))
+                        torch.distributed.barrier()  # else another rank looks into folders that go
                         shutil.rmtree(place / str(stage), ignore_errors=True)
                     losses += train(engine, case, len(losses), 4 - len(losses))
                     results.append((losses, state_of(engine)))

@@ -93,10 +93,11 @@ def start(
     for rank in range(world):
         written = folder / f"results-{rank}.json"
         own: dict[str, str] = json.loads(written.read_text()) if written.exists() else {}
+        died = f" and ended with {ranks[rank].returncode}: {(folder / f'log-{rank}').read_text()[-2000:]}"
+        if any(said != "ok" and not said.startswith(SKIPPED) for said in own.values()):
+            died = ", as an earlier one failed"
         for name in names:
-            log_end = (folder / f"log-{rank}").read_text()[-2000:]
-            ended = f"and ended with {ranks[rank].returncode}"
-            said = own.get(name, f"rank {rank} did not run it{late} {ended}: {log_end}")
+            said = own.get(name, f"rank {rank} did not run it{late}{died}")
             if results.get(name, "ok") == "ok":
                 results[name] = said
     return results
