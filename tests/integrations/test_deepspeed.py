@@ -93,11 +93,11 @@ def start(
     for rank in range(world):
         written = folder / f"results-{rank}.json"
         own: dict[str, str] = json.loads(written.read_text()) if written.exists() else {}
-        died = f" and ended with {ranks[rank].returncode}: {(folder / f'log-{rank}').read_text()[-2000:]}"
-        if any(said != "ok" and not said.startswith(SKIPPED) for said in own.values()):
-            died = ", as an earlier one failed"
+        failed = any(said != "ok" and not said.startswith(SKIPPED) for said in own.values())
+        log_end = (folder / f"log-{rank}").read_text()[-2000:]
+        why = ", as an earlier one failed" if failed else f" and ended with {ranks[rank].returncode}: {log_end}"
         for name in names:
-            said = own.get(name, f"rank {rank} did not run it{late}{died}")
+            said = own.get(name, f"rank {rank} did not run it{late}{why}")
             if results.get(name, "ok") == "ok":
                 results[name] = said
     return results
