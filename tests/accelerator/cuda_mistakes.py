@@ -1,0 +1,252 @@
+"""Mistakes that no training on the test accelerator can show: of CUDA's own row, of kernels, of speed.
+
+Half of them were found by reading, as no test saw them; the others were made with the product in view before any test
+was written for them. Each is planted in a process of its own, in which the tests that are to find it run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerator.mistakes import in_device, instead, replaced
+from offload import backends
+from offload.device import accelerator
+from offload.device.lanes import GpuLanes
+from offload.kernels import gpu
+
+
+@dataclass(frozen=True)
+class CudaMistake:
+    """One mistake.
+
+    Attributes:
+        name: For reports.
+        wrong: What is done wrong.
+        on_a_gpu: What a real one would make of it.
+        plant: Makes it, as long as the context lasts.
+        tests: Those that find it: arguments of pytest.
+    """
+
+    name: str
+    wrong: str
+    on_a_gpu: str
+    plant: Callable[[], AbstractContextManager[Any]]
+    tests: tuple[str, ...] = ()
+
+
+def in_cuda_row(**changed: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant other entries in the row of CUDA."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        right = backends.BACKENDS["cuda"]
+        backends.BACKENDS["cuda"] = replace(right, **changed)
+        try:
+            yield
+        finally:
+            backends.BACKENDS["cuda"] = right
+
+    return plant
+
+
+def in_source(module: str, right: str, wrong: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant other source in a module, which is imported anew from it; where `right` is not there once, it raises."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        text = Path(spec.origin).read_text()
+        assert text.count(right) == 1, f"{right!r} is {text.count(right)} times in {module}"
+        before = sys.modules.pop(module, None)
+        with tempfile.TemporaryDirectory() as folder:
+            changed = Path(folder, Path(spec.origin).name)  # from which Triton reads a kernel's source
+            changed.write_text(text.replace(right, wrong))
+            other = importlib.util.spec_from_file_location(module, changed)
+            assert other is not None
+            assert other.loader is not None
+            made = sys.modules[module] = importlib.util.module_from_spec(other)
+            try:
+                other.loader.exec_module(made)
+                yield
+            finally:
+                del sys.modules[module]
+                if before is not None:
+                    sys.modules[module] = before
+
+    return plant
+
+
+def _uses_what_is_read(self: Any, used: Any) -> Any:
+    return used.popleft() if len(used) >= 3 else gpu_unused(self, used)
+
+
+gpu_unused = gpu.Uploads._unused
+
+
+def _waits_on_the_host(right: Any) -> Any:
+    def wrong(self: Any, lane: Any, mark: Any) -> None:
+        mark.wait()
+
+    return wrong
+
+
+def _leaves_the_error(address: int, nbytes: int) -> None:
+    runtime = backends.cuda.cudart()
+    refused = runtime.cudaHostRegister(address, nbytes, backends._PORTABLE)
+    if int(refused):
+        raise RuntimeError(f"{runtime.cudaGetErrorString(refused)} (CUDA error {int(refused)})")
+
+
+def _records_again() -> AbstractContextManager[Any]:
+    right = accelerator._Event.__init__
+
+    def wrong(self: Any, *arguments: Any) -> None:
+        right(self, *arguments)
+        self.unused.appendleft(self.event)
+
+    return replaced(accelerator._Event, "__init__", wrong)
+
+
+def _begins_anywhere(rows: Any, order: Any, blocks: Any) -> Any:
+    ends, start = np.cumsum(blocks), rows.size
+    words = np.empty(start + int(ends[-1]), np.int64)
+    words[: rows.size] = rows
+    pieces = words[start:].view(np.int32).reshape(-1, 2)
+    pieces[:, 0] = np.repeat(order, blocks)
+    pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
+    return words, start
+
+
+def _unpins_what_is_gone(self: Any, arena: Any) -> None:
+    arena.close()
+    self.pinned.unpin(arena)
+
+
+def _records_some_streams(right: Any) -> Any:
+    def wrong(self: Any) -> None:
+        kept = dict(self._streams)
+        self._streams = {lane: stream for lane, stream in kept.items() if lane is not accelerator.DeviceLane.D2H}
+        try:
+            right(self)
+        finally:
+            self._streams = kept
+
+    return wrong
+
+
+READ = (
+    CudaMistake(
+        "table-filled-while-read",
+        "a pinned table is filled anew while it is read, once a stream has three",
+        "rows of another update: wrong weights, without a word",
+        instead(gpu.Uploads, "_unused", _uses_what_is_read),
+    ),
+    CudaMistake(
+        "lanes-wait-on-the-host",
+        "a lane follows a mark by waiting for it on the host",
+        "nothing overlaps: a step takes two to three times as long",
+        in_device("follow", _waits_on_the_host),
+    ),
+    CudaMistake(
+        "events-spin",
+        "events are made without the flag by which who waits for them sleeps",
+        "each reporter spins on a core, which the CPU's update loses",
+        in_cuda_row(event=lambda device, timed: backends.cuda.Event(enable_timing=timed)),
+    ),
+    CudaMistake(
+        "a-stream-of-the-common-class",
+        "the current stream is one of torch's common class",
+        'torch 2.11: "invalid device ordinal" at the first mark',
+        in_cuda_row(current_stream=torch.accelerator.current_stream),
+    ),
+    CudaMistake(
+        "an-error-is-left",
+        "the error of a refused registration is not cleared",
+        "the next kernel of forward is blamed for it",
+        in_cuda_row(pin=_leaves_the_error),
+    ),
+    CudaMistake(
+        "registered-for-one-device",
+        "host memory is registered for the current device alone",
+        "copies of other devices of the process wait on the host",
+        instead(backends, "_PORTABLE", 0),
+    ),
+    CudaMistake(
+        "reads-beyond",
+        "the kernel that gathers a gradient reads beyond its end, and takes zero for what it has read there",
+        "an illegal address, at the end of one of the allocator's segments alone",
+        in_source(
+            "offload.kernels.triton_kernels",
+            "    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)\n    values",
+            "    found = tl.load(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED))\n"
+            "    found = tl.where(inside, found, found * 0)\n    values",
+        ),
+    ),
+)
+"""What was planted while the product was read, and found by no test."""
+
+MADE = (
+    CudaMistake(
+        "event-recorded-again",
+        "an event is recorded anew while a mark still stands for its last record",
+        "whoever waits for the mark waits for other work, or is told of a time after it",
+        _records_again,
+    ),
+    CudaMistake(
+        "sums-are-fused",
+        "kernels of the norm are compiled with fused multiply-add",
+        "a norm of other bits than the CPU's: clipping depends on placement",
+        instead(gpu, "GATHER_OPTIONS", {"num_warps": 8}),
+    ),
+    CudaMistake(
+        "pieces-begin-anywhere",
+        "a table's second part begins at any word, where kernels are compiled for multiples of 16 bytes",
+        "a misaligned address, with an odd number of words alone",
+        instead(gpu, "_with_pieces", _begins_anywhere),
+    ),
+    CudaMistake(
+        "unpinned-when-gone",
+        "an arena is unmapped before it is unpinned",
+        "an error that nobody sees, and a registration of addresses that belong to somebody else next",
+        instead(GpuLanes, "give_back", _unpins_what_is_gone),
+    ),
+    CudaMistake(
+        "captures-are-broken",
+        "threads do not leave captures by other threads alone",
+        "a CUDA graph that the user captures fails, now and then",
+        in_cuda_row(relax_captures=lambda: None),
+    ),
+    CudaMistake(
+        "last-in-the-queue",
+        "streams of updates have the least priority in the place of the greatest",
+        "updates wait for forward's kernels, and everything waits for updates",
+        in_cuda_row(stream=lambda device, first: backends.cuda.Stream(device, priority=int(first))),
+    ),
+    CudaMistake(
+        "borrowed-and-still-leaving",
+        "memory that was borrowed is given back without a word for the lane on which state leaves it",
+        "forward writes to it before state has left",
+        in_device("return_borrowed", _records_some_streams),
+    ),
+)
+"""What was made with the product in view, before a test was written for any of these."""
+
+CUDA_MISTAKES = READ + MADE
+
+
+def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """Return what can be planted, by name."""
+    return {mistake.name: mistake.plant for mistake in CUDA_MISTAKES}
