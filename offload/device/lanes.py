@@ -34,6 +34,7 @@ from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
+from offload.units import format_bytes
 
 log = logging.getLogger("offload")
 
@@ -203,12 +204,16 @@ class GpuLanes(Lanes):
         """
         plan = self._known_plan
         self.borrow_buffers(self.caller)
+        left_bytes = self.device.free_bytes() + self.device.cached_bytes()
         while len(self._borrowed_slots) < plan.gpu_slots:
             try:
+                if left_bytes < plan.gpu_slot_bytes:  # asking would cost all that torch's allocator has cached
+                    raise OffloadError(f"{format_bytes(left_bytes)} are left")
                 self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self.caller))
             except OffloadError as error:
                 self._tell_shortage(len(self._borrowed_slots), plan.gpu_slots, error)
                 break
+            left_bytes -= plan.gpu_slot_bytes
         self.follow_borrowed(self.caller)
         buffers_bytes = PIECE_BUFFERS * self.pieces.buffer_bytes
         self.borrowed_bytes = len(self._borrowed_slots) * plan.gpu_slot_bytes + buffers_bytes
@@ -218,8 +223,10 @@ class GpuLanes(Lanes):
         """Take buffers for small pieces, unless they are there or there is no room: pieces are copied alone then."""
         nbytes = self._known_plan.piece_buffer_bytes
         if nbytes and not self.pieces.buffer_bytes:
-            with contextlib.suppress(OffloadError):
-                self.pieces.adopt(self.device.allocate(PIECE_BUFFERS * nbytes, caller), nbytes)
+            left_bytes = self.device.free_bytes() + self.device.cached_bytes()
+            if left_bytes >= PIECE_BUFFERS * nbytes:
+                with contextlib.suppress(OffloadError):
+                    self.pieces.adopt(self.device.allocate(PIECE_BUFFERS * nbytes, caller), nbytes)
 
     def follow_borrowed(self, caller: Hashable) -> None:
         """Make all lanes wait for what a caller has put on its lane before it lent memory."""

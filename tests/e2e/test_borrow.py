@@ -137,6 +137,14 @@ class Crowded(SimulatedDevice):
     """A device of which others take all but `free` bytes from when that is set."""
 
     free: int | None = None
+    refused = 0
+
+    def allocate(self, nbytes: int, caller: Any = None) -> int:
+        try:
+            return super().allocate(nbytes, caller)
+        except offload.OffloadError:
+            self.refused += 1
+            raise
 
     def free_bytes(self) -> int:
         left = super().free_bytes()
@@ -165,6 +173,7 @@ def test_steps_that_find_less_room(
                 train(optimizer, parameters, range(step, step + 1))
                 assert device.taken_bytes == 0
                 assert optimizer.metrics()["borrowed_bytes"] < full or slots == plan.gpu_slots
+        assert not device.refused  # for that, torch's allocator gives back all it has cached
         assert any("left less of the GPU" in record.message for record in caplog.records)
         found = int(optimizer.metrics()["borrowed_bytes"])
         assert f"the last step has borrowed {format_bytes(found)}" in str(optimizer.plan)
