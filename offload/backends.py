@@ -107,8 +107,8 @@ def _cuda_pin(address: int, nbytes: int) -> None:
     refused = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(refused):
         with contextlib.suppress(RuntimeError):
-            # Clears the error, which the next kernel would be blamed for.
-            torch.zeros(1, dtype=torch.uint8, device="cuda")
+            # Only a launch clears the error, which the next kernel would be blamed for; making zeros may be none.
+            torch.empty(1, dtype=torch.uint8, device="cuda").add_(1)
         raise RuntimeError(f"{runtime.cudaGetErrorString(refused)} (CUDA error {int(refused)})")
 
 

@@ -105,7 +105,7 @@ def _waits_on_the_host(right: Any) -> Any:
 
 def _leaves_the_error(address: int, nbytes: int) -> None:
     runtime = backends.cuda.cudart()
-    refused = runtime.cudaHostRegister(address, nbytes, backends._PORTABLE)
+    refused = runtime.cudaHostRegister(address, nbytes, 1)
     if int(refused):
         raise RuntimeError(f"{runtime.cudaGetErrorString(refused)} (CUDA error {int(refused)})")
 
