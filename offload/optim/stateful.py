@@ -142,8 +142,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 | {"params": [numbers[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ]
-            updated = [*self._state.updated()]
-            entries = zip(updated, self._state.read(updated), strict=True)
+            saved = self._state.saved()
+            entries = zip(saved, self._state.read(saved), strict=True)
             state: dict[Any, Any] = {**self._state.others, **{numbers[p]: entry for p, entry in entries}}
             packed = {"state": state, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -176,12 +176,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._state.reset(parameters)
 
     def refresh_masters(self) -> None:
-        """Read all masters anew from the weights; for writes that torch's version counter does not see."""
+        """Take all masters from the weights with the next step, whole.
+
+        For writes to 16-bit weights that torch's version counter does not see, and where a master is to give up what
+        it has beyond a weight that has the same bits.
+        """
         for bound in self._weights.bound.values():
             if bound.dealt is not None:
-                bound.dealt.is_changed()  # and read when ranks meet
-            else:
-                self.engine.reload_master(bound.position)
+                bound.dealt.is_changed()  # and brought when ranks meet
+            self.engine.reload_master(bound.position)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
