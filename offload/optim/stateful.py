@@ -123,7 +123,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
 
-        16-bit weights have a `master` beside the moments; an fp32 weight is its own. More than 64 MiB lies in a file
+        16-bit weights have a `master` beside the moments; an fp32 weight is its own. Where a 16-bit weight was
+        written to, and is not what its master rounds to, it is shown as the master. More than 64 MiB lies in a file
         without a name, on a path or where temporary files go (`TMPDIR`), and takes no memory of the process's own.
 
         Raises:
@@ -165,7 +166,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Forget moments and step counts, as if the parameters had never been updated; weights stay.
 
         Training goes on as with a new optimizer, bit for bit. There is one difference with 16-bit weights: masters
-        stay, too, which are more exact than the weights that a new optimizer would take them from.
+        stay, too, which are more exact than the weights that a new optimizer would take them from. So `state_dict`
+        has these parameters, with zeros and a step count of 0.
 
         Args:
             parameters: Which ones; None for all.

@@ -46,7 +46,7 @@ class BoundParameter:
         slot: Memory for the gradient; only where gradients have slots.
         gathered_version: Version of the gradient in the slot when its norm was gathered.
         used_gradient: The gradient that the last step has used, and its version then.
-        was_different: Whether a master was set that rounds to another 16-bit weight, and nobody has written to it since.
+        was_different: Whether a master was set that rounds to another 16-bit weight; until somebody writes to that.
         dealt: The copy of a `DTensor` that was dealt to one rank whole.
     """
 
@@ -190,12 +190,11 @@ class Weights:
                     bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
             check_parameter(parameter, bound.name, self.required_device)
+            if bound.dealt is None:  # else when ranks meet
+                self._holder.engine.bind_weight(bound.position, stamp[0])
+                if self._match(bound):
+                    changed_names.append(bound.name)
             bound.stamp = stamp
-            if bound.dealt is not None:
-                continue  # until ranks meet
-            self._holder.engine.bind_weight(bound.position, stamp[0])
-            if self._match(bound):
-                changed_names.append(bound.name)
         self._warn_of_changes(changed_names)
 
     def refresh(self, *, gradients: bool) -> None:

@@ -14,6 +14,7 @@ from sharded import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from offload.engine import views
 from offload.kernels.reference import matched
 
 SHAPES = [(70, 64), (3000,), (129, 33)]
@@ -53,7 +54,7 @@ def average_swapped_in(parameters: Parameters) -> None:
     for parameter in parameters:
         kept = parameter.data
         parameter.data = kept.clone().mul_(0.999)
-        parameter.data = kept
+        parameter.data = kept.clone()
 
 
 def copied(parameters: Parameters) -> None:
@@ -189,9 +190,14 @@ def with_rows(optimizer: Any, parameter: torch.nn.Parameter, step: int) -> torch
 
 
 @pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_changed_counts_where_it_is(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """A look shows what an update begins with, and settles nothing; a save settles it."""
+@pytest.mark.parametrize(
+    ("dtype", "piece"), [(torch.bfloat16, 1 << 20), (torch.float16, 1 << 20), (torch.bfloat16, 100)]
+)
+def test_what_is_changed_counts_where_it_is(
+    form: str, dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look shows what an update begins with, piece by piece, and settles nothing; a save settles it."""
+    monkeypatch.setattr(views, "PIECE_NUMEL", piece)
     parameters = parameters_of(dtype)
     config = {"state_format": form, "exact_names": [], "host_memory": 0, "paths": [tmp_path / "state"]}
     (tmp_path / "state").mkdir()
