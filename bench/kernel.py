@@ -11,8 +11,8 @@ next to no arithmetic, in the same run with the same number of threads.
 
 `offload/compact16` is the whole job with moments in bf16, 20 bytes a parameter; `offload/compact8` with moments of
 one byte and a master of three, 14 bytes. Each is compared with the fastest stream over those bytes and with
-`cached/...`, the same update of state in the first-level cache, on one core. `matching/...` is the whole job of a visit
-that first compares masters with weights which somebody has written to.
+`cached/...`, the same update of state in the first-level cache, on one core. `matching/...` is the whole job where
+an update first compares masters with weights that somebody has written to.
 
 With `--tune` it measures instead how far ahead of its use memory is best asked for, on this processor, for each
 instruction set; and prints the row for the table in `csrc/kernels/prefetch.cpp`, and the setting that has its effect.

@@ -22,7 +22,7 @@ from offload.optim import shards
 from offload.optim.dealt import Dealt, DealtWeight
 from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
-from offload.optim.ranks import agree_on_load, world
+from offload.optim.ranks import agree_on_load
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.rules import UpdateRule
@@ -99,7 +99,7 @@ class Weights:
             None,
         )
         self._holder = holder
-        self._has_warned_of_changes = False
+        self._has_noted_changes = False
         self._has_differences = False
 
     def describe(self, groups: Sequence[Group], parameters: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
@@ -195,7 +195,7 @@ class Weights:
                 if self._match(bound):
                     changed_names.append(bound.name)
             bound.stamp = stamp
-        self._warn_of_changes(changed_names)
+        self._note_changes(changed_names)
 
     def refresh(self, *, gradients: bool) -> None:
         """Bring weights that were changed to the ranks that they were dealt to, if any were; a collective.
@@ -207,7 +207,7 @@ class Weights:
             self._holder.check_open()  # else other ranks would wait, or take it for another exchange
         for dealt in self.dealt.values():
             anew = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
-            self._warn_of_changes([bound.name for bound in anew if bound is not None and self._match(bound)])
+            self._note_changes([bound.name for bound in anew if bound is not None and self._match(bound)])
 
     def forget_gradients(self) -> None:
         """Let go of gradients that were brought to the ranks of their weights."""
@@ -227,11 +227,11 @@ class Weights:
         # It loses its bits beyond the weight's 16 where that has changed; a float32 weight is its own master.
         return bound.parameter.dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
 
-    def _warn_of_changes(self, changed_names: Sequence[str]) -> None:
-        if changed_names and not self._has_warned_of_changes:
-            self._has_warned_of_changes = True
-            log.log(
-                logging.WARNING if world()[1] == 0 else logging.INFO,
+    def _note_changes(self, changed_names: Sequence[str]) -> None:
+        if changed_names and not self._has_noted_changes:
+            self._has_noted_changes = True
+            # Whether anything differs is known to the update alone, on whatever device.
+            log.info(
                 "%d weights (%s, ...) were written to outside the optimizer; where they are not what their masters "
                 "round to, the masters become the weights; moments stay (said once)",
                 len(changed_names),

@@ -378,10 +378,6 @@ def test_weights_may_be_loaded_after_their_masters(
         again.train_with(optimizer, 3)
         assert same(everything(again, optimizer), after)
         assert not caplog.records
-        with torch.no_grad():
-            again.matrix.mul_(2)  # this is a change
-        again.train_with(optimizer, 4)
-        assert "changed outside" in caplog.text
 
 
 @pytest.mark.parametrize("address", ["same", "new"])
