@@ -11,7 +11,8 @@ next to no arithmetic, in the same run with the same number of threads.
 
 `offload/compact16` is the whole job with moments in bf16, 20 bytes a parameter; `offload/compact8` with moments of
 one byte and a master of three, 14 bytes. Each is compared with the fastest stream over those bytes and with
-`cached/...`, the same update of state in the first-level cache, on one core.
+`cached/...`, the same update of state in the first-level cache, on one core. `matching/...` is the whole job where
+an update first compares masters with weights that somebody has written to.
 
 With `--tune` it measures instead how far ahead of its use memory is best asked for, on this processor, for each
 instruction set; and prints the row for the table in `csrc/kernels/prefetch.cpp`, and the setting that has its effect.
@@ -287,6 +288,10 @@ def main() -> None:
             functions[name] = lambda table=table, variant=variant: kernel.stream(table, variant)
     for kind, table in compact.items():
         functions[f"offload/{kind.name}"] = lambda table=table: kernel.run(table)
+    for state_format in FORMATS:
+        matching = segment_table([buffers.segment(4, whole=True, state_format=state_format)])
+        matching["flags"] |= int(SegmentFlag.MATCH_MASTER)
+        functions[f"matching/{state_format.name}"] = lambda table=matching: kernel.run(table)
     small = Buffers(CACHED_NUMEL)
     for state_format in FORMATS:
         row = segment_table([small.segment(4, whole=True, state_format=state_format)])

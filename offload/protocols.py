@@ -183,6 +183,12 @@ class SegmentFlag(IntFlag):
     """First take the master from the weight (a widening cast); no effect where the weight is the master."""
     ZERO_STATE = 8
     """First take the state beside the master as zero; what the buffers hold is not read."""
+    MATCH_MASTER = 16
+    """First take the elements of the master from the weight where it is not what they round to: all others stay. NaN
+    is NaN, whatever its payload. No effect beside LOAD_MASTER, or where the weight is the master."""
+
+
+TAKES_MASTER = SegmentFlag.LOAD_MASTER | SegmentFlag.MATCH_MASTER
 
 
 MAX_STATES = 2

@@ -84,6 +84,9 @@ struct Simd {
     return _mm256_srli_epi32(a, bits);
   }
 
+  static F where_equal(H x, H y, F a, F b) {
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cvtepi16_epi32(_mm_cmpeq_epi16(x, y))));
+  }
   static H load_half(const Byte* address) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(address)); }
   static void store_half(Byte* address, H value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(address), value); }
   static void stream_pair(Byte* address, H low, H high) {

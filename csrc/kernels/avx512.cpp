@@ -92,6 +92,7 @@ struct Simd {
     return _mm512_srli_epi32(a, bits);
   }
 
+  static F where_equal(H x, H y, F a, F b) { return _mm512_mask_blend_ps(_mm256_cmpeq_epi16_mask(x, y), b, a); }
   static H load_half(const Byte* address) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)); }
   static void store_half(Byte* address, H value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value); }
   static void stream_pair(Byte* address, H low, H high) {

@@ -12,6 +12,7 @@
 //   kWidth, kDoubleWidth, kPairBytes (alignment that `stream_pair` needs; 0: not available)
 //   set1, zero, load, store, stream, add, sub, mul, div, sqrt, negate, sign    on F; a zero or NaN is its own sign
 //   widen<dtype>(address) -> F, narrow<dtype>(F) -> H, store_half(address, H), stream_pair(address, H, H)
+//   where_equal(H, H, F a, F b) -> F: a where the bits of both halves are the same, else b
 //   I: as many 32-bit integers as F has elements; set1_int, load_ints, add_ints, mul_ints (both modulo 2^32),
 //   xor_ints, and_ints, shift_ints<bits> (right, zeros come in), narrow_adding(F, I) -> H: see `to_bfloat16_adding`
 //   load_double<dtype>(address) -> D, add_double, square_double, load_d, store_d
@@ -153,6 +154,7 @@ struct Single {
   static I shift_ints(I a) {
     return a >> bits;
   }
+  static F where_equal(H x, H y, F a, F b) { return x == y ? a : b; }
   static H load_half(const Byte* address) {
     H value;
     __builtin_memcpy(&value, address, sizeof value);
@@ -281,12 +283,10 @@ struct Constants {
         mode((s.flags & kDecoupledDecay) ? Decay::kDecoupled
              : s.decay != 0.0f           ? Decay::kL2
                                          : Decay::kNone),
-        load_master((s.flags & kLoadMaster) && s.weight != 0),
         zero_state(s.flags & kZeroState),
         master(pointer(s.master)),
         new_master(pointer(s.new_master ? s.new_master : s.master)),
         gradient(pointer(s.gradient)),
-        weight(pointer(s.weight)),
         new_weight(pointer(s.new_weight ? s.new_weight : s.weight)) {
     for (int k = 0; k < Rule::kStates; ++k) state[k] = pointer(s.state[k]);
   }
@@ -295,22 +295,18 @@ struct Constants {
   typename Format::template Rounding<V> rounding;
   typename V::F grad_scale, decay;
   Decay mode;
-  bool load_master, zero_state;
+  bool zero_state;
   const Byte* master;
   Byte* new_master;
   const Byte* gradient;
-  const Byte* weight;
   Byte* new_weight;
   Byte* state[Rule::kStates];
 };
 
 // The update, in the parts that depend on one tensor each.
 
-template <int weight_dtype, class V, class Rule, class Format>
+template <class V, class Rule, class Format>
 inline typename V::F old_master(const Constants<V, Rule, Format>& c, std::uint64_t i) {
-  if constexpr (weight_dtype != kNone) {
-    if (c.load_master) return V::template widen<weight_dtype>(c.weight + 2 * i);
-  }
   return V::load(c.master + 4 * i);
 }
 
@@ -351,7 +347,7 @@ inline typename V::F update_master(const Constants<V, Rule, Format>& c, std::uin
 template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
 inline typename V::F update_vector(const Constants<V, Rule, Format>& c, std::uint64_t i) {
   using F = typename V::F;
-  const F p = old_master<weight_dtype>(c, i);
+  const F p = old_master(c, i);
   F g = scaled_gradient<gradient_dtype>(c, i);
   if (c.mode == Decay::kL2) g = with_l2_term(c, g, p);
   F state[Rule::kStates];
@@ -410,7 +406,7 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
   Page changes, states[Rule::kStates];
   for (std::uint64_t i = begin; i < end; i += width) {
     typename V::F g = scaled_gradient<gradient_dtype>(c, i);
-    if (c.mode == Decay::kL2) g = with_l2_term(c, g, old_master<weight_dtype>(c, i));
+    if (c.mode == Decay::kL2) g = with_l2_term(c, g, old_master(c, i));
     V::store(changes.bytes + 4 * (i - begin), g);
   }
   for (int k = 0; k < Rule::kStates; ++k)
@@ -424,7 +420,7 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
   for (std::uint64_t i = begin; i < end; i += width)
     store_state(c, i, [&](int k) { return V::load(states[k].bytes + 4 * (i - begin)); });
   for_each_vector<weight_dtype>(c, begin, end, [&](std::uint64_t i) {
-    return update_master(c, i, old_master<weight_dtype>(c, i), V::load(changes.bytes + 4 * (i - begin)));
+    return update_master(c, i, old_master(c, i), V::load(changes.bytes + 4 * (i - begin)));
   });
 }
 
@@ -528,15 +524,44 @@ inline FormFacts facts_of_form(std::int32_t code) {
   return with_form(code, FormFacts{item_bytes, 1}, [](auto form) { return decltype(form)::kFacts; });
 }
 
+// Elements whose masters are taken from the weight before they are updated: still in the first-level cache then, so
+// that memory is passed over once.
+constexpr std::uint64_t kTakenNumel = 1024;
+
+template <int weight_dtype, class V>
+inline void take_vector(const Byte* old, Byte* taken, const Byte* weight, bool matches) {
+  typename V::F p = V::template widen<weight_dtype>(weight);
+  if (matches) {  // where both are NaN it is NaN either way
+    const typename V::F kept = V::load(old);
+    p = V::where_equal(V::template narrow<weight_dtype>(kept), V::load_half(weight), kept, p);
+  }
+  V::store(taken, p);
+}
+
+// Take masters, in fp32, from their weights: all, or those that are not what `old` rounds to; the others are `old`.
+template <int weight_dtype>
+void take_masters(const Byte* old, Byte* taken, const Byte* weight, std::uint64_t numel, bool matches) {
+  std::uint64_t i = 0;
+  for (; i + Simd::kWidth <= numel; i += Simd::kWidth)
+    take_vector<weight_dtype, Simd>(old + 4 * i, taken + 4 * i, weight + 2 * i, matches);
+  for (; i < numel; ++i) take_vector<weight_dtype, Single>(old + 4 * i, taken + 4 * i, weight + 2 * i, matches);
+}
+
+// Take the master of at most kTakenNumel elements from the weight, as the segment's flags say, to where the new one goes.
 template <class Format, int weight_dtype>
-void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  if constexpr (Format::kBlockNumel > 1) return Format::template load_master<weight_dtype>(segment, begin, end);
-  Byte* master = pointer(segment.new_master ? segment.new_master : segment.master);
-  const Byte* weight = pointer(segment.weight);
-  std::uint64_t i = begin;
-  for (; i + Simd::kWidth <= end; i += Simd::kWidth)
-    Simd::store(master + 4 * i, Simd::template widen<weight_dtype>(weight + 2 * i));
-  for (; i < end; ++i) Single::store(master + 4 * i, widen_one<weight_dtype>(weight + 2 * i));
+void take_master(const Segment& s, std::uint64_t begin, std::uint64_t numel) {
+  const bool matches = !(s.flags & kLoadMaster);
+  const Byte* old = pointer(s.master) + Format::kMasterBytes * begin;
+  const Byte* weight = pointer(s.weight) + 2 * begin;
+  Byte* taken = pointer(s.new_master ? s.new_master : s.master) + Format::kMasterBytes * begin;
+  if constexpr (Format::kMasterBytes == 4) {
+    take_masters<weight_dtype>(old, taken, weight, numel, matches);
+  } else {
+    alignas(64) Byte values[4 * kTakenNumel];
+    if (matches) decode_planes(old, pointer(s.master_low) + begin, numel, values);
+    take_masters<weight_dtype>(values, values, weight, numel, matches);
+    encode_planes(taken, pointer(s.new_master_low ? s.new_master_low : s.master_low) + begin, numel, values);
+  }
 }
 
 template <class Rule, class Format, int gradient_dtype, int weight_dtype>
@@ -572,10 +597,6 @@ void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end)
         return update_for_gradient<Rule, Format, kFloat32>(segment, begin, end);
     }
   }
-  if ((segment.flags & kLoadMaster) && segment.weight) {
-    if (segment.weight_dtype == kBfloat16) load_master<Format, kBfloat16>(segment, begin, end);
-    if (segment.weight_dtype == kFloat16) load_master<Format, kFloat16>(segment, begin, end);
-  }
   if (!(segment.flags & kZeroState)) return;
   for (int k = 0; k < Rule::kStates; ++k)
     __builtin_memset(pointer(segment.state[k]) + Format::kStateBytes * begin, 0, Format::kStateBytes * (end - begin));
@@ -585,6 +606,7 @@ void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end)
 // A range in pieces, one for each value of the upper half of an element's index in the unsharded parameter.
 template <class Rule, class Format>
 void update_rounding(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  if constexpr (!Format::kRounds) return update_with<Rule, Format>(segment, begin, end);
   for (std::uint64_t from = begin; from < end;) {
     const std::uint64_t left = 0x100000000u - ((segment.first_index + from) & 0xffffffffu);
     const std::uint64_t to = end - from < left ? end : from + left;
@@ -600,15 +622,31 @@ inline std::uint64_t block_begin(const Segment& segment, std::uint64_t i) {
   return i == segment.numel ? i : i < past ? 0 : i - past;
 }
 
+// Update a range piece by piece, whose masters are first taken from the weight.
+template <class Rule, class Format>
+void update_taking(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  Segment taken = segment;
+  if (segment.new_master) taken.master = segment.new_master;
+  if (segment.new_master_low) taken.master_low = segment.new_master_low;
+  for (std::uint64_t from = begin; from < end;) {
+    const std::uint64_t to = end - from < kTakenNumel ? end : block_begin<Format>(segment, from + kTakenNumel);
+    if (segment.weight_dtype == kBfloat16) take_master<Format, kBfloat16>(segment, from, to - from);
+    if (segment.weight_dtype == kFloat16) take_master<Format, kFloat16>(segment, from, to - from);
+    update_rounding<Rule, Format>(taken, from, to);
+    from = to;
+  }
+}
+
 void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   with_rule(segment.rule, 0, [&](auto rule) {
     return with_format(segment.state_format, 0, [&](auto format) {
       using Rule = decltype(rule);
       using Format = decltype(format);
-      if constexpr (Format::kRounds) {
-        update_rounding<Rule, Format>(segment, block_begin<Format>(segment, begin), block_begin<Format>(segment, end));
+      const std::uint64_t first = block_begin<Format>(segment, begin), last = block_begin<Format>(segment, end);
+      if ((segment.flags & kTakesMaster) && segment.weight) {
+        update_taking<Rule, Format>(segment, first, last);
       } else {
-        update_with<Rule, Format>(segment, begin, end);
+        update_rounding<Rule, Format>(segment, first, last);
       }
       return 0;
     });

@@ -7,7 +7,7 @@
 //   Rounding<V>     made of a segment and the first element of a range whose indices in the unsharded parameter agree in
 //                   their upper 32 bits; draw(i, random)
 //   load<V>, store<V>   a vector of state as fp32, where kBlockNumel is 1
-//   update<Rule, gradient_dtype, weight_dtype>, load_master<weight_dtype>, zero_scales<Rule>   of a range, elsewhere
+//   update<Rule, gradient_dtype, weight_dtype>, zero_scales<Rule>   of a range, elsewhere
 //
 // A form is how one tensor is stored that is no element type of segment.h: a struct that has kFacts, and decode and encode
 // (see KernelSet).

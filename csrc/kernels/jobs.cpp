@@ -22,9 +22,9 @@ std::size_t size_of_dtype(std::int32_t dtype) { return dtype == kFloat32 ? 4 : 2
 std::string check_segment(const Segment& s) {
   if (s.flags & ~static_cast<std::uint32_t>(kAllFlags)) return "unknown flags " + std::to_string(s.flags);
   const bool active = s.flags & kActive;
-  const bool loads = s.flags & kLoadMaster;
+  const bool takes = s.flags & kTakesMaster;
   const bool zeroes = s.flags & kZeroState;
-  if (s.numel == 0 || !(active || loads || zeroes)) return "";
+  if (s.numel == 0 || !(active || takes || zeroes)) return "";
   const int states = with_rule(s.rule, -1, [](auto rule) { return decltype(rule)::kStates; });
   if (states < 0) return "unknown rule " + std::to_string(s.rule);
   if (s.weight != 0 && s.weight_dtype != kBfloat16 && s.weight_dtype != kFloat16)
@@ -34,7 +34,7 @@ std::string check_segment(const Segment& s) {
     return "weight is null but weight_dtype is " + std::to_string(s.weight_dtype);
   if (s.weight % 2 || s.new_weight % 2) return "weight is not aligned to 2 bytes";
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
-  if ((active || loads) && s.master == 0) return "master is null";
+  if ((active || takes) && s.master == 0) return "master is null";
   const FormatFacts facts = format_facts(s.state_format);
   if (facts.state_bytes == 0) return "unknown state_format " + std::to_string(s.state_format);
   const std::size_t master_bytes = s.weight != 0 ? facts.master_bytes : 4;
@@ -45,7 +45,7 @@ std::string check_segment(const Segment& s) {
   }
   if ((s.master | s.new_master) % master_bytes)
     return "master is not aligned to " + std::to_string(master_bytes) + " bytes";
-  if (master_bytes != 4 && (active || loads) && s.master_low == 0) return "master_low is null";
+  if (master_bytes != 4 && (active || takes) && s.master_low == 0) return "master_low is null";
   if (facts.block_numel > 1 && (active || zeroes) && s.scales == 0) return "scales is null";
   if (state_addresses % facts.state_bytes)
     return "state is not aligned to " + std::to_string(facts.state_bytes) + " bytes";

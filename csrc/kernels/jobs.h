@@ -37,7 +37,7 @@ struct Piece {
 std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units);
 
 // Whether an update does anything to a segment.
-inline bool is_touched(const Segment& segment) { return segment.flags & (kActive | kLoadMaster | kZeroState); }
+inline bool is_touched(const Segment& segment) { return segment.flags & (kActive | kTakesMaster | kZeroState); }
 
 // Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
 void drain_nontemporal_stores();

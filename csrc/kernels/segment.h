@@ -19,7 +19,9 @@ enum : std::uint32_t {
   kDecoupledDecay = 2,
   kLoadMaster = 4,
   kZeroState = 8,
-  kAllFlags = 15,
+  kMatchMaster = 16,
+  kAllFlags = 31,
+  kTakesMaster = kLoadMaster | kMatchMaster,
 };
 
 // Beside those, from native code only: the range is one of the blocks that follow each other (seal.h).

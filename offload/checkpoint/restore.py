@@ -107,7 +107,7 @@ class Restorer:
         for segment, views in parts:
             if not self._source.has(self.names[segment.parameter], "master"):
                 views["master"].copy_(self._views.weight(subgroup, segment, view))
-        self._tables.changed(subgroup)
+        self._tables.taken(subgroup)
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
         """Yield the ranges of a saved tensor that make up a segment's part of it."""
@@ -132,4 +132,4 @@ class Restorer:
         )
         if view.weights_address is not None:
             self._lanes.store(self._tables.weight_copies(number, view.weights_address).tolist())
-        self._tables.changed(number)
+        self._tables.taken(number)

@@ -17,12 +17,15 @@ import numpy.typing as npt
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
 from offload.kernels.table import active_rows, segment_table
-from offload.layout import Layout
+from offload.layout import Layout, Segment
 from offload.protocols import MAX_SCALARS, SegmentFlag
 from offload.schedule.operations import Run
 
 GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
 """Address and element type of each parameter's gradient; None for where they are bound."""
+
+Parameters = npt.NDArray[np.bool_]
+"""Some of the parameters: for each of all, whether it is one of them."""
 
 SpeculativeVersion = tuple[int, npt.NDArray[np.uint64]]
 """Address of an image for its new weights, and two sums for each segment.
@@ -80,7 +83,8 @@ class Tables:
         self.begun: StepRows
         """Of the step that was begun last."""
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
-        self._reload: list[npt.NDArray[np.bool_]] = []
+        self._due: list[npt.NDArray[np.uint32]] = []
+        """By subgroup and segment: `TAKES_MASTER`, what is to be taken from the weight with its next update."""
         self._layout = Layout((), ())
 
     def extend(self, layout: Layout) -> None:
@@ -96,13 +100,19 @@ class Tables:
         for subgroup in layout.subgroups[len(self._columns) :]:
             rows = np.array([(s.parameter, s.start, s.offset, s.numel) for s in subgroup.segments], np.uint64)
             self._columns.append((*rows.T, starts[rows[:, 0]] + rows[:, 1]))
-            self._reload.append(np.zeros(len(subgroup.segments), bool))
+            self._due.append(np.zeros(len(subgroup.segments), np.uint32))
         self._layout = layout
 
-    def reload_master(self, parameter: int) -> None:
-        """Take the master from the weight when the parameter's subgroups are next changed."""
-        for subgroup, position in self._layout.places[parameter]:
-            self._reload[subgroup][position] = True
+    def take_master(self, parameter: int, how: SegmentFlag) -> None:
+        """Take the master from the weight with the parameter's next update; no effect where the weight is the master.
+
+        Args:
+            parameter: Its position.
+            how: LOAD_MASTER, or MATCH_MASTER, which adds nothing to that.
+        """
+        if self._layout.parameters[parameter].dtype is not DtypeCode.FLOAT32:
+            for subgroup, position in self._layout.places[parameter]:
+                self._due[subgroup][position] |= how
 
     def rows(
         self,
@@ -169,6 +179,7 @@ class Tables:
         weights_address: int | None = None,
         gradients_address: int | None = None,
         version: SpeculativeVersion | None = None,
+        taking: Parameters | None = None,
     ) -> npt.NDArray[Any]:
         """Return the table of a run.
 
@@ -179,8 +190,10 @@ class Tables:
             weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
                 None for the weights themselves.
             gradients_address: Address of an image of its gradients, padding included; None for where `rows` says.
-            version: Of a speculative run, where its new weights go; its masters are not reloaded from their weights.
-                Where `weights_address` is that image, fp32 weights have been copied there from a GPU.
+            version: Of a speculative run, where its new weights go; no master is taken from its weight. Where
+                `weights_address` is that image, fp32 weights have been copied there from a GPU.
+            taking: The parameters whose masters are taken from their weights, if that is due; None for those that
+                the step updates. A fresh run takes all.
         """
         layout = self._layout.subgroups[run.visit.subgroup]
         parameter, start, offset, numel, first_index = self._columns[layout.index]
@@ -209,7 +222,9 @@ class Tables:
             addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
         elif not is_fp32:
-            flags[self._reload[layout.index] | run.fresh] |= np.uint32(SegmentFlag.LOAD_MASTER)
+            flags |= self._due[layout.index] * (rows.flags != 0 if taking is None else taking)[parameter]
+            if run.fresh:
+                flags |= np.uint32(SegmentFlag.LOAD_MASTER)
         return segment_table(
             layout.state,
             numel,
@@ -234,7 +249,7 @@ class Tables:
             of_all = rows.scalars, rows.flags, rows.rounding_keys, rows.weights
             return [*(each[parameter].tobytes() for each in of_all), rows.gradient_dtypes[read].tobytes()]
 
-        return not self.needs_reload(subgroup) and told(expected) == told(begun)
+        return not self.is_due(subgroup, begun.flags != 0) and told(expected) == told(begun)
 
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any], begun: StepRows
@@ -284,10 +299,22 @@ class Tables:
         bound = weights[parameter] != 0
         return rows[np.flatnonzero(bound if chosen is None else bound & chosen)]
 
-    def changed(self, subgroup: int) -> None:
-        """Note that a subgroup's masters have been reloaded from their weights: its changed state is kept."""
-        self._reload[subgroup][:] = False
+    def taken(self, subgroup: int, parameters: Parameters | None = None) -> None:
+        """Note that a subgroup's masters have been taken from their weights, or replaced; its state is kept.
 
-    def needs_reload(self, subgroup: int) -> bool:
-        """Return whether a master of this subgroup is to be taken from its weight."""
-        return bool(self._reload[subgroup].any())
+        Args:
+            subgroup: The subgroup.
+            parameters: Whose; None for all.
+        """
+        chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
+        self._due[subgroup][chosen] = 0
+
+    def is_due(self, subgroup: int, parameters: Parameters | None = None) -> bool:
+        """Return whether a master of this subgroup, or of some parameters in it, is to be taken from its weight."""
+        chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
+        return bool(self._due[subgroup][chosen].any())
+
+    def due(self, subgroup: int, segment: Segment) -> SegmentFlag:
+        """Return how the master of a segment is to be taken from its weight; no flag if it stays."""
+        position = dict(self._layout.places[segment.parameter])[subgroup]
+        return SegmentFlag(int(self._due[subgroup][position]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -15,15 +15,16 @@ from offload.device.host import HostMemory
 from offload.device.none import Lanes
 from offload.device.pieces import as_pieces
 from offload.dtypes import DtypeCode
-from offload.engine.tables import SpeculativeVersion, StepRows, Tables
+from offload.engine.tables import Parameters, SpeculativeVersion, StepRows, Tables
 from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
-from offload.kernels.reference import TORCH_DTYPES
+from offload.kernels.plain import PIECE_NUMEL
+from offload.kernels.reference import TORCH_DTYPES, matched
 from offload.kernels.stored import as_fp32, store_rounded, stored_dtype
 from offload.kernels.whole import WholeUpdate
 from offload.layout import Segment
 from offload.plan import Plan
-from offload.protocols import TileId
+from offload.protocols import SegmentFlag, TileId
 from offload.rules import MASTER
 from offload.schedule.operations import Run
 
@@ -100,7 +101,7 @@ class StateViews:
             weights = lanes.image(run.weight_slot)
             table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
-        self._tables.changed(run.visit.subgroup)
+        self._tables.taken(run.visit.subgroup, None if run.fresh else rows.flags != 0)
         return table
 
     def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
@@ -133,12 +134,18 @@ class StateViews:
         if at_home:
             lanes.store([(lanes.home(subgroup), address, nbytes)])
 
-    def make_whole(self, run: Run, view: View) -> None:
-        """Fill undefined memory, and reload masters from their weights, before the state is read."""
+    def make_whole(self, run: Run, view: View, taking: Parameters) -> None:
+        """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
+
+        Args:
+            run: The run of a visit.
+            view: Addresses of its state and weights.
+            taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
+        """
         subgroup = run.visit.subgroup
-        if run.fresh or self._tables.needs_reload(subgroup):
+        if run.fresh or self._tables.is_due(subgroup, taking):
             rows = self._tables.rows((), 1.0, 1.0, ())
-            table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address)
+            table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address, taking=taking)
             state = self.plan.layout.subgroups[subgroup].state
             if state.rule.is_whole:
                 WholeUpdate(table, state)()
@@ -184,6 +191,33 @@ class StateViews:
             yield views
         if sets_master and subgroup.dtype is not DtypeCode.FLOAT32:
             store_rounded(views[MASTER], self.weight(subgroup.index, segment, view))
+
+    def shown(
+        self, run: Run, view: View, segment: Segment, views: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[Segment, Mapping[str, torch.Tensor]]]:
+        """Yield a segment's state for readers, with the master that its next update would begin with.
+
+        Where that is to be taken from the weight, and differs perhaps, it comes in copies of pieces.
+
+        Args:
+            run: The run of a visit.
+            view: Addresses of its state and weights.
+            segment: The segment.
+            views: What `piece` lends of it.
+        """
+        due = SegmentFlag(0) if run.fresh else self._tables.due(run.visit.subgroup, segment)
+        if not due:
+            yield segment, views
+            return
+        weight = self.weight(run.visit.subgroup, segment, view)
+        in_pieces = all(tensor.numel() == segment.numel for tensor in views.values())  # what is packed is whole
+        for start in range(0, segment.numel, PIECE_NUMEL if in_pieces else segment.numel):
+            cut = slice(start, start + PIECE_NUMEL if in_pieces else None)
+            part = {name: tensor[cut] for name, tensor in views.items()}
+            loads = SegmentFlag.LOAD_MASTER in due
+            part[MASTER] = weight[cut].to(torch.float32) if loads else matched(part[MASTER], weight[cut])
+            numel = part[MASTER].numel()
+            yield replace(segment, start=segment.start + start, offset=segment.offset + start, numel=numel), part
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""

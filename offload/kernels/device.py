@@ -20,7 +20,7 @@ from offload.backends import accelerator
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
 from offload.kernels.table import checked
-from offload.protocols import SegmentFlag
+from offload.protocols import TAKES_MASTER, SegmentFlag
 from offload.rules import UpdateRule
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _native: Any = import_module("offload._native")
 SLOT_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)
 """By `DtypeCode`; of NONE those of fp32: a segment without a weight of its own has its master."""
 
-_TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_STATE)
+_TOUCHING = int(SegmentFlag.ACTIVE | TAKES_MASTER | SegmentFlag.ZERO_STATE)
 
 
 class DeviceKernel(ABC):

@@ -20,7 +20,7 @@ from offload.kernels import reference
 from offload.kernels.device import DeviceKernel
 from offload.kernels.reference import TORCH_DTYPES, SegmentTensors
 from offload.kernels.stored import stored_dtype
-from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
+from offload.protocols import NORM_BLOCK_NUMEL, TAKES_MASTER, SegmentFlag
 from offload.rules import MASTER, RULES, segment_dtype
 
 if TYPE_CHECKING:
@@ -76,13 +76,14 @@ class PlainUpdateKernel(DeviceKernel):
             new = at(f"new_{name}", dtype)
             return new.copy_(at(name, dtype)) if is_read else new
 
-        active, loads = bool(gradient), has_weight and SegmentFlag.LOAD_MASTER in flags
+        active, takes = bool(gradient), has_weight and bool(flags & TAKES_MASTER)
+        loads = takes and SegmentFlag.LOAD_MASTER in flags
         weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))] if has_weight else torch.float32
         weight = None
         if has_weight:
-            weight = written("weight", weight_dtype, loads) if active else at("weight", weight_dtype)
+            weight = written("weight", weight_dtype, takes) if active else at("weight", weight_dtype)
         master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
-        if active or loads:
+        if active or takes:
             master = written("master", master_dtype, not loads)
             master_low = written("master_low", torch.uint8, not loads) if in_planes else None
         scales = None

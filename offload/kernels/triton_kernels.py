@@ -57,6 +57,8 @@ FLOAT16 = tl.constexpr(int(DtypeCode.FLOAT16))
 FLOAT32 = tl.constexpr(int(DtypeCode.FLOAT32))
 DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
 LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
+MATCH_MASTER = tl.constexpr(int(SegmentFlag.MATCH_MASTER))
+TAKES_MASTER = tl.constexpr(int(LOAD_MASTER.value | MATCH_MASTER.value))
 ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
 NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
 EXACT, COMPACT8 = tl.constexpr(formats.EXACT.code), tl.constexpr(formats.COMPACT8.code)
@@ -360,6 +362,13 @@ def read_master(master, lower, inside, PLANES: tl.constexpr, UPPER: tl.constexpr
 
 
 @triton.jit
+def taken(p, weight, matches, WEIGHT: tl.constexpr):
+    """Return the weight as the master, or, where it `matches`, with `p` wherever the weight is its rounding."""
+    kept = narrow(p, WEIGHT).to(tl.uint16, bitcast=True) == weight.to(tl.uint16, bitcast=True)
+    return tl.where(matches & kept, p, widen(weight, WEIGHT))
+
+
+@triton.jit
 def read_state(
     items,
     scales,
@@ -480,18 +489,18 @@ def update_block(
     SECOND_ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE + 1) & 1
 
     if GRADIENT == NONE:
-        if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
-            p = widen(read(weight, inside, FULL), WEIGHT)
+        if WEIGHT != NONE and (flags & TAKES_MASTER) != 0:
+            p = read_master(master, lower, inside, PLANES, UPPER, FULL)
+            p = taken(p, read(weight, inside, FULL), (flags & LOAD_MASTER) == 0, WEIGHT)
             write_master(new_master, new_lower, p, tl.zeros([BLOCK], tl.uint32), inside, PLANES, FULL)
         if (flags & ZERO_STATE) != 0:
             write_zeros(first, second, scales, inside, there, STATES, STATE_FORMAT, BLOCK, FULL)
     else:
         gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
         g = widen(read(gradient, inside, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
-        if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
-            p = widen(read(weight, inside, FULL), WEIGHT)
-        else:
-            p = read_master(master, lower, inside, PLANES, UPPER, FULL)
+        p = read_master(master, lower, inside, PLANES, UPPER, FULL)
+        if WEIGHT != NONE and (flags & TAKES_MASTER) != 0:
+            p = taken(p, read(weight, inside, FULL), (flags & LOAD_MASTER) == 0, WEIGHT)
         if (flags & ZERO_STATE) != 0:
             m = tl.full([BLOCK], 0.0, tl.float32)
             v = tl.full([BLOCK], 0.0, tl.float32)

@@ -18,7 +18,7 @@ from offload.layout import Layout
 from offload.optim import shards
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import OptimizerLock
-from offload.optim.weights import BoundParameter, Weights, expected_digests
+from offload.optim.weights import BoundParameter, Weights, differing
 from offload.rules import MASTER, NAMED, UpdateRule, checked_step
 from offload.session.state_copy import refuse_uncopied
 
@@ -166,6 +166,7 @@ class StateView(MutableMapping[Any, Any]):
         self.others: dict[Any, Any] = {}
         self._find_start_values = start_values
         self._shown_parameters: set[torch.Tensor] = set()
+        self._left_masters: set[torch.Tensor] = set()
         self._holder = holder
         self._weights = weights
         self._rule = rule
@@ -228,6 +229,10 @@ class StateView(MutableMapping[Any, Any]):
                 entries.append(entry)
         return entries
 
+    def _has_master(self, bound: BoundParameter) -> bool:
+        """Return whether a parameter has a master that is no copy of its weight, nor the weight."""
+        return bound.parameter.dtype is not torch.float32
+
     def rule_of(self, bound: BoundParameter) -> UpdateRule:
         """Return the rule of a parameter."""
         return self._layout.state_of(self._layout.parameters[bound.position]).rule
@@ -280,10 +285,10 @@ class StateView(MutableMapping[Any, Any]):
             self.copies.forget()
             self._weights.check()
             self.changed()
+            self._left_masters.clear()
             self._replace(entries)
             for position in positions_to_reset:
-                if engine.step_count(position):
-                    engine.reload_master(position)
+                engine.reload_master(position)
             if positions_to_reset:
                 engine.state.reset(positions_to_reset)
 
@@ -296,6 +301,8 @@ class StateView(MutableMapping[Any, Any]):
             bounds = [self._weights.of(p) for p in (self._weights.bound if parameters is None else parameters)]
             self._weights.check()
             self.changed()
+            updated = {*self.updated()}
+            self._left_masters.update(b.parameter for b in bounds if b.parameter in updated and self._has_master(b))
             self._holder.engine.state.reset([bound.position for bound in bounds])
             self.write_start_values(bounds)
 
@@ -305,19 +312,20 @@ class StateView(MutableMapping[Any, Any]):
         for bound, (tensors, _) in entries.items():
             if MASTER not in tensors:
                 self._holder.engine.reload_master(bound.position)
+        self._left_masters.update(bound.parameter for bound, (tensors, _) in entries.items() if MASTER in tensors)
 
     def _write(self, entries: Mapping[BoundParameter, Entry]) -> None:
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
         if masters:
             self._weights.refresh(gradients=False)  # all are exchanged afterwards
-        digests = expected_digests(masters)
+        different = differing(masters)
         self._holder.engine.state.write(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
         )
         self._weights.note_written(masters)
-        self._weights.expect(digests)
+        self._weights.note_different(different)
         if masters:
             self._weights.gather()
 
@@ -337,6 +345,11 @@ class StateView(MutableMapping[Any, Any]):
         """Yield the parameters that have state."""
         start_values = self._start_values()
         return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, start_values))
+
+    def saved(self) -> list[torch.Tensor]:
+        """Return the parameters that a state dict has: those with state, and with a master that `reset` has left."""
+        updated = {*self.updated()}
+        return [parameter for parameter in self._weights.bound if parameter in updated | self._left_masters]
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""

@@ -123,7 +123,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
 
-        16-bit weights have a `master` beside the moments; an fp32 weight is its own. More than 64 MiB lies in a file
+        16-bit weights have a `master` beside the moments; an fp32 weight is its own. Where a 16-bit weight was
+        written to, and is not what its master rounds to, it is shown as the master. More than 64 MiB lies in a file
         without a name, on a path or where temporary files go (`TMPDIR`), and takes no memory of the process's own.
 
         Raises:
@@ -142,8 +143,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 | {"params": [numbers[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ]
-            updated = [*self._state.updated()]
-            entries = zip(updated, self._state.read(updated), strict=True)
+            saved = self._state.saved()
+            entries = zip(saved, self._state.read(saved), strict=True)
             state: dict[Any, Any] = {**self._state.others, **{numbers[p]: entry for p, entry in entries}}
             packed = {"state": state, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -165,7 +166,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Forget moments and step counts, as if the parameters had never been updated; weights stay.
 
         Training goes on as with a new optimizer, bit for bit. There is one difference with 16-bit weights: masters
-        stay, too, which are more exact than the weights that a new optimizer would take them from.
+        stay, too, which are more exact than the weights that a new optimizer would take them from. So `state_dict`
+        has these parameters, with zeros and a step count of 0.
 
         Args:
             parameters: Which ones; None for all.
@@ -176,12 +178,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._state.reset(parameters)
 
     def refresh_masters(self) -> None:
-        """Read all masters anew from the weights; for writes that torch's version counter does not see."""
+        """Take all masters from the weights with the next step, whole.
+
+        For writes to 16-bit weights that torch's version counter does not see, and where a master is to give up what
+        it has beyond a weight that has the same bits.
+        """
         for bound in self._weights.bound.values():
             if bound.dealt is not None:
-                bound.dealt.is_changed()  # and read when ranks meet
-            else:
-                self.engine.reload_master(bound.position)
+                bound.dealt.is_changed()  # and brought when ranks meet
+            self.engine.reload_master(bound.position)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

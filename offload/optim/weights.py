@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from offload.optim import shards
 from offload.optim.dealt import Dealt, DealtWeight
 from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
-from offload.optim.ranks import agree_on_load, world
+from offload.optim.ranks import agree_on_load
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.rules import UpdateRule
@@ -47,8 +46,7 @@ class BoundParameter:
         slot: Memory for the gradient; only where gradients have slots.
         gathered_version: Version of the gradient in the slot when its norm was gathered.
         used_gradient: The gradient that the last step has used, and its version then.
-        expected_digest: Digest of the 16-bit weight that a newly set master makes, until the next update.
-        was_different: Whether the weight was not that one when the master was set, and nobody has loaded it since.
+        was_different: Whether a master was set that rounds to another 16-bit weight; until somebody writes to that.
         dealt: The copy of a `DTensor` that was dealt to one rank whole.
     """
 
@@ -62,7 +60,6 @@ class BoundParameter:
     slot: GradientSlot = field(init=False)
     gathered_version: int = -1
     used_gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
-    expected_digest: bytes | None = None
     was_different: bool = False
     dealt: DealtWeight | None = None
 
@@ -102,7 +99,7 @@ class Weights:
             None,
         )
         self._holder = holder
-        self._has_warned_of_changes = False
+        self._has_noted_changes = False
         self._has_differences = False
 
     def describe(self, groups: Sequence[Group], parameters: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
@@ -193,13 +190,12 @@ class Weights:
                     bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
             check_parameter(parameter, bound.name, self.required_device)
+            if bound.dealt is None:  # else when ranks meet
+                self._holder.engine.bind_weight(bound.position, stamp[0])
+                if self._match(bound):
+                    changed_names.append(bound.name)
             bound.stamp = stamp
-            if bound.dealt is not None:
-                continue  # until ranks meet
-            self._holder.engine.bind_weight(bound.position, stamp[0])
-            if self._reread(bound):
-                changed_names.append(bound.name)
-        self._warn_of_changes(changed_names)
+        self._note_changes(changed_names)
 
     def refresh(self, *, gradients: bool) -> None:
         """Bring weights that were changed to the ranks that they were dealt to, if any were; a collective.
@@ -211,7 +207,7 @@ class Weights:
             self._holder.check_open()  # else other ranks would wait, or take it for another exchange
         for dealt in self.dealt.values():
             anew = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
-            self._warn_of_changes([bound.name for bound in anew if bound is not None and self._reread(bound)])
+            self._note_changes([bound.name for bound in anew if bound is not None and self._match(bound)])
 
     def forget_gradients(self) -> None:
         """Let go of gradients that were brought to the ranks of their weights."""
@@ -224,25 +220,20 @@ class Weights:
             for weight in dealt.weights.values():
                 weight.free()
 
-    def _reread(self, bound: BoundParameter) -> bool:
-        """Have a master be read from a weight that was changed; return whether it loses bits by that."""
-        # Frameworks load the optimizer first, or the weights once more: the weight is what its master says then.
-        dtype = bound.parameter.dtype
-        if bound.expected_digest is not None and digest(_flat(bound), dtype) == bound.expected_digest:
-            bound.was_different = False
-            return False
-        bound.expected_digest = None
-        self._holder.engine.reload_master(bound.position)
-        # The master loses its bits beyond the weight's 16; a float32 weight is its own master.
-        return dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
+    def _match(self, bound: BoundParameter) -> bool:
+        """Have a master follow a weight that was written to; return whether it may lose bits by that."""
+        bound.was_different = False
+        self._holder.engine.reload_master(bound.position, whole=False)
+        # It loses its bits beyond the weight's 16 where that has changed; a float32 weight is its own master.
+        return bound.parameter.dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
 
-    def _warn_of_changes(self, changed_names: Sequence[str]) -> None:
-        if changed_names and not self._has_warned_of_changes:
-            self._has_warned_of_changes = True
-            log.log(
-                logging.WARNING if world()[1] == 0 else logging.INFO,
-                "%d weights (%s, ...) were changed outside the optimizer; their masters are read anew from them, "
-                "their moments stay (said once)",
+    def _note_changes(self, changed_names: Sequence[str]) -> None:
+        if changed_names and not self._has_noted_changes:
+            self._has_noted_changes = True
+            # Whether anything differs is known to the update alone, on whatever device.
+            log.info(
+                "%d weights (%s, ...) were written to outside the optimizer; where they are not what their masters "
+                "round to, the masters become the weights; moments stay (said once)",
                 len(changed_names),
                 changed_names[0],
             )
@@ -251,11 +242,10 @@ class Weights:
         """Return whether all weights lie where the engine knows them."""
         return all(bound.current_stamp()[0] == bound.stamp[0] for bound in self.bound.values())
 
-    def expect(self, digests: Mapping[BoundParameter, tuple[bytes, bool]]) -> None:
-        """Note which 16-bit weights newly set masters make; see `expected_digests`."""
-        for bound, (expected_digest, was_different) in digests.items():
-            bound.expected_digest, bound.was_different = expected_digest, was_different
-            self._has_differences |= was_different
+    def note_different(self, bounds: Iterable[BoundParameter]) -> None:
+        """Note weights that were not what masters say that were set; see `differing`."""
+        for bound in bounds:
+            bound.was_different = self._has_differences = True
 
     def warn_of_differences(self) -> None:
         """Warn, before the first update after a load, of weights that were not those that the masters make."""
@@ -263,7 +253,7 @@ class Weights:
             return
         self._has_differences = False
         bounds = self.bound.values()
-        names = [bound.name for bound in bounds if bound.expected_digest is not None and bound.was_different]
+        names = [bound.name for bound in bounds if bound.was_different]
         if names:
             log.warning(
                 "%d weights (%s, ...) "
@@ -279,7 +269,7 @@ class Weights:
         increment_version([bound.parameter for bound in bounds])
         for bound in bounds:
             bound.stamp = bound.current_stamp()
-            bound.expected_digest = None
+            bound.was_different = False
 
     @property
     def groups(self) -> list[Any]:
@@ -339,41 +329,31 @@ class Weights:
         return bool(notes[0].any()) if notes else None
 
 
-def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """Return a digest of a 16-bit weight's memory, given its values in that order.
+def differing(masters: Mapping[BoundParameter, torch.Tensor]) -> list[BoundParameter]:
+    """Return the parameters whose 16-bit weights are not what these masters round to.
 
-    Values of another dtype are rounded as updates round masters: NaN becomes the same bits, too.
+    Args:
+        masters: In the order of the weights' memory.
     """
-    hasher = hashlib.blake2b(digest_size=16)
-    numel = min(PIECE_NUMEL, values.numel())
-    piece = torch.empty(numel, dtype=dtype, device="cpu")
-    master = None if values.dtype is dtype else torch.empty(numel, dtype=torch.float32, device="cpu")
-    for start in range(0, values.numel(), PIECE_NUMEL):
-        part = piece[: values.numel() - start]
-        if master is None:
-            copy_run(values, start, part)
-        else:
-            copy_run(values, start, master[: part.numel()])
-            store_rounded(master[: part.numel()], part)
-        hasher.update(part.view(torch.uint8).numpy().data)
-    return hasher.digest()
+    return [bound for bound, master in masters.items() if _differs(bound, master)]
 
 
-def expected_digests(masters: Mapping[BoundParameter, torch.Tensor]) -> dict[BoundParameter, tuple[bytes, bool]]:
-    """Return digests of the 16-bit weights that masters make, and whether the weights are different now."""
-    digests = {}
-    for bound, master in masters.items():
-        dtype = bound.parameter.dtype
-        if dtype is not torch.float32:
-            expected_digest = digest(master, dtype)
-            digests[bound] = expected_digest, digest(_flat(bound), dtype) != expected_digest
-    return digests
-
-
-def _flat(bound: BoundParameter) -> torch.Tensor:
-    """Return this rank's part of a weight in the order of its memory."""
+def _differs(bound: BoundParameter, master: torch.Tensor) -> bool:
     weight = bound.local.detach()
-    return weight.as_strided((weight.numel(),), (1,))
+    numel, dtype = weight.numel(), weight.dtype
+    if dtype is torch.float32:
+        return False
+    flat = weight.as_strided((numel,), (1,))
+    values = torch.empty(min(PIECE_NUMEL, numel), dtype=torch.float32, device="cpu")
+    here, rounded = (torch.empty(values.numel(), dtype=dtype, device="cpu") for _ in range(2))
+    for start in range(0, numel, PIECE_NUMEL):
+        cut = slice(numel - start)
+        copy_run(flat, start, here[cut])
+        copy_run(master, start, values[cut])
+        store_rounded(values[cut], rounded[cut])
+        if not torch.equal(here[cut].view(torch.int16), rounded[cut].view(torch.int16)):
+            return True
+    return False
 
 
 def _form(parameter: torch.Tensor) -> Form:

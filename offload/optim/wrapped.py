@@ -29,8 +29,7 @@ class PackedState(StateView):
     runner: ClassRunner
 
     def _has_master(self, bound: BoundParameter) -> bool:
-        """Return whether a parameter has a master that is no copy of its weight, nor the weight."""
-        return self.runner.masters and bound.parameter.dtype is not torch.float32
+        return self.runner.masters and super()._has_master(bound)
 
     def _layout_of(self, bound: BoundParameter) -> Parameter:
         return self._layout.parameters[bound.position]
@@ -78,7 +77,7 @@ class PackedState(StateView):
         tensors = {PACKED: packed}
         if master is not None and self._has_master(bound):
             tensors[MASTER] = in_order(f"{what}.{MASTER}", master, bound)
-        return tensors, checked_step(f"{what}.step", entry["step"]) or 1 if "step" in entry else 1
+        return tensors, checked_step(f"{what}.step", entry["step"]) or 1 if "step" in entry else int(bool(entry))
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""

@@ -144,8 +144,9 @@ class Checkpoints:
         layout, index = parts.plan.layout, parts.machine.index
         # Another session's store is none that a checkpoint can name.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
-        if unmade := sorted({*foreign, *(() if is_replica else self._unmade())}):
-            visitor = self._visits.visitor(nothing, changes=True)
+        # Where another rank saves this rank's state, both go on with masters as they are saved.
+        if unmade := sorted({*foreign, *self._unmade(is_replica)}):
+            visitor = self._visits.visitor(nothing, True, range(len(layout.parameters)), follow=False)
             self._request(folder.path, partial(self._visits.begin, unmade, visitor, changes=True))
         if first.rank == 0:
             commit_to_replace(folder)  # raises if it is not ours
@@ -155,7 +156,7 @@ class Checkpoints:
         def begin() -> None:
             nonlocal overtaken
             machine = parts.machine
-            overtaken = parts.saves.pending is not None or (not is_replica and bool(self._unmade()))
+            overtaken = parts.saves.pending is not None or bool(self._unmade(is_replica))
             if overtaken:
                 return
             pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
@@ -187,11 +188,15 @@ class Checkpoints:
         if overtaken:  # by what a signal handler has asked for
             self._save(folder, describe, on_done)
 
-    def _unmade(self) -> list[int]:
-        """Return subgroups whose state is nowhere yet, as it is still to be taken from the weights."""
+    def _unmade(self, is_replica: bool) -> list[int]:
+        """Return subgroups with state that is nowhere yet, as it is still to be taken from weights.
+
+        Args:
+            is_replica: Whether state that was never changed may stay so.
+        """
         machine, tables = self._parts.machine, self._parts.tables
         subgroups = range(len(self._parts.plan.layout.subgroups))
-        return [number for number in subgroups if machine.is_fresh(number) or tables.needs_reload(number)]
+        return [n for n in subgroups if (not is_replica and machine.is_fresh(n)) or tables.is_due(n)]
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
         """Have the engine thread do a part of a save; tell its failure from the session's.

@@ -30,7 +30,7 @@ from offload.limits import Limits
 from offload.measure import lane_totals
 from offload.memory.touching import bound, cores_of_rank
 from offload.plan import Home, Plan, Rates
-from offload.protocols import Device, DeviceLane
+from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
 from offload.session.checkpoints import Checkpoints
@@ -314,10 +314,18 @@ class Engine:
         self._visits.wait_for([parameter])
         self._parts.tables.weights[self._parts.position(parameter)] = address
 
-    def reload_master(self, parameter: int | str) -> None:
-        """Take the master from the weight when the parameter is next updated; the moments stay."""
+    def reload_master(self, parameter: int | str, *, whole: bool = True) -> None:
+        """Take the master from the weight when the parameter is next updated or saved; the moments stay.
+
+        Until then `state` shows it so, and the stored one stays.
+
+        Args:
+            parameter: Which one.
+            whole: Take all of it; else only elements of a 16-bit weight that are not what the master rounds to.
+        """
         self._visits.wait_for([parameter])
-        self._parts.tables.reload_master(self._parts.position(parameter))
+        how = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
+        self._parts.tables.take_master(self._parts.position(parameter), how)
 
     def speculate(
         self, hyperparameters: Callable[[], Foreseen | None] | None, is_last_pass: Callable[[], bool] | None = None

@@ -155,8 +155,8 @@ class State:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
-            masters = {position for position, tensors in tensors_of.items() if weights and MASTER in tensors}
-            self._change(self._visits.subgroups_of(tensors_of), write, counts, masters)
+            masters = {position for position, tensors in tensors_of.items() if MASTER in tensors}
+            self._change(self._visits.subgroups_of(tensors_of), write, counts, masters, follow=weights)
 
     def change(self, work: Callable[[int, Mapping[str, torch.Tensor]], None], *, masters: bool) -> None:
         """Have a function change all state where it lies in memory, run by run in the engine's order.
@@ -186,13 +186,19 @@ class State:
             self._change(subgroups, reset, dict.fromkeys(chosen, 0))
 
     def _change(
-        self, subgroups: Sequence[int], change: SegmentWork, steps: Mapping[int, int], masters: Collection[int] = ()
+        self,
+        subgroups: Sequence[int],
+        change: SegmentWork,
+        steps: Mapping[int, int],
+        masters: Collection[int] = (),
+        *,
+        follow: bool = True,
     ) -> None:
-        """Let `change` write to the state of every segment of some subgroups, and set step counts."""
+        """Let `change` write to the state of every segment of some subgroups, and set step counts; see `visit`."""
         counts = self._parts.tables.steps
 
         def applied() -> None:
             for position, step in steps.items():
                 counts[position] = step
 
-        self._visits.visit(subgroups, change, changes=True, masters=masters, applied=applied)
+        self._visits.visit(subgroups, change, changes=True, masters=masters, follow=follow, applied=applied)

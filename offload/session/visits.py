@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -82,6 +83,7 @@ class Visits:
         *,
         changes: bool,
         masters: Collection[int] = (),
+        follow: bool = True,
         applied: Callable[[], None] = lambda: None,
     ) -> None:
         """Have `work` done on every segment of some subgroups, and wait until it is.
@@ -90,24 +92,31 @@ class Visits:
             subgroups: Which.
             work: What to do; on the engine thread.
             changes: Whether the work writes to the state.
-            masters: Parameters whose masters the work sets; their weights follow.
+            masters: Parameters whose masters the work sets, or needs as they are by their weights now.
+            follow: Whether 16-bit weights follow those.
             applied: Called on the engine thread when all has been done.
         """
-        visitor = self.visitor(work, changes, masters)
+        visitor = self.visitor(work, changes, masters, follow=follow)
         self._thread.request(partial(self.begin, subgroups, visitor, changes=changes), applied)
 
-    def visitor(self, work: SegmentWork, changes: bool, masters: Collection[int] = ()) -> Callable[[Run], None]:
+    def visitor(
+        self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
+    ) -> Callable[[Run], None]:
         """Return a visitor that does the work on every segment of a run; see `visit`."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
+        taking = np.zeros(len(tables.steps), bool)
+        taking[[*masters]] = True
 
         def visit(run: Run) -> None:
             with views.on_host(run) as view:
-                views.make_whole(run, view)
+                views.make_whole(run, view, taking)
                 if changes:
-                    tables.changed(run.visit.subgroup)
+                    tables.taken(run.visit.subgroup, None if run.fresh else taking)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
-                    with views.piece(run, view, segment, sets_master=segment.parameter in masters) as tensors:
-                        work(segment, tensors)
+                    sets = follow and bool(taking[segment.parameter])
+                    with views.piece(run, view, segment, sets_master=sets) as tensors:
+                        for part in [(segment, tensors)] if changes else views.shown(run, view, segment, tensors):
+                            work(*part)
 
         return visit
 
@@ -147,7 +156,7 @@ class Visits:
             visits = update_visits(
                 parts.plan,
                 order,
-                lambda n: machine.is_fresh(n) or parts.tables.needs_reload(n),
+                lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0),
                 lent=lent,
             )
             if parts.gradients.begin_step(parts.plan, visits):

@@ -170,14 +170,14 @@ def test_a_weight_changed_behind_our_back_is_noticed(streaming: Any, caplog: pyt
         state = optimizer.state_for(parameter)
         with torch.no_grad():
             parameter.mul_(0.5)
-        with caplog.at_level(logging.WARNING, logger="offload"):
+        with caplog.at_level(logging.INFO, logger="offload"):
             after = optimizer.state_for(parameter)
             with torch.no_grad():
                 parameter.add_(1.0)
             again = optimizer.state_for(parameter)
         assert same_bits(after["exp_avg"], state["exp_avg"])
         assert same_bits(again["master"], parameter.detach().float())
-        assert len(caplog.records) == 1
+        assert caplog.text.count("written to outside") == 1
         mirror = Mirror(optimizer.param_groups, decoupled=True)
         mirror.moments = [[(state["exp_avg"].clone(), state["exp_avg_sq"].clone())]]
         mirror.steps = [[2]]

@@ -84,8 +84,12 @@ class Placed:
         if not self.unaligned:
             offset -= offset % self.dtype.itemsize
         self._start = 256 + (-self._raw.data_ptr() % 256) + offset
-        self._inside.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         self.address = self._raw.data_ptr() + self._start
+        self.put(tensor)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Write a tensor's bytes there."""
+        self._inside.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
 
     @property
     def _inside(self) -> torch.Tensor:

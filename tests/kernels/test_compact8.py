@@ -29,6 +29,8 @@ from test_update_kernel import (  # noqa: F401
     test_every_rule,
     test_fingerprints_of_what_is_read,
     test_flags,
+    test_masters_beside_weights_that_are_no_plain_numbers,
+    test_masters_stay_where_the_weight_is_their_rounding,
     test_old_values_stay_where_new_ones_go_elsewhere,
     test_sizes,
     test_unread_fields_may_be_null,

@@ -29,6 +29,8 @@ from test_update_kernel import (  # noqa: F401
     test_any_table,
     test_every_rule,
     test_flags,
+    test_masters_beside_weights_that_are_no_plain_numbers,
+    test_masters_stay_where_the_weight_is_their_rounding,
     test_sizes,
     test_untouched_without_flags,
 )

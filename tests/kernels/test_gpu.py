@@ -36,6 +36,8 @@ from test_update_kernel import (  # noqa: F401
     test_every_rule,
     test_every_sixteen_bit_gradient_and_weight,
     test_flags,
+    test_masters_beside_weights_that_are_no_plain_numbers,
+    test_masters_stay_where_the_weight_is_their_rounding,
     test_old_values_stay_where_new_ones_go_elsewhere,
     test_rounding_of_the_weight,
     test_sizes,

@@ -20,13 +20,13 @@ from offload.protocols import SegmentFlag
 from offload.rules import ADAMW, RULES, segment_dtype
 
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
-LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_STATE
+LOAD, ZERO, MATCH = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_STATE, SegmentFlag.MATCH_MASTER
 UPDATES = [
     ACTIVE | decay | extra
     for decay in (SegmentFlag(0), DECOUPLED)
     for extra in (SegmentFlag(0), LOAD, ZERO, LOAD | ZERO)
-]
-OTHERS = [SegmentFlag(0), DECOUPLED, LOAD, ZERO, LOAD | ZERO]
+] + [ACTIVE | MATCH, ACTIVE | DECOUPLED | MATCH, ACTIVE | LOAD | MATCH | ZERO]
+OTHERS = [SegmentFlag(0), DECOUPLED, LOAD, ZERO, LOAD | ZERO, MATCH, MATCH | ZERO, LOAD | MATCH]
 
 
 @pytest.fixture(scope="module", params=instruction_sets())
@@ -85,7 +85,7 @@ def test_every_rule(kernel, rule):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_old_values_stay_where_new_ones_go_elsewhere(kernel, rule):
-    for weight_dtype, flags in itertools.product(WEIGHT_DTYPES, (ACTIVE, ACTIVE | LOAD, LOAD)):
+    for weight_dtype, flags in itertools.product(WEIGHT_DTYPES, (ACTIVE, ACTIVE | LOAD, LOAD, ACTIVE | MATCH, MATCH)):
         case = Case.make(5000, weight_dtype=weight_dtype, flags=flags, rule=rule)
         table = case.row()
         names = [name for name in ("master", MASTER_LOW, "weight") if name in case.placed]
@@ -152,6 +152,65 @@ def test_tensors_that_compete_for_the_cache(kernel, distance):
             tensor = case.tensors.tensors()[name]
             case.placed[name] = Placed(tensor, 60 if i < 3 else 0, memory[i * distance :])
         run_and_check(kernel, [case])
+
+
+@pytest.mark.parametrize("flags", [ACTIVE | MATCH, MATCH])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_stay_where_the_weight_is_their_rounding(kernel, dtype, flags):
+    """Sizes about a vector's and a piece's, anywhere; half of the weights are what their masters round to."""
+    cases = []
+    for numel, offset, kind in itertools.product(
+        (0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 1023, 1024, 1025, 3000), (0, 12), ("plain", "wild")
+    ):
+        case = Case.make(
+            numel, seed=numel, kind=kind, weight_dtype=dtype, flags=flags, offsets=(offset,) * 4 + (offset // 2,)
+        )
+        match_half(case)
+        cases.append(case)
+    run_and_check(kernel, cases)
+
+
+SPECIAL_MASTERS = [
+    *(float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, 3.4e38, 65519.9, 65520.0, -65520.0, 1e-45),
+    *(-1e-45, 1.17e-38, 2.0**-24, 2.0**-25, 2.0**-25 * 1.001, -(2.0**-26), 1.0, 1.0 + 2.0**-20, 1.0 + 2.0**-8),
+]
+SPECIAL_WEIGHTS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 2.0**-24, -(2.0**-24), 65504.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_beside_weights_that_are_no_plain_numbers(kernel, dtype):
+    """NaN is NaN, infinity is what overflows to it, -0 is not 0; each beside each, and beside its own rounding."""
+    masters, weights = torch.tensor(SPECIAL_MASTERS), torch.tensor(SPECIAL_WEIGHTS).to(dtype)
+    master = torch.cat([masters.repeat_interleave(len(weights)), masters])
+    weight = torch.cat([weights.repeat(len(masters)), reference.round_weight(masters, dtype)])
+    case = Case.make(master.numel(), weight_dtype=dtype, flags=MATCH, first_index=0)
+    reference.store_master(case.tensors, master)
+    stored = reference.master_of(case.tensors).clone()
+    case.tensors.weight.copy_(weight)
+    place_anew(case)
+    run_and_check(kernel, [case])
+    found = reference.master_of(case.tensors)
+    alike = reference.round_weight(stored, dtype).view(torch.int16) == weight.view(torch.int16)
+    assert same_bits(found, torch.where(alike, stored, weight.float()))
+    assert alike[-len(masters) :].sum() >= len(masters) - 2  # compact state has rounded some
+    for number, value in enumerate(stored.tolist()):
+        if value != value:
+            assert found[number] != found[number] or weight[number] == weight[number]
+
+
+def place_anew(case: Case) -> None:
+    """Have a kernel find what a case's tensors hold now."""
+    for name, placed in case.placed.items():
+        case.placed[name] = type(placed)(case.tensors.tensors()[name])
+
+
+def match_half(case: Case) -> None:
+    """Make about half of a case's weights what their masters round to; the bytes stay where they are placed."""
+    weight = case.tensors.weight
+    rounded = reference.round_weight(reference.master_of(case.tensors), weight.dtype)
+    matched = torch.rand(weight.numel(), generator=torch.Generator().manual_seed(weight.numel())) < 0.5
+    weight.copy_(torch.where(matched, rounded, weight))
+    case.placed["weight"].put(weight)
 
 
 def test_every_sixteen_bit_gradient_and_weight(kernel):
@@ -326,7 +385,7 @@ WRONG = {
     "no gradient code": {"gradient_dtype": 0},
     "fp32 weight": {"weight_dtype": int(DtypeCode.FLOAT32)},
     "null weight": {"weight": 0},
-    "unknown flag": {"flags": 16},
+    "unknown flag": {"flags": 32},
 }
 
 

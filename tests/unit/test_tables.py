@@ -52,7 +52,10 @@ def changed(name: str, position: int, value: int) -> Callable[[Tables], None]:
         (changed("gradient_dtypes", 2, DtypeCode.FLOAT32), [True, True]),
         (changed("numbers", 0, 5), [False, True]),  # which rounding knows
         (changed("steps", 3, 5), [True, False]),
-        (lambda tables: tables.reload_master(0), [False, True]),
+        (lambda tables: tables.take_master(0, SegmentFlag.LOAD_MASTER), [False, True]),
+        (lambda tables: tables.take_master(0, SegmentFlag.MATCH_MASTER), [False, True]),
+        (lambda tables: tables.take_master(2, SegmentFlag.LOAD_MASTER), [True, True]),  # not updated
+        (lambda tables: tables.take_master(1, SegmentFlag.LOAD_MASTER), [True, True]),  # its weight is its master
     ],
 )
 def test_steps_agree_about_a_subgroup_unless_its_update_would_differ(
@@ -125,7 +128,7 @@ def test_a_gpu_reads_gradients_where_they_are_bound_and_the_cpu_where_it_is_told
 def test_a_speculative_version_goes_to_its_image(subgroup: int, name: str) -> None:
     tables = make_tables()
     for position in range(4):
-        tables.reload_master(position)
+        tables.take_master(position, SegmentFlag.LOAD_MASTER)
     rows, sums = tables.rows(GROUPS, 1.0, 1.0, ACTIVE), np.zeros((2, 2), np.uint64)
     run = Run(0, 0, Visit(subgroup, speculative=True), 0, fresh=False)
     table = tables.fill(run, 1 << 33, rows, version=(1 << 36, sums))

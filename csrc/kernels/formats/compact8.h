@@ -95,8 +95,6 @@ struct Compact8 {
 
   template <class Rule, int gradient_dtype, int weight_dtype>
   static void update(const Segment& segment, std::uint64_t begin, std::uint64_t end);
-  template <int weight_dtype>
-  static void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end);
   template <class Rule>
   static void zero_scales(const Segment& segment, std::uint64_t begin, std::uint64_t end);
 };
@@ -185,9 +183,9 @@ void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_
     const std::uint64_t at = i - begin;
     float p;
     if constexpr (weight_dtype == kNone) {
-      p = old_master<kNone>(c, i);
+      p = old_master(c, i);
     } else {
-      p = c.load_master ? widen_one<weight_dtype>(c.weight + 2 * i) : load_planes(c.master + 2 * i, c.master_low + i);
+      p = load_planes(c.master + 2 * i, c.master_low + i);
     }
     float g = scaled_gradient<gradient_dtype>(c, i), state[Rule::kStates];
     if (c.mode == Decay::kL2) g = with_l2_term(c, g, p);
@@ -296,9 +294,6 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
     if constexpr (weight_dtype == kNone) {
       V::load_pair(c.master + 4 * at, p);
       V::load_pair(c.master + 4 * (at + half), p + 2);
-    } else if (c.load_master) {
-      V::template widen_pair<weight_dtype>(c.weight + 2 * at, p);
-      V::template widen_pair<weight_dtype>(c.weight + 2 * (at + half), p + 2);
     } else {
       const I low = V::to_lanes(V::load_int(c.master_low + at)), byte = V::template constant<0xff00u>();
       const I first = V::load_int(c.master + 2 * at), second = V::load_int(c.master + 2 * (at + half));
@@ -455,14 +450,6 @@ void Compact8::update(const Segment& segment, std::uint64_t begin, std::uint64_t
     update_one_by_one<Rule, gradient_dtype, weight_dtype>(segment, i, stop);
     i = stop;
   }
-}
-
-template <int weight_dtype>
-void Compact8::load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  Byte* upper = pointer(segment.new_master ? segment.new_master : segment.master);
-  Byte* lower = pointer(segment.new_master_low ? segment.new_master_low : segment.master_low);
-  for (std::uint64_t i = begin; i < end; ++i)
-    store_planes(upper + 2 * i, lower + i, widen_one<weight_dtype>(pointer(segment.weight) + 2 * i), 0);
 }
 
 template <class Rule>

@@ -104,6 +104,15 @@ def round_weight(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return round_to_bfloat16(master) if dtype == torch.bfloat16 else master.to(dtype)
 
 
+def matched(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return fp32 masters where their 16-bit weights are their roundings, bit for bit, and elsewhere the weights.
+
+    So NaN is NaN, whatever its payload, an infinite fp16 weight is any master that overflows, and -0 is not 0.
+    """
+    is_alike = round_weight(master, weight.dtype).view(torch.int16) == weight.view(torch.int16)
+    return torch.where(is_alike, master, weight.to(torch.float32))
+
+
 def update(segment: SegmentTensors) -> None:
     """Update one segment in place, as its flags say.
 
@@ -114,8 +123,10 @@ def update(segment: SegmentTensors) -> None:
     is before it is rounded.
     """
     flags, s = segment.flags, segment.scalars
-    if flags & SegmentFlag.LOAD_MASTER and segment.weight is not None:
+    if segment.weight is not None and flags & SegmentFlag.LOAD_MASTER:
         store_master(segment, segment.weight.to(torch.float32))
+    elif segment.weight is not None and flags & SegmentFlag.MATCH_MASTER:
+        store_master(segment, matched(master_of(segment).to(torch.float32), segment.weight))
     if flags & SegmentFlag.ZERO_STATE:
         for tensor in segment.state:
             tensor.zero_()

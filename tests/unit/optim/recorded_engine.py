@@ -45,8 +45,8 @@ class RecordedEngine:
     def bind_weight(self, position: int, address: int) -> None:
         self.calls.append(("bind_weight", position, address))
 
-    def reload_master(self, position: int) -> None:
-        self.calls.append(("reload_master", position))
+    def reload_master(self, position: int, *, whole: bool = True) -> None:
+        self.calls.append(("reload_master" if whole else "match_master", position))
 
     def step_count(self, position: int) -> int:
         return self.steps
