@@ -233,8 +233,12 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _bind_new_parameters(self) -> None:
         """Add parameters that have a gradient and were frozen when the optimizer was made."""
+        self._bind(parameter for parameter in self._parameters() if parameter.grad is not None)
+        self._route.hook_thawed()
+
+    def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
         bound = self._weights.bound
-        new = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
+        new = [parameter for parameter in dict.fromkeys(parameters) if parameter not in bound]
         if new:
             self._check_new_parameters(new)
             self._add(new)
