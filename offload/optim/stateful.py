@@ -529,7 +529,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._weights.agree_on_load()  # ranks meet as they bind
             self._bind(found)
         if anew:
-            _log.info("%s has no state of %s: they begin anew", source.path, listed([*anew]))
+            which = "it begins" if len(anew) == 1 else "they begin"
+            _log.warning("%s has no state of %s: %s anew", source.path, listed(sorted(anew)), which)
         return there, anew
 
     def _load(
