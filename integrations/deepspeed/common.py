@@ -293,6 +293,10 @@ class OffloadedOptimizer:
         """Return all trained weights, if they are what they were when that was noted last; else none."""
         return ()
 
+    def _all_parameters(self) -> Iterable[Any]:
+        """Return the parameters of all groups, those that other ranks have included."""
+        raise NotImplementedError
+
     def take_back(self) -> None:
         """Have DeepSpeed's flat masters be what they are when nothing is lent."""
         raise NotImplementedError
@@ -344,6 +348,13 @@ class OffloadedOptimizer:
             with self.offload.checkpoints.open(os.path.join(self._loading, in_place.FOLDER)) as checkpoint:
                 if checkpoint.id != stub.id:
                     raise CheckpointError(f"{self._loading} is not whole: its files are of several checkpoints")
+                here = {self._names[parameter] for parameter in self._all_parameters()}
+                if left := [name for name in checkpoint.names if name not in here and checkpoint.step_of(name)]:
+                    others = " and others" if len(left) > 1 else ""
+                    raise CheckpointError(
+                        f"{self._loading} has state of {left[0]}{others}, which no parameter group has: freeze it "
+                        "after deepspeed.initialize, not before"
+                    )
                 load(Frame.decode(checkpoint.extra(rank)).without_state())
                 self.shard.load_in_place(checkpoint, rank, torch.distributed.get_world_size())
 

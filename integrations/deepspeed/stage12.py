@@ -7,8 +7,9 @@ copies that `step()` makes from it then change nothing.
 
 from __future__ import annotations
 
+import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,9 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self._gathers.close()
 
     # State
+
+    def _all_parameters(self) -> Iterable[Any]:
+        return itertools.chain.from_iterable(self.bit16_groups)
 
     def initialize_optimizer_states(self) -> None:
         """Make the shard, in place of moments and fp32 gradients. Only links are made later."""

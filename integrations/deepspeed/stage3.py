@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self.persistent_parameters = persistent
 
     # State
+
+    def _all_parameters(self) -> Iterable[Any]:
+        return itertools.chain.from_iterable(self.fp16_groups)
 
     def _create_fp32_partitions(self) -> None:
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")

@@ -272,6 +272,15 @@ class Checkpoint:
         """Names of all parameters, in the order of the ranks' layouts."""
         return list(self._parts)
 
+    def names_of(self, rank: int, ranks: int) -> list[str] | None:
+        """Return what one of so many ranks has saved itself, or as a replica; None if another number has saved."""
+        if ranks == 1:
+            return self.names
+        if len(self.manifests) != ranks:
+            return None
+        has_replicas = not any(manifest.layout.parameters for manifest in self.manifests[1:])
+        return list(self.manifests[0 if has_replicas else rank].layout.index_by_name)
+
     def parts(self, name: str) -> list[Part]:
         """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
         return self._parts[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.layout import Parameter, Segment, Subgroup
-from offload.rules import PACKED
+from offload.rules import MASTER, PACKED
 from offload.schedule.operations import Run
 
 
@@ -27,12 +27,14 @@ class Restorer:
         views: The session's state.
         tables: Addresses of its weights.
         lanes: Lanes of the device that the weights are on.
+        anew: Names of parameters of the session that begin anew where the checkpoint lacks them.
 
     Attributes:
         names: Each parameter's name in the checkpoint, by position.
+        anew: Positions of parameters that begin anew.
 
     Raises:
-        CheckpointError: The checkpoint has not all parameters, or they have other sizes.
+        CheckpointError: The checkpoint has not all other parameters, or they have other sizes.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Restorer:
         views: StateViews,
         tables: Tables,
         lanes: Lanes,
+        anew: Collection[str] = (),
     ) -> None:
         self.names = [names.get(parameter.name, parameter.name) for parameter in parameters]
         self._parameters = parameters
@@ -51,7 +54,9 @@ class Restorer:
         self._tables = tables
         self._lanes = lanes
         saved_names = set(source.names)
-        missing = [name for name in self.names if name not in saved_names]
+        lacking = [number for number, name in enumerate(self.names) if name not in saved_names]
+        self.anew = frozenset(number for number in lacking if parameters[number].name in anew)
+        missing = [self.names[number] for number in lacking if number not in self.anew]
         if missing:
             # Parameters that were given without names are called by their positions.
             here, there = (any(name.startswith("param_groups[") for name in n) for n in (self.names, source.names))
@@ -62,7 +67,9 @@ class Restorer:
                 f"it has {', '.join(source.names[:3])}, ...{hint}"
             )
         layout = views.plan.layout
-        for name, parameter in zip(self.names, parameters, strict=True):
+        for number, (name, parameter) in enumerate(zip(self.names, parameters, strict=True)):
+            if number in self.anew:
+                continue
             saved, own = source.rule_of(name), layout.state_of(parameter).rule
             if not source.keeps(name, own):
                 size = " with state of another size" if saved.name == own.name else ""
@@ -78,11 +85,13 @@ class Restorer:
 
     def restore_step_counts(self) -> None:
         """Copy the step counts, and seed and numbers of stochastic rounding."""
-        self._tables.steps[:] = [self._source.step_of(name) for name in self.names]
+        counts = ((number in self.anew, name) for number, name in enumerate(self.names))
+        self._tables.steps[:] = [0 if is_anew else self._source.step_of(name) for is_anew, name in counts]
         rounding = self._source.rounding
         if rounding is not None:
             self._tables.seed, numbers = rounding
-            self._tables.numbers[:] = [numbers[name] for name in self.names]
+            own = zip(self.names, self._tables.numbers, strict=True)
+            self._tables.numbers[:] = [numbers.get(name, number) for name, number in own]
 
     def restore(self, run: Run) -> None:
         """Copy a subgroup's state, and derive its weights from it."""
@@ -100,14 +109,21 @@ class Restorer:
                 piece
                 for segment, views in parts
                 for name in views
-                if self._source.has(self.names[segment.parameter], name)
+                if self._has(segment, name)
                 for piece in self._ranges(segment, name, views[name])
             ]
         )
         for segment, views in parts:
-            if not self._source.has(self.names[segment.parameter], "master"):
-                views["master"].copy_(self._views.weight(subgroup, segment, view))
+            if segment.parameter in self.anew:
+                for name in views.keys() - {MASTER}:
+                    views[name].zero_()
+            if not self._has(segment, MASTER):
+                views[MASTER].copy_(self._views.weight(subgroup, segment, view))
         self._tables.taken(subgroup)
+
+    def _has(self, segment: Segment, name: str) -> bool:
+        """Return whether the checkpoint has a state tensor of a segment."""
+        return segment.parameter not in self.anew and self._source.has(self.names[segment.parameter], name)
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
         """Yield the ranges of a saved tensor that make up a segment's part of it."""

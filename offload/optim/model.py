@@ -138,7 +138,7 @@ class ModelRest:
             changed = [name for name, weight in self.frozen.items() if weight._version != self.versions[name]]
             if changed:
                 raise CheckpointError(
-                    f"frozen weights were changed while they were saved: {_listed(changed)}. Call wait_checkpoint "
+                    f"frozen weights were changed while they were saved: {listed(changed)}. Call wait_checkpoint "
                     "before"
                 )
             copied = io.BytesIO()
@@ -226,8 +226,8 @@ class SavedRest:
         unknown = [name for name in (*rest.copied, *here) if name not in copied and name not in there]
         if missing or unknown:
             raise CheckpointError(
-                f"{self.path} is of another model: it has {_listed(missing)} that are not here, and lacks "
-                f"{_listed(unknown)}"
+                f"{self.path} is of another model: it has {listed(missing)} that are not here, and lacks "
+                f"{listed(unknown)}"
             )
         for name, form in there.items():
             if here.get(name, form) != form:
@@ -268,5 +268,5 @@ class SavedRest:
             model.load_state_dict(others, strict=False)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "nothing"

@@ -233,8 +233,12 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _bind_new_parameters(self) -> None:
         """Add parameters that have a gradient and were frozen when the optimizer was made."""
+        self._bind(parameter for parameter in self._parameters() if parameter.grad is not None)
+        self._route.hook_thawed()
+
+    def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
         bound = self._weights.bound
-        new = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
+        new = [parameter for parameter in dict.fromkeys(parameters) if parameter not in bound]
         if new:
             self._check_new_parameters(new)
             self._add(new)
@@ -666,7 +670,24 @@ class OffloadedOptimizer(StatefulOptimizer):
         plan, hidden = self.engine.plan, " and ".join(hidden_in)
         borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
         borrowed_bytes = int(metrics.get("borrowed_bytes", 0))
-        return PlanReport(plan, explanation, unpinned_bytes, iteration, hidden, parked, borrowing, borrowed_bytes)
+        return PlanReport(
+            plan,
+            explanation,
+            unpinned_bytes,
+            iteration,
+            hidden,
+            parked,
+            borrowing,
+            borrowed_bytes,
+            self._frozen_bytes(),
+        )
+
+    def _frozen_bytes(self) -> int:
+        """Return the size of state of parameters that are frozen, and that the next step does not update."""
+        bounds = self._weights.bound.values()
+        frozen = {b.position for b in bounds if not b.parameter.requires_grad and b.parameter.grad is None}
+        subgroups = self.engine.plan.layout.subgroups if frozen else ()
+        return sum(s.state_bytes * r.numel // s.numel for s in subgroups for r in s.segments if r.parameter in frozen)
 
     @property
     def _is_hidden(self) -> bool:

@@ -93,18 +93,22 @@ def agree_on_save(bounds: Collection[BoundParameter]) -> Agreement:
     return Agreement(size, rank, id, names, prefix=prefix, find_ended=find_ended)
 
 
+class AnotherRankFailedError(CheckpointError):
+    """Another rank could not load, as all ranks know."""
+
+
 def agree_on_load(error: Exception | None) -> None:
     """Tell all ranks whether this one could load; collective.
 
     Raises:
-        CheckpointError: This one could, and another could not.
+        AnotherRankFailedError: This one could, and another could not.
     """
     size, _ = world()
     answers: list[str | None] = [None] * size
     torch.distributed.all_gather_object(answers, None if error is None else str(error))
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
     if failed and error is None:
-        raise CheckpointError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
+        raise AnotherRankFailedError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
 
 
 class Process(NamedTuple):

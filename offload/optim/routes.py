@@ -103,11 +103,22 @@ class Route:
         self._scaling = scaling
         self._forget_brought = weights.forget_gradients
         self._handles: list[Any] = []
+        self._frozen: dict[BoundParameter, None] = {}  # which torch does not let be hooked
         self._tensors: list[torch.Tensor] = []  # that the step reads
 
     def attach(self, bound: BoundParameter) -> None:
-        """Hook a parameter: each of its gradients is given to `arrived` from now on."""
+        """Hook a parameter: each of its gradients is given to `arrived` from now on; see `hook_thawed`."""
         self._engine = self._holder.engine  # which is open now
+        self._frozen[bound] = None
+        self.hook_thawed()
+
+    def hook_thawed(self) -> None:
+        """Hook parameters that were frozen when they were attached; the step finds gradients from before."""
+        for bound in [bound for bound in self._frozen if bound.parameter.requires_grad]:
+            self._hook(bound)
+            del self._frozen[bound]  # last: to be hooked twice, after an interrupt, does no harm
+
+    def _hook(self, bound: BoundParameter) -> None:
         if shards.is_copied(bound.parameter):
             return  # FSDP2 would wait for each copy to the host if there were a hook: its groups say when it has come
         register: Any = bound.parameter.register_post_accumulate_grad_hook
@@ -275,6 +286,7 @@ class Route:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._frozen.clear()
 
 
 class StepRoute(Route):

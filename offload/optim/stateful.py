@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ import torch
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MODEL_KEY
-from offload.checkpoint.reader import StateSource
+from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
 from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
@@ -35,7 +35,7 @@ from offload.optim.groups import (
     torch_defaults,
 )
 from offload.optim.holder import EngineHolder
-from offload.optim.model import ModelRest, SavedRest
+from offload.optim.model import ModelRest, SavedRest, listed
 from offload.optim.overlap import OptimizerLock
 from offload.optim.state import StateView, is_empty
 from offload.optim.weights import BoundParameter, Weights
@@ -85,6 +85,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
         self._check_group(group)
+
+    def _bind(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Have the engine, which is open, keep state of parameters of groups; they may be frozen."""
+        raise NotImplementedError
 
     _view_of_state: ClassVar[type[StateView]] = StateView
 
@@ -214,18 +218,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
         )
         if state_dict["state"]:  # else the engine stays deferred until backward has shown what is free on the GPU
             self._holder.open()
+            full = (key for key, entry in state_dict["state"].items() if key in parameters and not is_empty(entry))
+            self._bind(parameters[key] for key in full)
         entries, others = {}, {}
         for key, entry in state_dict["state"].items():
             if key not in parameters and not self._state.is_of_parameter(entry):
                 others[key] = entry
                 continue
-            bound = self._weights.bound.get(parameters[key]) if key in parameters else None
-            if bound is None:
+            if key not in parameters:
                 raise ConfigError(
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
             if not is_empty(entry):
+                bound = self._weights.bound[parameters[key]]
                 entries[bound] = self._state.checked_entry(f"state_dict {key}", entry, bound)
+        self._warn_of_left_out(parameters, state_dict["state"])
         with self._lock:
             if self._holder.engine_if_open is not None:
                 self._state.replace_all(entries)
@@ -240,6 +247,24 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._state.write_start_values(bound for bound in self._weights.bound.values() if bound not in entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _warn_of_left_out(self, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> None:
+        """Warn of frozen parameters whose state `torch.distributed.checkpoint`'s functions may have left out.
+
+        What these load has parameters' names for keys, where others have numbers.
+        """
+        if not any(isinstance(key, str) and key in parameters for key in state):
+            return
+        own_names = {parameter: name for parameter, name, _ in names(self.param_groups)}
+        left_out = [own_names[p] for key, p in parameters.items() if not p.requires_grad and key not in state]
+        if left_out:
+            _log.warning(
+                "%d frozen parameters (%s, ...) have no state in what is loaded, where others have: functions of "
+                "torch.distributed.checkpoint leave out what is frozen. Where these have been trained, freeze them "
+                "after the load; load_checkpoint and import_state keep state of frozen ones",
+                len(left_out),
+                left_out[0],
+            )
 
     # Checkpoints
 
@@ -370,7 +395,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Tiers, budgets, subgroups, paths and ranks may be others than when it was written. With the same subgroups,
         tiles and ranks nothing is copied: state that is not at home in memory stays in its slots. Parameters are
         told by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
-        order.
+        order. Those of the groups that are frozen get their state, too; those that have none there begin anew.
 
         Args:
             path: Its folder.
@@ -382,9 +407,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             The `extra` of the rank of this number, or of rank 0 if there was none; None if no `extra` was given.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged or of another model. Nothing has changed then,
-                unless damage was found while the state was read, which breaks the session. State that stays where it
-                lies is read, and verified, when it is next used.
+            CheckpointError: There is no checkpoint, or it is damaged, or of another model, as where no group has a
+                parameter that it has state of. Nothing has changed then, unless damage was found while the state was
+                read, which breaks the session. State that stays where it lies is read, and verified, when it is
+                next used.
         """
         with self._lock, self._gathering(), self.engine.checkpoints.open(path) as checkpoint:
             world, rank = ranks.world()
@@ -413,17 +439,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     raise CheckpointError(
                         f"what was given as extra to {checkpoint.path} cannot be read: {_why_unread(content, cause)}"
                     ) from cause
+            saved_names, anew = self._bind_saved(checkpoint, prefix)
             restore: Callable[[], None] | None = None
             if model is not None and saved is not None:
-                self._holder.open()
-                rest = ModelRest.of(model, [bound.parameter for bound in self._weights.bound.values()])
+                bounds = self._weights.bound.values()
+                rest = ModelRest.of(model, [bound.parameter for bound in bounds if bound.name not in anew])
                 if rest.is_shared and (len(checkpoint.manifests) != world or not metadata.get(MODEL_KEY)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {len(checkpoint.manifests)} ranks, each with its part of "
                         f"the model: load it with as many, not {world}"
                     )
                 restore = partial(saved.restore, model, rest, saved.check(rest, weights_only=weights_only))
-            self._load(checkpoint, groups if hyperparameters else None, prefix)
+            self._load(checkpoint, groups if hyperparameters else None, saved_names, anew)
             if restore is not None:
                 restore()
         return extra
@@ -451,7 +478,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             else:
                 source = SafetensorsSource(path)
             groups = self._restored_groups(source.metadata, source.path) if source.metadata else None
-            self._load(source, groups if hyperparameters else None)
+            self._load(source, groups if hyperparameters else None, *self._bind_saved(source))
 
     def _restored_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group, self._ignored)
@@ -463,23 +490,70 @@ class StatefulOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             yield
+        except ranks.AnotherRankFailedError:
+            raise
         except Exception as caught:
             error = caught
         self._weights.gather_loaded(error)
 
-    def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
+    def _bind_saved(self, source: StateSource, prefix: str = "") -> tuple[dict[str, str], set[str]]:
+        """Bind the parameters of groups that a checkpoint has state of, frozen or not.
+
+        Args:
+            source: The checkpoint.
+            prefix: Of this rank's names there.
+
+        Returns:
+            What parameters of the groups are called there, by their names; and which bound ones begin anew.
+
+        Raises:
+            CheckpointError: It has state of a parameter that no group has, which would be dropped.
+        """
         self._holder.open()
+        bound = self._weights.bound
+        own_names = {p: bound[p].name if p in bound else name for p, name, _ in names(self.param_groups)}
+        there = {name: prefix + bare for name, bare in bare_names(own_names.values()).items()}
+        alike = matching_names(there.values(), source.names)
+        there = {name: alike.get(bare, bare) for name, bare in there.items()}
+        known, taken = set(source.names), set(there.values())
+        found = [parameter for parameter, name in own_names.items() if there[name] in known]
+        anew = {own_names[parameter] for parameter in bound}.difference(own_names[parameter] for parameter in found)
+        world, rank = ranks.world()
+        of_rank = source.names_of(rank, world) if isinstance(source, Checkpoint) else source.names
+        left = [name for name in of_rank or source.names if name not in taken and source.step_of(name)]
+        if left and anew:
+            return there, set()  # it is of another model, as is said when it is loaded
+        if left and (world == 1 or (of_rank and not taken.isdisjoint(of_rank))):  # else another rank may have them
+            raise CheckpointError(
+                f"{source.path} has state of {listed(left)}, which no parameter group has: give the optimizer all "
+                "that was trained, frozen or not"
+            )
+        if left:
+            _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(left))
+        if any(parameter not in bound for parameter in found):
+            self._weights.agree_on_load()  # ranks meet as they bind
+            self._bind(found)
+        if anew:
+            which = "it begins" if len(anew) == 1 else "they begin"
+            _log.warning("%s has no state of %s: %s anew", source.path, listed(sorted(anew)), which)
+        return there, anew
+
+    def _load(
+        self,
+        source: StateSource,
+        groups: list[dict[str, Any]] | None,
+        saved_names: Mapping[str, str],
+        anew: Collection[str],
+    ) -> None:
         bounds = self._weights.bound.values()
-        names = {name: prefix + bare for name, bare in bare_names(bound.name for bound in bounds).items()}
-        source_names = matching_names(names.values(), source.names)
-        names = {name: source_names.get(bare, bare) for name, bare in names.items()}
-        _check_forms(source, bounds, names)
+        _check_forms(source, bounds, saved_names)
         self._weights.check()
         world, rank = ranks.world()
         self._state.copies.forget()
         self._state.changed()
-        self.engine.checkpoints.load(source, names=names, rank=rank, ranks=world)
+        self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world, anew=anew)
         self._weights.note_written(bounds)
+        self._state.write_start_values(bound for bound in bounds if bound.name in anew)
         if groups is not None:
             set_hyperparameters(self.param_groups, groups)
 

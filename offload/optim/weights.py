@@ -171,7 +171,10 @@ class Weights:
         self._holder.open()
         bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
         if bound is None:
-            raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
+            frozen = isinstance(parameter, torch.Tensor) and not parameter.requires_grad
+            why = ": this one is frozen (requires_grad=False), and has no state" if frozen else ""
+            allowed = f"give a parameter that this optimizer updates{why}"
+            raise ConfigError("parameter", type(parameter).__name__, allowed)
         return bound
 
     def check(self) -> None:
@@ -293,11 +296,15 @@ class Weights:
             Exception: This one.
             CheckpointError: Another rank has none.
         """
-        if self.rows_over is not None or self.dealt:
-            agree_on_load(error)
+        self.agree_on_load(error)
         if error is not None:
             raise error
         self.gather()
+
+    def agree_on_load(self, error: Exception | None = None) -> None:
+        """Have all ranks fail where one cannot load, if weights are cut by rows; see `ranks.agree_on_load`."""
+        if self.rows_over is not None or self.dealt:
+            agree_on_load(error)
 
     def gather(self, note: bool | None = None) -> bool | None:
         """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows.

@@ -100,6 +100,7 @@ class PlanReport:
             back.
         borrowing: Where staging slots on the GPU are borrowed, seconds of a step with them, and of one on the CPU.
         borrowed_bytes: What the last step has borrowed.
+        frozen_bytes: State of parameters that are frozen now; predicted times are of steps that update it, too.
     """
 
     plan: Plan
@@ -110,6 +111,7 @@ class PlanReport:
     parked: tuple[int, float] | None = None
     borrowing: tuple[float, float] | None = None
     borrowed_bytes: int = 0
+    frozen_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [str(self.plan), str(self.explanation)]
@@ -125,6 +127,10 @@ class PlanReport:
                 f"with the staging slots that are borrowed a step takes {with_s}, and {without_s} without; "
                 f"the last step has borrowed {format_bytes(self.borrowed_bytes)}"
             )
+        if self.frozen_bytes:
+            nbytes = format_bytes(self.frozen_bytes)
+            rest = "of the state, of frozen parameters: it stays where it is, and steps take less than is predicted"
+            lines.insert(1, f"  frozen       {nbytes:>10}  {rest}")
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)
             lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")

@@ -328,6 +328,7 @@ class Checkpoints:
         names: Mapping[str, str] | None = None,
         rank: int = 0,
         ranks: int = 1,
+        anew: Collection[str] = (),
     ) -> None:
         """Replace all state, step counts and weights by what a checkpoint has for these parameters.
 
@@ -339,21 +340,28 @@ class Checkpoints:
             names: What a parameter here is called there, where that differs.
             rank: This rank.
             ranks: Number of ranks.
+            anew: Parameters here that begin anew, with their weights as they are, where it has no state of them.
 
         Raises:
-            CheckpointError: It has not all parameters, or they have other sizes; nothing has changed then. Or part
+            CheckpointError: It lacks another parameter, or one has another size; nothing has changed then. Or part
                 of it is damaged, which is found out while it is read: the session is broken then.
         """
         parts, visits = self._parts, self._visits
         with self._thread.turn():
             layout = parts.plan.layout
-            restorer = Restorer(checkpoint, layout.parameters, names or {}, parts.views, parts.tables, parts.lanes)
+            restorer = Restorer(
+                checkpoint, layout.parameters, names or {}, parts.views, parts.tables, parts.lanes, anew
+            )
             parts.saves.wait_for_pending()
             self._thread.check_usable()
             in_place = None
             if isinstance(checkpoint, Checkpoint):
                 manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
-                pieces = (replace(p, name=name) for p, name in zip(layout.parameters, restorer.names, strict=True))
+                pieces = (
+                    replace(parameter, name=name)
+                    for number, (parameter, name) in enumerate(zip(layout.parameters, restorer.names, strict=True))
+                    if number not in restorer.anew
+                )
                 for needed in [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(pieces)):
                     checkpoint.require(needed)
                 if manifest is not None:
@@ -368,7 +376,12 @@ class Checkpoints:
             def begin() -> Sweep:
                 self._thread.settle()
                 self._thread.note_save_end()
-                copied = [subgroup.index for subgroup in layout.subgroups]
+                copied = [
+                    subgroup.index
+                    for subgroup in layout.subgroups
+                    if not parts.machine.is_fresh(subgroup.index)  # which begins anew as it is
+                    or any(segment.parameter not in restorer.anew for segment in subgroup.segments)
+                ]
                 buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
                 # Versions go on from there: no two of a tile have the same number.
                 visits.version = max(visits.version, checkpoint.last_version)

@@ -579,13 +579,16 @@ def test_another_model_is_refused_and_changes_nothing(tmp_path: Path, paths: lis
         run.train(2)
         run.optimizer.save_checkpoint(tmp_path / "ck")
         run.optimizer.wait_checkpoint()
-    for sizes, what in (((*SIZES[:4], 71), "layer4.weight"), ((*SIZES, 5), "layer5.weight")):
+    cases = {
+        (*SIZES[:4], 71): "layer4.weight has 71 elements|of another model: layer4.weight has",
+        SIZES[:4]: "has state of layer4.weight, which no parameter group has",
+    }
+    for sizes, words in cases.items():
         with Run(sizes=sizes, **PLACES["half"](paths)) as other:
             other.train(1)
             before = other.state()
-            with pytest.raises(offload.CheckpointError, match="of another model") as caught:
+            with pytest.raises(offload.CheckpointError, match=words):
                 other.optimizer.load_checkpoint(tmp_path / "ck")
-            assert what in str(caught.value)
             assert same(other.state(), before)
             other.train(1)
     adam = offload.Adam([torch.nn.Parameter(torch.ones(3))])

@@ -831,6 +831,33 @@ def ranks_that_share_no_folder_save_as_ever(folder: Path) -> None:
 
 
 @check
+def what_is_frozen_after_initialize_keeps_its_state(folder: Path) -> None:
+    """And what is frozen before it has no room in DeepSpeed's optimizer, so that a tag with its state is refused."""
+    import pytest
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage, layout in ((2, "in_place"), (3, "in_place"), (3, "stock")):
+        place = folder / f"{stage}-{layout}"
+        place.mkdir(exist_ok=True)
+        case = Case(stage, "fp32", offload={**paths(place), "checkpoint": {"layout": layout}})
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 2)
+            engine.module.body[0].requires_grad_(False)
+            train(engine, case, 2, 2)
+            save_and_wait(engine, place, "tag")
+            whole = state_of(engine)
+        for freezes in ("load", "save"):
+            with training(case, ours=True) as engine:
+                engine.module.body[0].requires_grad_(freezes == "save")
+                engine.load_checkpoint(str(place), tag="tag")
+                assert_same(state_of(engine), whole)
+        said = "body.0.weight.*, which no parameter group has: freeze it after" if layout == "in_place" else ""
+        frozen = dataclasses.replace(case, freeze="body.0")
+        with training(frozen, ours=True) as engine, pytest.raises(Exception, match=said or None):
+            engine.load_checkpoint(str(place), tag="tag")
+
+
+@check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
     import shutil

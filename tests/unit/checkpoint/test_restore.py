@@ -68,7 +68,7 @@ class Views:
     @contextlib.contextmanager
     def piece(self, run: Any, view: Any, segment: Any, *, sets_master: bool) -> Iterator[dict[str, torch.Tensor]]:
         assert sets_master
-        self.lent[segment.parameter] = {name: torch.zeros(segment.numel) for name in ADAMW.names}
+        self.lent[segment.parameter] = {name: torch.full((segment.numel,), 5.0) for name in ADAMW.names}
         yield self.lent[segment.parameter]
 
     def weight(self, subgroup: int, segment: Any, view: Any) -> torch.Tensor:
@@ -146,6 +146,22 @@ def test_a_parameter_in_several_subgroups() -> None:
         (segment,) = subgroup.segments
         assert source.asked[0] == ("a", "master", segment.start, segment.numel)
     assert tables.told == [0, 1, 2]
+
+
+def test_what_begins_anew_has_no_state_and_its_weight_for_a_master() -> None:
+    source = Source({"a": 4})
+    source.rounding = 42, {"a": 8}
+    views = Views(layout_of(A, B))
+    tables: Any = SimpleNamespace(steps=[3, 4], numbers=[0, 9], seed=1, changed=lambda subgroup: None)
+    restorer = Restorer(source, [A, B], {}, views, tables, None, anew={"b"})  # type: ignore[arg-type]
+    restorer.restore_step_counts()
+    assert (tables.steps, tables.numbers) == ([10, 0], [8, 9])
+    restorer.restore(visit(0))
+    assert {name for name, *_ in source.asked} == {"a"}
+    found = {name: tensor.tolist() for name, tensor in views.lent[1].items()}
+    assert found == {"master": [-7.0] * 6, "exp_avg": [0.0] * 6, "exp_avg_sq": [0.0] * 6}
+    with pytest.raises(CheckpointError, match="it has no b"):
+        Restorer(source, [A, B], {}, views, tables, None, anew={"a"})  # type: ignore[arg-type]
 
 
 MANY = [Parameter(name, 4, BF16, 0) for name in "abcde"]
