@@ -103,7 +103,7 @@ def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> l
     """Return the groups' hyperparameters as JSON takes them."""
     return [
         {
-            name: {"tensor": float(value)}
+            name: {"tensor": +value.item()}  # of a bool 0 or 1; integers stay whole
             if isinstance(value, torch.Tensor) and value.numel() == 1
             else _plain(value)
             for name, value in group.items()
