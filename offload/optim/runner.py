@@ -27,7 +27,7 @@ from offload.optim import shards
 from offload.optim.groups import is_plain
 from offload.optim.packing import Form, Packing
 from offload.protocols import SegmentFlag
-from offload.rules import MASTER, PACKED, ClassRule
+from offload.rules import MASTER, PACKED, ClassRule, plain_number
 
 Group = dict[str, Any]
 _Twin = tuple[str, torch.Tensor, Mapping[str, Any]]  # name, form and group
@@ -45,7 +45,7 @@ STEPS = 2
 TRIAL_SCALES = (1e-4, 1.0, 30.0, 1 / 30)
 """Of the gradients of a trial's steps: some classes do more to large ones, or to small ones."""
 
-MOST_TRIAL_NUMEL = 1 << 20
+MOST_TRIAL_NUMEL = 1 << 16
 """Elements of the parameters, twins of the smallest ones, that a class is tried on for real."""
 
 OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
@@ -283,24 +283,24 @@ class ClassRunner:
             return
         first, *others = [(name, _small(parameter)) for name, parameter in smallest.values()]
         values = _without_parameters(group)
-        slower = (
-            {**values, "lr": values["lr"] * 0.5}
-            if isinstance(values.get("lr"), int | float | torch.Tensor)
-            else values
-        )
+        if plain_number(values.get("lr")) == 0:  # a schedule raises it, and it would hide all that is tried
+            values["lr"] = values["lr"] + 0.01
+        has_rate = isinstance(values.get("lr"), int | float | torch.Tensor)
+        slower = {**values, "lr": values["lr"] * 0.5} if has_rate else values
         twins = [*((*twin, values) for twin in (first, *others, first)), (*first, slower)]
         for name, like, _ in twins:
-            self.rule_of(like, name, values, number)
+            self.rule_of(like, name, group, number)
         with torch.random.fork_rng(devices=[]):
             made, wanted = self._together(twins)
             alone = copy(self)  # others may be running it
             alone._inner = made
+            has_types = len({dtype for dtype, _ in smallest}) > 1
             for at, (twin, expected) in enumerate(zip(twins, wanted, strict=True)):
                 if not _same(alone._alone(*twin, number, at), expected):
                     allowed = (
                         "use one that updates each parameter by itself, from its own gradient, state and group: in "
                         f"memory, beside another one or another group, it does something else to {twin[0]}"
-                        f"{'; or give weights of each type a group of their own' if len(smallest) > 1 else ''}"
+                        f"{'; or give weights of each type a group of their own' if has_types else ''}"
                     )
                     raise ConfigError("wrap", self.name, allowed)
         self._tried.add((number, *smallest))
