@@ -191,6 +191,13 @@ class ClassRunner:
         kept = ", ".join(map(str, packing.keys))  # a checkpoint with others, or in another order, is of another rule
         return ClassRule(f"{self.name}({kept})", packing.words, DTYPE_CODES[dtype], self)
 
+    def forget(self, number: int) -> None:
+        """Forget what was found out of a group that could not be added: another one may have its number."""
+        self._groups.pop(number, None)
+        for key in [key for key in self._packings if key[0] == number]:
+            del self._packings[key]
+        self._tried = {tried for tried in self._tried if tried[0] != number}
+
     def packing_of(self, parameter: Parameter) -> Packing:
         """Return how the state of a parameter is packed; as the layout describes it."""
         dtype = known(parameter.rule, "a parameter without a rule").master_dtype

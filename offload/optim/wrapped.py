@@ -133,6 +133,15 @@ class WrappedOptimizer(OffloadedOptimizer):
         self._check(parameter, name)
         return group, self._runner.rule_of(parameter, name, self.param_groups[group], group)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `OffloadedOptimizer.add_param_group`; a step that goes on changes the groups that it began with."""
+        self.finish()
+        try:
+            super().add_param_group(param_group)
+        except BaseException:
+            self._runner.forget(len(self.param_groups))
+            raise
+
     def _add(self, parameters: list[torch.Tensor]) -> None:
         self._try_groups()
         super()._add(parameters)

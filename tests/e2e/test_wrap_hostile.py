@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_wrap import assert_same, draw, streamed, train
+from test_wrap import Averaging, assert_same, draw, streamed, train
 from torch import optim
 
 import offload
@@ -225,6 +225,42 @@ def test_what_comes_later_is_tried_too() -> None:
         assert len(optimizer.param_groups) == 1
         optimizer.step()
         assert not torch.equal(whole, before)
+
+
+def test_a_group_that_is_added_behind_a_step_is_not_of_that_step(tmp_path: Path) -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    theirs = Averaging(models[0].parameters())
+    config = streamed(tmp_path, overlap="forward") | {"subgroup_numel": 1024}
+    with offload.wrap(Averaging, models[1].parameters(), offload=config) as optimizer:
+        optimizer.overlap_forward(models[1])
+        for step in range(3):
+            for model, each in zip(models, (theirs, optimizer), strict=True):
+                each.zero_grad()
+                model(torch.ones(2, 8) * step).square().mean().backward()
+                each.step()
+                each.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        assert_same(optimizer.state_dict()["param_groups"], theirs.state_dict()["param_groups"])
+
+
+def test_a_group_that_could_not_be_added_leaves_nothing_behind() -> None:
+    """Another one has its number then, and other state."""
+    weight, whole, half = (
+        torch.nn.Parameter(torch.ones(4).to(t)) for t in (torch.float32, torch.float32, torch.half)
+    )
+    with offload.wrap(optim.SGD, [weight], lr=0.1) as optimizer:
+        shared = torch.nn.Parameter(whole.data)
+        with pytest.raises(ConfigError, match="share memory"):
+            optimizer.add_param_group({"params": [whole, shared]})
+        optimizer.add_param_group({"params": [whole], "momentum": 0.9})
+        for _ in range(2):
+            weight.grad, whole.grad = torch.ones(4), torch.ones(4)
+            optimizer.step()
+        assert (optimizer.state[whole]["momentum_buffer"] == 1.9).all()
+    with offload.wrap(optim.Adafactor, [weight]) as optimizer:
+        for added in ([whole, half], [whole, half]):
+            with pytest.raises(ConfigError, match="by itself"):
+                optimizer.add_param_group({"params": added})
 
 
 def test_what_fails_in_training_names_class_and_parameter(tmp_path: Path) -> None:
