@@ -79,7 +79,7 @@ class Form:
                     return found
             else:
                 is_tensor = isinstance(value, torch.Tensor)
-                given = value.detach().cpu() if is_tensor else torch.as_tensor(np.asarray(value))
+                given = value.detach().cpu() if is_tensor else torch.from_numpy(np.array(value))
                 if tuple(given.shape) != self.size:
                     return given
                 found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").copy_(given)
