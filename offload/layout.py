@@ -490,7 +490,8 @@ def check_subgroup_numel(subgroup_numel: int, state: StateSpec = EXACT_ADAMW) ->
     """
     unit = state.sector_numel
     if subgroup_numel < unit:
-        raise ConfigError("subgroup_numel", subgroup_numel, f"use at least {unit} elements")
+        allowed = f'use at least {unit} elements, as state_format "{state.format.name}" of {state.rule.name} needs'
+        raise ConfigError("subgroup_numel", subgroup_numel, allowed)
     return subgroup_numel // unit * unit
 
 

@@ -71,7 +71,7 @@ class Restorer:
             if number in self.anew:
                 continue
             saved, own = source.rule_of(name), layout.state_of(parameter).rule
-            if not source.keeps(name, own):
+            if source.full_numel(name) and not source.keeps(name, own):  # what has no elements has no rule there
                 size = " with state of another size" if saved.name == own.name else ""
                 raise CheckpointError(
                     f"{source.path} has state of the rule {saved.name!r}, and this optimizer's is {own.name!r}{size} "

@@ -257,8 +257,16 @@ def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | N
     metadata = opened.metadata
     kinds: Mapping[str, Any] = {kind.__name__: kind.torch_class for kind in KINDS}
     saved, kind = metadata.get("groups"), str(metadata.get("optimizer"))
-    if kind not in kinds or not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
+    if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
         raise CheckpointError(f"{opened.path} is of no optimizer of offload: it has no parameter groups")
+    if kind not in kinds:
+        why = "of which torch has no one optimizer: `offload export`, without --for, writes its state by name"
+        if any(opened.rule_of(name).packed_words for name in opened.names):
+            why = (
+                "which alone knows its tensors: load it with offload.wrap(...) of that class, and torch.save the "
+                "optimizer's state_dict(), which the class loads"
+            )
+        raise CheckpointError(f"{opened.path} has state of {kind}, {why}")
     if metadata.get("prefix"):
         raise CheckpointError(
             f"{opened.path} was saved by {len(opened.manifests)} ranks with weights of their own, as of FSDP1 or "

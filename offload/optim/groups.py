@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
+from offload.checkpoint.manifest import check_text
 from offload.errors import CheckpointError, ConfigError
 from offload.rules import items, number
 
@@ -70,6 +71,18 @@ def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
     ]
 
 
+def check_name(what: str, name: str) -> None:
+    """Refuse a parameter's name that no checkpoint could hold.
+
+    Raises:
+        ConfigError: As said; names `what`.
+    """
+    try:
+        check_text(name)
+    except ValueError as cause:
+        raise ConfigError(what, name, f"give it a name that can be saved: {cause}") from cause
+
+
 def checked_groups(
     state_dict: Mapping[str, Any], groups: Sequence[Group], check: Callable[[Group], None]
 ) -> list[Group]:
@@ -95,6 +108,8 @@ def checked_groups(
             and all(isinstance(name, str) for name in texts)
         ):
             raise ConfigError("state_dict param_names", texts, "give each parameter of the group a name, or none")
+        for name in texts or ():
+            check_name("state_dict param_names", name)
         check(group)
     return saved_groups
 
@@ -103,7 +118,7 @@ def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> l
     """Return the groups' hyperparameters as JSON takes them."""
     return [
         {
-            name: {"tensor": float(value)}
+            name: {"tensor": +value.item()}  # of a bool 0 or 1; integers stay whole
             if isinstance(value, torch.Tensor) and value.numel() == 1
             else _plain(value)
             for name, value in group.items()

@@ -1,7 +1,7 @@
 """What a class of torch's kind keeps of a parameter, in one run of memory: found out, packed, and unpacked in place.
 
-The first 8 bytes are two bits for each key: whether there is a value, and whether it is None. A number follows in 8
-bytes, a tensor in its own type, a large one at a multiple of 64 bytes. All of it 0: the class keeps nothing yet.
+The first 8 bytes are two bits for each key, one of the marks below. A number follows in 8 bytes, a tensor in its own
+type, a large one at a multiple of 64 bytes. All of it 0: the class keeps nothing yet.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.optim.weights import is_dense
-from offload.rules import BLOCK_NUMEL, number
+from offload.rules import BLOCK_NUMEL, plain_number
 
 FLAG_BYTES = 8
 MOST_KEYS = FLAG_BYTES * 8 // 2
 SMALL_BYTES, LARGE_BYTES = 8, 64
 """What small and large values are aligned to; what has more bytes than `LARGE_BYTES` is large."""
 
+VALUE, NONE, UNSIGNED = 1, 2, 3
+"""Marks of a key: there is a value; it is None; it is an integer from 2^63 on, and packed less 2^64."""
+
 NUMBERS: dict[type, torch.dtype] = {bool: torch.int64, int: torch.int64, float: torch.float64}
 """The types of plain numbers, and what they are packed as."""
+
+INTEGERS = range(-(1 << 63), 1 << 64)
+"""Those that can be packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Form:
         """
         if value is None:
             return None
+        if type(value) is int and value not in INTEGERS:
+            raise TypeError("an integer of more than 64 bits")
         if type(value) in NUMBERS:
             return cls(type(value), NUMBERS[type(value)])
         if not isinstance(value, torch.Tensor):
@@ -55,6 +64,32 @@ class Form:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.size) * self.dtype.itemsize
+
+    def cast(self, value: Any) -> Any:
+        """Return a value in this form, if it can have it; floats of tensors are rounded, all else is the same number.
+
+        Raises:
+            TypeError: It would be another number.
+        """
+        plain = plain_number(value)
+        try:
+            if self.number is not None:
+                found = value if plain is None else self.number(plain)
+                if plain is None or found == plain or (found != found and plain != plain):
+                    return found
+            else:
+                is_tensor = isinstance(value, torch.Tensor)
+                given = value.detach().cpu() if is_tensor else torch.from_numpy(np.array(value))
+                if tuple(given.shape) != self.size:
+                    return given
+                found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").copy_(given)
+                if found.dtype is given.dtype or (found.is_floating_point() and given.is_floating_point()):
+                    return found
+                if torch.equal(found.to(given.dtype), given):
+                    return found
+        except (ValueError, OverflowError, RuntimeError) as cause:
+            raise TypeError(f"no {self}: {cause}") from cause
+        raise TypeError(f"no {self}: {value if plain is None else plain}")
 
     def __str__(self) -> str:
         return self.number.__name__ if self.number else f"{self.dtype} {self.size}".replace("torch.", "")
@@ -97,46 +132,66 @@ class Packing:
         return self._places.keys()
 
     def cast(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return a state with values of the forms that are packed, where they can be: as from a state dict."""
+        """Return a state with values of the forms that are packed, where they can be: as from a state dict.
+
+        Raises:
+            TypeError: A value would be another one; names it.
+        """
         found = dict(state)
         for key in found.keys() & self._places.keys():
-            form, value = self._places[key][0], found[key]
-            if form is None or value is None or (math.isnan(number(value)) and form.number is not None):
-                continue
-            if form.number is not None:
-                found[key] = form.number(number(value))
-            elif not isinstance(value, torch.Tensor):
-                found[key] = torch.tensor(value, dtype=form.dtype, device="cpu")
-            elif tuple(value.shape) == form.size:
-                target = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
-                found[key] = target.copy_(value.detach())
+            form = self._places[key][0]
+            if form is not None and found[key] is not None:
+                try:
+                    found[key] = form.cast(found[key])
+                except TypeError as cause:
+                    raise TypeError(f"{key!r} is {cause}") from cause
         return found
 
     def load(self, words: torch.Tensor) -> dict[Any, Any]:
         """Return what is packed: tensors in place, plain numbers; flat words as `ClassRule` has them."""
         flags, found = self._flags(words) if words.numel() else 0, {}
         for bit, (key, (form, start)) in enumerate(self._places.items()):
-            state = flags >> 2 * bit & 3
-            if state == 1 and form is not None:
+            mark = flags >> 2 * bit & 3
+            if mark in (VALUE, UNSIGNED) and form is not None:
                 value = self._at(words, form, start)
                 found[key] = value if form.number is None else form.number(value.item())
-            elif state:
+                if mark == UNSIGNED:
+                    found[key] += 1 << 64
+            elif mark:
                 found[key] = None
         return found
+
+    def check(self, state: Mapping[Any, Any]) -> None:
+        """Refuse a state that has not the forms that were found out.
+
+        Raises:
+            TypeError: As said; names the value.
+        """
+        for key, value in state.items():
+            if key not in self._places:
+                raise TypeError(f"{key!r} is new")
+            form = self._places[key][0]
+            try:
+                found = Form.of(value)
+            except TypeError as cause:
+                raise TypeError(f"{key!r} is {cause}") from cause
+            if found not in (None, form):
+                raise TypeError(f"{key!r} was {form or 'None'} and is {found}")
 
     def store(self, words: torch.Tensor, state: Mapping[Any, Any]) -> None:
         """Pack a state; tensors that lie in place already are left alone.
 
         Raises:
-            TypeError: A value is not of the form that was found out; names it.
+            TypeError: See `check`; nothing has been written then.
         """
+        self.check(state)
         if not words.numel():  # of a parameter without elements
             return
-        flags, own = 0, words.untyped_storage().data_ptr()
+        flags, own = 0, range(words.data_ptr(), words.data_ptr() + words.nbytes)
         targets = {key: self._at(words, form, start) for key, (form, start) in self._places.items() if form}
 
         def in_anothers_place(key: Any, value: Any) -> bool:
-            is_packed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == own
+            is_packed = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in own
             return is_packed and not (key in targets and value.data_ptr() == targets[key].data_ptr())
 
         # Read before anything is written there.
@@ -144,29 +199,24 @@ class Packing:
         for bit, (key, (form, _)) in enumerate(self._places.items()):
             if key not in state:
                 continue
-            value = state[key]
-            if value is None:
-                flags |= 2 << 2 * bit
-                continue
-            if form is None or (Form.of(value) != form and not form.number):
-                raise TypeError(f"{key!r} was {form or 'None'} and is {Form.of(value)}")
-            target = targets[key]
-            if form.number is not None:
-                if type(value) is not form.number:
-                    raise TypeError(f"{key!r} was a {form} and is a {type(value).__name__}")
-                target.fill_(form.number(value))
-            elif value.data_ptr() != target.data_ptr():
-                target.copy_(value)
-            flags |= 1 << 2 * bit
-        if unknown := [key for key in state if key not in self._places]:
-            raise TypeError(f"{unknown[0]!r} is new")
+            value, mark = state[key], VALUE
+            if value is None or form is None:
+                mark = NONE
+            elif form.number is not None:
+                mark = UNSIGNED if form.number is int and value >= 1 << 63 else VALUE
+                targets[key].fill_(value - (1 << 64) if mark == UNSIGNED else value)
+            elif value.data_ptr() != targets[key].data_ptr():
+                targets[key].copy_(value)
+            flags |= mark << 2 * bit
         self._bytes(words)[:FLAG_BYTES].view(torch.int64).fill_(flags - (1 << 64) if flags >> 63 else flags)
 
     def _flags(self, words: torch.Tensor) -> int:
         return int(self._bytes(words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
 
     def _at(self, words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
-        return self._bytes(words)[start : start + form.nbytes].view(form.dtype).as_strided(form.size, form.stride)
+        """Return a tensor in place, with a storage of its own, which `torch.save` saves whole, and as one type."""
+        memory = torch.from_numpy(self._bytes(words).numpy()[start : start + form.nbytes])
+        return memory.view(form.dtype).as_strided(form.size, form.stride)
 
     @staticmethod
     def _bytes(words: torch.Tensor) -> torch.Tensor:

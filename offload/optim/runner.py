@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.errors import ConfigError, known
+from offload.checkpoint.manifest import check_text
+from offload.errors import ConfigError, OffloadError, known
 from offload.kernels.pieces import Piece, step_alone
 from offload.kernels.reference import DTYPE_CODES, TORCH_DTYPES, SegmentTensors
 from offload.layout import Parameter
@@ -26,9 +27,10 @@ from offload.optim import shards
 from offload.optim.groups import is_plain
 from offload.optim.packing import Form, Packing
 from offload.protocols import SegmentFlag
-from offload.rules import MASTER, ClassRule
+from offload.rules import MASTER, PACKED, ClassRule, plain_number
 
 Group = dict[str, Any]
+_Twin = tuple[str, torch.Tensor, Mapping[str, Any]]  # name, form and group
 
 REFUSED = {
     torch.optim.LBFGS: "it calls the model, and looks at all parameters at once",
@@ -40,12 +42,11 @@ NOT_HERE = ("fused", "capturable", "differentiable")
 STEPS = 2
 """In which the state is found out."""
 
-TRIAL_SCALES = (1.0, 30.0, 1 / 30)
-"""Of the gradients of a trial's steps: some classes do more to large ones."""
+TRIAL_SCALES = (1e-4, 1.0, 30.0, 1 / 30)
+"""Of the gradients of a trial's steps: some classes do more to large ones, or to small ones."""
 
-TRIAL_STEPS = len(TRIAL_SCALES)
-MOST_TRIAL_NUMEL = 1 << 20
-"""Elements of the parameters, twins of the smallest one, that a class is tried on for real."""
+MOST_TRIAL_NUMEL = 1 << 16
+"""Elements of the parameters, twins of the smallest ones, that a class is tried on for real."""
 
 OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
 
@@ -106,6 +107,7 @@ class ClassRunner:
         self._groups: dict[int, Group] = {}  # as they were first
         self._starts_with_state = self._changes_groups = False
         self._left: dict[int, tuple[Mapping[str, Any], Group]] = {}
+        self._tried: set[tuple[Any, ...]] = set()
 
     def begin_step(self) -> None:
         """Forget what the updates of the last step have left of the groups."""
@@ -160,11 +162,12 @@ class ClassRunner:
 
     # What is kept
 
-    def rule_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> ClassRule:
+    def rule_of(self, parameter: torch.Tensor, name: str, group: Mapping[str, Any], number: int) -> ClassRule:
         """Return the rule of a parameter, whose state is found out.
 
         Args:
             parameter: The parameter.
+            name: Its name, for errors.
             group: Its group.
             number: The group's.
 
@@ -176,16 +179,24 @@ class ClassRunner:
         form = tuple(parameter.shape), tuple(parameter.stride())
         key = number, *form, DTYPE_CODES[dtype]
         if key not in self._packings:
-            forms = self._forms(*form, dtype, group)
+            with self._errors_of(name):
+                forms = self._forms(*form, dtype, group, name)
             if self.masters and MASTER in forms:
-                raise self._refusal(f"{MASTER!r} of its own, beside those of masters=True")
+                raise self._refusal(f"{MASTER!r} of its own, beside those of masters=True", name)
             try:
                 self._packings[key] = Packing(forms, parameter.numel())
             except TypeError as cause:
-                raise self._refusal(cause) from cause
+                raise self._refusal(cause, name) from cause
         packing = self._packings[key]
         kept = ", ".join(map(str, packing.keys))  # a checkpoint with others, or in another order, is of another rule
         return ClassRule(f"{self.name}({kept})", packing.words, DTYPE_CODES[dtype], self)
+
+    def forget(self, number: int) -> None:
+        """Forget what was found out of a group that could not be added: another one may have its number."""
+        self._groups.pop(number, None)
+        for key in [key for key in self._packings if key[0] == number]:
+            del self._packings[key]
+        self._tried = {tried for tried in self._tried if tried[0] != number}
 
     def packing_of(self, parameter: Parameter) -> Packing:
         """Return how the state of a parameter is packed; as the layout describes it."""
@@ -201,12 +212,24 @@ class ClassRunner:
         """Return the type in which the class sees gradients of weights of a type."""
         return torch.float32 if self.widens else dtype
 
-    def _refusal(self, what: object) -> ConfigError:
-        allowed = f"use a class that keeps tensors and numbers for parameters: it has {what}"
+    def _refusal(self, what: object, parameter: str = "") -> ConfigError:
+        of = f", of {parameter}" if parameter else ""
+        allowed = f"use a class that keeps tensors and numbers for parameters: it has {what}{of}"
         return ConfigError("wrap", self.name, allowed)
 
+    @contextmanager
+    def _errors_of(self, parameter: str) -> Iterator[None]:
+        """Have what the class itself raises name it, and the parameter."""
+        try:
+            yield
+        except OffloadError:
+            raise
+        except Exception as cause:
+            allowed = f"use a class that can update {parameter}: it raised {type(cause).__name__}: {cause}"
+            raise ConfigError("wrap", self.name, allowed) from cause
+
     def _forms(
-        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any], name: str
     ) -> dict[Any, Form | None]:
         """Return the forms of what the class keeps of a parameter."""
         forms: dict[Any, Form | None] = {}
@@ -223,10 +246,13 @@ class ClassRunner:
                 for key, value in made.state.get(twin, {}).items():
                     try:
                         form = Form.of(value)
-                    except TypeError as cause:
-                        raise self._refusal(f"{key!r}, {cause}") from cause
+                        if not is_plain(key) or isinstance(key, torch.Tensor):
+                            raise TypeError("a key that is neither text nor number")
+                        check_text(str(key))
+                    except (TypeError, ValueError) as cause:
+                        raise self._refusal(f"{key!r}, {cause}", name) from cause
                     if forms.get(key) not in (None, form) and form is not None:
-                        raise self._refusal(f"{key!r}, which was {forms[key]} and is {form} a step later")
+                        raise self._refusal(f"{key!r}, which was {forms[key]} and is {form} a step later", name)
                     forms[key] = form or forms.get(key)
             after = _without_parameters(made.param_groups[0])
             changed = [name for name in after if name not in before or not _same(before[name], after[name])]
@@ -237,60 +263,131 @@ class ClassRunner:
 
     # Trials
 
-    def check_alone(self, parameters: Iterable[torch.Tensor], group: Mapping[str, Any]) -> None:
-        """Refuse a class that updates a parameter in another way where there is another one.
+    def check_alone(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], group: Mapping[str, Any], number: int
+    ) -> None:
+        """Refuse a class that does another thing here than in memory, where there are other parameters and groups.
+
+        Twins of the smallest parameter of each type and number of dimensions, one more of the first, and one in a
+        second group whose rate is half, are updated by the class in memory, and each by itself as it is here.
 
         Args:
-            parameters: Of the group; twins of the smallest are updated, with and without each other.
+            parameters: Of the group, with names; those that are not trained are left out.
             group: Their group.
+            number: The group's.
 
         Raises:
             ConfigError: As said; or the class keeps something itself, which is no state.
         """
-        smallest = min((p for p in parameters if p.numel()), key=lambda p: p.numel(), default=None)
-        if smallest is None:
+        smallest: dict[tuple[torch.dtype, int], tuple[str, torch.Tensor]] = {}
+        for name, parameter in parameters:
+            kind = torch.float32 if self.masters else parameter.dtype, parameter.dim()
+            if not parameter.numel() or not parameter.requires_grad:
+                continue
+            if kind not in smallest or parameter.numel() < smallest[kind][1].numel():
+                smallest[kind] = name, parameter
+        if not smallest or (number, *smallest) in self._tried:
             return
-        if smallest.numel() > MOST_TRIAL_NUMEL:
-            most = int(MOST_TRIAL_NUMEL ** (1 / smallest.dim()))
-            smallest = torch.empty([min(size, most) for size in smallest.shape], dtype=smallest.dtype, device="cpu")
+        first, *others = [(name, _small(parameter)) for name, parameter in smallest.values()]
+        values = _without_parameters(group)
+        if plain_number(values.get("lr")) == 0:  # a schedule raises it, and it would hide all that is tried
+            values["lr"] = values["lr"] + 0.01
+        has_rate = isinstance(values.get("lr"), int | float | torch.Tensor)
+        slower = {**values, "lr": values["lr"] * 0.5} if has_rate else values
+        twins = [*((*twin, values) for twin in (first, *others, first)), (*first, slower)]
+        for name, like, _ in twins:
+            self.rule_of(like, name, group, number)
         with torch.random.fork_rng(devices=[]):
-            together, *alone = (self._trial(smallest, group, numbers) for numbers in ([0, 1], [0], [1]))
-        if not _same(together, [*alone[0], *alone[1]]):
-            allowed = "use one that updates each parameter by itself: beside another one it does something else to it"
-            raise ConfigError("wrap", self.name, allowed)
+            made, wanted = self._together(twins)
+            alone = copy(self)  # others may be running it
+            alone._inner = made
+            has_types = len({dtype for dtype, _ in smallest}) > 1
+            for at, (twin, expected) in enumerate(zip(twins, wanted, strict=True)):
+                if not _same(alone._alone(*twin, number, at), expected):
+                    allowed = (
+                        "use one that updates each parameter by itself, from its own gradient, state and group: in "
+                        f"memory, beside another one or another group, it does something else to {twin[0]}"
+                        f"{'; or give weights of each type a group of their own' if has_types else ''}"
+                    )
+                    raise ConfigError("wrap", self.name, allowed)
+        self._tried.add((number, *smallest))
 
-    def _trial(self, like: torch.Tensor, group: Mapping[str, Any], numbers: Sequence[int]) -> list[Any]:
-        """Return weight, state and group of some twins of a parameter after a few steps."""
-        generator = torch.Generator().manual_seed(0)
+    def _drawn(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the weight of a twin, and its gradient in each step, flat."""
+        generator = torch.Generator().manual_seed(at)
         dtype = torch.float32 if self.masters else like.dtype
+        draws = [
+            torch.empty(like.numel(), dtype=torch.float32, device="cpu").normal_(generator=generator).to(dtype)
+            for _ in (None, *TRIAL_SCALES)
+        ]
+        scaled = [(draw * scale).to(self._seen(dtype)) for draw, scale in zip(draws[1:], TRIAL_SCALES, strict=True)]
+        return draws[0], scaled
+
+    def _together(self, twins: Sequence[_Twin]) -> tuple[torch.optim.Optimizer, list[Any]]:
+        """Return the class's own optimizer of all twins, and weight, state and group of each after the steps."""
         torch.default_generator.manual_seed(0)
-
-        def draw() -> torch.Tensor:
-            drawn = torch.empty_strided(like.size(), like.stride(), dtype=torch.float32, device="cpu")
-            return drawn.normal_(generator=generator).to(dtype)
-
-        draws = [[draw() for _ in range(TRIAL_STEPS + 1)] for _ in range(2)]
-        twins = [torch.nn.Parameter(draws[n][0]) for n in numbers]
-        made = self._make([{**deepcopy(_without_parameters(group)), "params": twins}])
-        kept = {name: _copied(value) for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
-        for step in range(TRIAL_STEPS):
-            for twin, n in zip(twins, numbers, strict=True):
-                _set_grad(twin, (draws[n][1 + step] * TRIAL_SCALES[step]).to(self._seen(dtype)))
-            step_alone(made)
+        drawn = [self._drawn(like, at) for at, (_, like, _) in enumerate(twins)]
+        forms = [(like.size(), like.stride()) for _, like, _ in twins]
+        weights = [torch.nn.Parameter(own.as_strided(*form)) for (own, _), form in zip(drawn, forms, strict=True)]
+        names, slower = ", ".join(dict.fromkeys(name for name, _, _ in twins)), twins[-1][2]
+        with self._errors_of(names):
+            made = self._make(
+                [
+                    {**deepcopy(dict(twins[0][2])), "params": weights[:-1]},
+                    {**deepcopy(dict(slower)), "params": weights[-1:]},
+                ]
+            )
+            kept = {name: _copied(value) for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
+            for step in range(len(TRIAL_SCALES)):
+                for weight, (_, gradients), form in zip(weights, drawn, forms, strict=True):
+                    _set_grad(weight, gradients[step].as_strided(*form))
+                step_alone(made)
         for name, value in vars(made).items():
             if name not in OWN_ATTRIBUTES and not _same(kept.get(name), value):
                 allowed = f"use one that keeps all in its state and groups: it changes its attribute {name!r}"
                 raise ConfigError("wrap", self.name, allowed)
-        left = _without_parameters(made.param_groups[0])
-        return [(twin.detach(), dict(made.state.get(twin, {})), left) for twin in twins]
+        left = [_without_parameters(group) for group in made.param_groups]
+        groups = [*[left[0]] * (len(twins) - 1), left[1]]
+        return made, [
+            (weight.detach(), dict(made.state.get(weight, {})), group)
+            for weight, group in zip(weights, groups, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _alone(self, name: str, like: torch.Tensor, values: Mapping[str, Any], number: int, at: int) -> Any:
+        """Return weight, state and group of one twin after the steps, updated as parameters are."""
+        torch.default_generator.manual_seed(0)
+        own, gradients = self._drawn(like, at)
+        rule = self.rule_of(like, name, values, number)
+        code = DTYPE_CODES[own.dtype]
+        twin = Parameter(name, own.numel(), code, number, shape=(*like.shape,), stride=like.stride(), rule=rule)
+        words = torch.zeros(rule.numel_of(PACKED, own.numel()), dtype=torch.float32, device="cpu")
+        for gradient in gradients:
+            self._left = {}
+            segment = SegmentTensors(own, (), gradient.clone(), None, SegmentFlag(0), rule.row(1, values, 1.0))
+            self.update(Piece(twin, segment, words), number, values)
+            values = {**values, **self.changes(number, values)}
+        return own.as_strided(like.size(), like.stride()), self.packing_of(twin).load(words), values
+
+    def kept_of_nothing(self, parameter: Parameter, count: int) -> dict[Any, Any]:
+        """Return the state that the class makes of a parameter without elements in a step, with a count of steps."""
+        dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
+        twin, step = self._twin(known(parameter.shape, "a parameter without a shape"), dtype, parameter.group)
+        step()
+        state = dict(step.args[0].state.get(twin, {}))
+        with suppress(TypeError):  # it is no count
+            state |= self.packing_of(parameter).cast({"step": float(count)} if "step" in state else {})
+        return state
 
     def trial(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> Callable[[], None]:
         """See `Runner.trial`."""
-        dtype = torch.float32 if self.masters else dtype
+        return self._twin(shape, torch.float32 if self.masters else dtype, group)[1]
+
+    def _twin(self, shape: tuple[int, ...], dtype: torch.dtype, group: int) -> tuple[torch.Tensor, partial[None]]:
+        """Return a tensor of a shape and type, and a step of an optimizer of the class that has it alone."""
         twin = torch.nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
         _set_grad(twin, torch.ones(shape, dtype=self._seen(dtype), device="cpu"))
-        made = self._make([{**self._groups.get(group, {}), "params": [twin]}])
-        return partial(step_alone, made)
+        return twin, partial(step_alone, self._make([{**deepcopy(self._groups.get(group, {})), "params": [twin]}]))
 
     # Updates
 
@@ -311,7 +408,7 @@ class ClassRunner:
         if view.data_ptr() != master.data_ptr():
             piece.shaped(master).copy_(view)
         if not _same(self._left.setdefault(group, (values, left))[1], left):
-            allowed = "use one that changes its groups by the step alone: two parameters of one group left two"
+            allowed = f"use one that changes its groups by the step alone: {piece.parameter.name} left another one"
             raise ConfigError("wrap", self.name, allowed)
 
     def run(
@@ -338,19 +435,23 @@ class ClassRunner:
         state, inner = packing.load(words), self._inner
         group = {**deepcopy(dict(values)), "params": [view]}
         if not state and self._starts_with_state:
-            inner = self._make([group])
+            with self._errors_of(parameter.name):
+                inner = self._make([group])
         else:
             inner.param_groups = [group]
             inner.state = defaultdict(dict, {view: state} if state else {})
         try:
-            call(inner)
+            with self._errors_of(parameter.name):
+                call(inner)
             if others := [key for key in inner.state if key is not view]:
-                allowed = f"use one that keeps state of parameters alone: it has {others[0]!r}"
+                allowed = (
+                    f"use one that keeps state of parameters alone: beside {parameter.name} it has {others[0]!r}"
+                )
                 raise ConfigError("wrap", self.name, allowed)
             try:
                 packing.store(words, inner.state.get(view, {}))
             except TypeError as cause:
-                allowed = f"use a class whose state keeps its form: of {tuple(view.shape)}, {cause}"
+                allowed = f"use a class whose state keeps its form: of {parameter.name}, {cause}"
                 raise ConfigError("wrap", self.name, allowed) from cause
             return _without_parameters(inner.param_groups[0])
         finally:
@@ -390,6 +491,14 @@ class ClassRunner:
             self._inner.param_groups = []
         before, left = self._left.get(number, ({}, {}))
         return {name: value for name, value in left.items() if name not in before or not _same(before[name], value)}
+
+
+def _small(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a parameter's form, cut where it is large; its values are of no use."""
+    most = int(MOST_TRIAL_NUMEL ** (1 / max(1, parameter.dim())))
+    if parameter.numel() > MOST_TRIAL_NUMEL:
+        return torch.empty([min(size, most) for size in parameter.shape], dtype=parameter.dtype, device="cpu")
+    return torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="cpu")
 
 
 def _set_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

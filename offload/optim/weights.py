@@ -20,7 +20,7 @@ from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.dealt import Dealt, DealtWeight
-from offload.optim.groups import Group, names
+from offload.optim.groups import Group, check_name, names
 from offload.optim.holder import EngineHolder
 from offload.optim.ranks import agree_on_load
 from offload.optim.shards import Cut
@@ -378,7 +378,8 @@ def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
 
 
 def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
-    """Verify that a weight can be updated, and is on the required device if there is one."""
+    """Verify that a weight can be updated and saved, and is on the required device if there is one."""
+    check_name("params", name)
     shards.cut_of(parameter, name, None)
     parameter = shards.local(parameter)
     if parameter.is_inference():

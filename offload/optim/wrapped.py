@@ -12,12 +12,12 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.layout import Parameter
 from offload.optim import ranks, shards
-from offload.optim.groups import Group
+from offload.optim.groups import Group, names
 from offload.optim.optimizer import OffloadedOptimizer, parse_config
 from offload.optim.runner import NOT_HERE, ClassRunner
 from offload.optim.state import Entry, StateView, in_order
 from offload.optim.weights import BoundParameter, check_parameter
-from offload.rules import MASTER, PACKED, ClassRule, checked_step
+from offload.rules import MASTER, MOST_STEPS, PACKED, ClassRule, number
 
 WALKS = ("train", "eval")
 """Methods of schedule-free optimizers: they change every weight by its state."""
@@ -40,9 +40,14 @@ class PackedState(StateView):
         with self._lock, torch.inference_mode(False):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
-            states = self._holder.engine.state.read([bound.position for bound in bounds]) if bounds else []
+            positions = [bound.position for bound in bounds]
+            states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
-                entry = self.runner.packing_of(self._layout_of(bound)).load(state[PACKED])
+                parameter = self._layout_of(bound)
+                entry = self.runner.packing_of(parameter).load(state[PACKED])
+                count = self._holder.engine.step_count(bound.position)
+                if not parameter.numel and count:  # nothing is stored of it, and it makes no difference
+                    entry = self.runner.kept_of_nothing(parameter, count)
                 if (self._has_master(bound) or own_masters) and MASTER not in entry:
                     entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
                 entries.append(entry)
@@ -73,11 +78,15 @@ class PackedState(StateView):
         try:
             packing.store(packed, packing.cast(entry))
         except TypeError as cause:
-            raise ConfigError(what, str(cause), f"it must be state of {self._rule.name}") from cause
+            allowed = f"it must be state of {self.runner.name} for {bound.name}"
+            raise ConfigError(what, str(cause), allowed) from cause
         tensors = {PACKED: packed}
         if master is not None and self._has_master(bound):
             tensors[MASTER] = in_order(f"{what}.{MASTER}", master, bound)
-        return tensors, checked_step(f"{what}.step", entry["step"]) or 1 if "step" in entry else int(bool(entry))
+        if not entry:
+            return tensors, 0  # it has a master alone, or nothing
+        step = number(entry.get("step"))  # which is the class's own, and perhaps no count
+        return tensors, int(step) if 1 <= step <= MOST_STEPS else 1
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether an entry of a state dict looks like a parameter's state."""
@@ -97,12 +106,15 @@ class WrappedOptimizer(OffloadedOptimizer):
         largest = 0
         self.rule = ClassRule(runner.name, 1)  # subgroups are sized by that of the largest parameter
         for at, group in enumerate(groups):
-            tensors = [item[-1] if isinstance(item, tuple) else item for item in group["params"]]
-            for parameter in tensors:
-                self._check(parameter, f"param_groups[{at}]")
+            named = [
+                item if isinstance(item, tuple) else (f"param_groups[{at}].params[{n}]", item)
+                for n, item in enumerate(group["params"])
+            ]
+            for name, parameter in named:
+                self._check(parameter, name)
                 if parameter.numel() > largest:
-                    largest, self.rule = parameter.numel(), runner.rule_of(parameter, group, at)
-            runner.check_alone(tensors, group)
+                    largest, self.rule = parameter.numel(), runner.rule_of(parameter, name, group, at)
+            runner.check_alone(named, group, at)
         super().__init__(groups, defaults, config)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
@@ -115,11 +127,32 @@ class WrappedOptimizer(OffloadedOptimizer):
             raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
         self._state.runner = self._runner
         self._weights.kept_as = self._kept_as
+        self._try_groups()
         super()._open(config)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, ClassRule]:
         self._check(parameter, name)
-        return group, self._runner.rule_of(parameter, self.param_groups[group], group)
+        return group, self._runner.rule_of(parameter, name, self.param_groups[group], group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `OffloadedOptimizer.add_param_group`; a step that goes on changes the groups that it began with."""
+        self.finish()
+        try:
+            super().add_param_group(param_group)
+        except BaseException:
+            self._runner.forget(len(self.param_groups))
+            raise
+
+    def _add(self, parameters: list[torch.Tensor]) -> None:
+        self._try_groups()
+        super()._add(parameters)
+
+    def _try_groups(self) -> None:
+        """Try the class on groups, and types of parameters, that were not there when it was tried last."""
+        named = names(self.param_groups)
+        for at, group in enumerate(self.param_groups):
+            own = [(name, parameter) for parameter, name, number in named if number == at]
+            self._runner.check_alone(own, group, at)
 
     def _check_saved_group(self, group: Group) -> None:
         super()._check_saved_group(group)

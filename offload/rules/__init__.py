@@ -8,6 +8,7 @@ from offload.rules.muon import MUON
 from offload.rules.rule import (
     BLOCK_NUMEL,
     MASTER,
+    MOST_STEPS,
     PACKED,
     UpdateRule,
     checked_step,
@@ -15,6 +16,7 @@ from offload.rules.rule import (
     items,
     not_negative,
     number,
+    plain_number,
     segment_dtype,
 )
 from offload.rules.sgd import SGD_MOMENTUM
@@ -32,6 +34,7 @@ __all__ = [
     "BLOCK_NUMEL",
     "LION",
     "MASTER",
+    "MOST_STEPS",
     "MUON",
     "NAMED",
     "PACKED",
@@ -46,5 +49,6 @@ __all__ = [
     "items",
     "not_negative",
     "number",
+    "plain_number",
     "segment_dtype",
 ]

@@ -189,16 +189,23 @@ def rounded(values: Iterable[float]) -> Iterator[float]:
         yield from [float(np.float32(value)) for value in values]
 
 
-def number(value: Any) -> float:
-    """Return a number, or a tensor or an array of one, as a float; NaN for anything else."""
+def plain_number(value: Any) -> Any:
+    """Return a number, or that of a tensor or an array of one, exactly; None for anything else."""
     try:
         if hasattr(value, "shape") and hasattr(value, "item"):
             value = value.item() if math.prod(value.shape) == 1 else None
-        return float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
     except RuntimeError:  # a tensor without values
-        return math.nan
+        return None
+    return value if isinstance(value, numbers.Real) else None
+
+
+def number(value: Any) -> float:
+    """Return a number, or a tensor or an array of one, as a float; NaN for anything else."""
+    found = plain_number(value)
+    try:
+        return math.nan if found is None else float(found)
+    except OverflowError:
+        return math.inf if found > 0 else -math.inf
 
 
 def checked_step(what: str, value: Any) -> int:

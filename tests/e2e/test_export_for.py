@@ -261,6 +261,36 @@ def test_what_cannot_be_exported_is_said(
 
 
 @pytest.mark.parametrize("framework", ["torch", "transformers"])
+def test_what_torch_has_no_optimizer_for_says_what_can_be_done(
+    framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(optimizer: Any, name: str) -> str:
+        with optimizer:
+            step(optimizer, 0)
+            saved(optimizer, tmp_path / name)
+        folder = tmp_path / name
+        if framework != "torch":
+            folder = tmp_path / f"of {name}"
+            folder.mkdir()
+            (tmp_path / name).rename(folder / "state")
+            torch.save({POINTER: "state"}, folder / "optimizer.pt")
+        assert quietly(folder, "--for", framework, tmp_path / "out") == 1
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    matrix = torch.nn.Parameter(torch.ones(4, 5))
+    said = refused(offload.Muon([("m", matrix), ("b", weights(1)[0])], offload=CONFIG), "muon")
+    assert "has state of Muon, of which torch has no one optimizer: `offload export`, without --for" in said
+    said = refused(offload.wrap(torch.optim.NAdam, [("m", matrix)], offload=CONFIG), "wrapped")
+    assert "has state of torch.optim.nadam.NAdam, which alone knows its tensors: load it with offload.wrap" in said
+    if framework == "torch":  # and what it says can be done
+        assert quietly(tmp_path / "muon", tmp_path / "out") == 0
+        with offload.wrap(torch.optim.NAdam, [("m", matrix)], offload=CONFIG) as optimizer:
+            optimizer.load_checkpoint(tmp_path / "wrapped")
+            torch.optim.NAdam([("m", matrix)]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("framework", ["torch", "transformers"])
 @pytest.mark.parametrize("stage", ["reading", "writing", "copying"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_what_is_cut_short_leaves_nothing(

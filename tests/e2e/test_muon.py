@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,38 @@ def test_state_dicts_go_round_and_torchs_own_comes_in(tmp_path: Path) -> None:
         optimizer.load_state_dict(twin.muon.state_dict())
         found = optimizer.state_for(matrices[0])["momentum_buffer"]
         assert same_bits(found, twin.muon.state[matrices[0]]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    "shapes", [{"a": (4, 4), "b": (0,)}, {"b": (0,), "a": (4, 4)}, {"embed": (0, 4), "a": (4, 4)}]
+)
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_what_has_no_elements_loads_whoever_would_update_it(shapes: Any, is_copy: bool, tmp_path: Path) -> None:
+    """It has no segment, and so a manifest names no rule for it."""
+    from offload.checkpoint.exchange import export_safetensors
+
+    def parameters() -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, torch.nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+
+    kinds = {"muon": offload.Muon, "adamw": offload.AdamW, "wrapped": partial(offload.wrap, torch.optim.NAdam)}
+    for name, kind in kinds.items():
+        folder, given = tmp_path / name, parameters()
+        folder.mkdir()
+        with kind(given, offload=streamed(folder)) as optimizer:
+            for _, weight in given:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            optimizer.save_checkpoint(folder / "saved", copy=is_copy)
+            optimizer.wait_checkpoint()
+            wanted = optimizer.state_dict()
+            if name != "wrapped":
+                export_safetensors(folder / "saved", folder / "file")
+        with kind(parameters(), offload=streamed(folder) if not is_copy else {}) as optimizer:
+            optimizer.load_checkpoint(folder / "saved")
+            assert str(optimizer.state_dict()) == str(wanted)
+            if (folder / "file").exists():
+                optimizer.import_state(folder / "file")
+                assert str(optimizer.state_dict()) == str(wanted)
 
 
 def test_state_is_exported_by_name(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import offload
 from offload.checkpoint.exchange import SafetensorsSource, export_safetensors
 from offload.checkpoint.reader import Checkpoint
+from offload.errors import ConfigError
 from offload.layout import Parameter, bare_names, keep_exact, matching_names
 from offload.protocols import DtypeCode
 
@@ -183,3 +186,73 @@ def test_patterns_are_of_the_bare_modules_names() -> None:
     wide = [Parameter(name, 1 << 13, DtypeCode.BFLOAT16, 0, shape=(1 << 6, 1 << 7)) for name in names]
     assert [p.exact for p in keep_exact(wide, ["embed.*", "l.weight"])] == [True, True, False]
     assert [p.exact for p in keep_exact(wide, ["_orig_mod.out.*"])] == [False, False, True]
+
+
+KINDS = {
+    "adamw": offload.AdamW,
+    "muon": offload.Muon,
+    "wrapped": partial(offload.wrap, torch.optim.AdamW),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["\0", "a\0b", "\ud800", "x\udfffy"])
+def test_names_that_cannot_be_saved_are_refused_when_they_are_given(kind: str, name: str) -> None:
+    def named(own: str) -> tuple[str, torch.nn.Parameter]:
+        return own, torch.nn.Parameter(torch.ones(4, 4))
+
+    frozen = named(name)
+    frozen[1].requires_grad_(False)
+    told = re.escape(f"{name!r} cannot be used; give it a name that can be saved")
+    for given in (named(name), frozen):
+        with pytest.raises(ConfigError, match=told):
+            KINDS[kind]([given, named("other")])
+    with KINDS[kind]([named("other")]) as optimizer:
+        with pytest.raises(ConfigError, match=told):
+            optimizer.add_param_group({"params": [named(name)]})
+        assert len(optimizer.param_groups) == 1
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["param_names"] = [name]
+        with pytest.raises(ConfigError, match=told):
+            optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_other_name_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    names = [
+        "",
+        "a\nb",
+        "a\rb",
+        "a/b",
+        "../x",
+        "é😀",
+        "\x1b[31m",
+        "a" * 10_000,
+        ".",
+        "..",
+        "__metadata__",
+        "{}",
+        "%s",
+    ]
+
+    def parameters() -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, torch.nn.Parameter(torch.full((2, 2), float(n)))) for n, name in enumerate(names)]
+
+    given = parameters()
+    with KINDS[kind](given, lr=0.1) as optimizer:
+        for n, (_, weight) in enumerate(given):
+            weight.grad = torch.full_like(weight, n + 1.0)
+        optimizer.step()
+        optimizer.save_checkpoint(tmp_path / "saved", copy=True)
+        optimizer.wait_checkpoint()
+        wanted = optimizer.state_dict()["state"]
+    if kind != "wrapped":
+        export_safetensors(tmp_path / "saved", tmp_path / "file")
+        assert set(SafetensorsSource(tmp_path / "file").names) == set(names)
+    again = [*reversed(parameters())]
+    with KINDS[kind](again, lr=0.1) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "saved")
+        found = optimizer.state_dict()["state"]
+        for n in range(len(names)):
+            for key, value in wanted[n].items():
+                assert torch.equal(found[len(names) - 1 - n][key], value)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offload.dtypes import DtypeCode
 from offload.engine.tables import Tables
 from offload.errors import ConfigError, InternalError
-from offload.formats import COMPACT8, EXACT, EXACT_ADAMW
+from offload.formats import COMPACT8, COMPACT16, EXACT, EXACT_ADAMW, StateSpec
 from offload.layout import (
     SECTOR_NUMEL,
     Layout,
@@ -27,6 +27,7 @@ from offload.layout import (
     keep_exact,
 )
 from offload.protocols import SECTOR_BYTES, TileId
+from offload.rules import ADAMW, MUON
 
 DTYPES = [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32]
 
@@ -79,6 +80,10 @@ def test_input_that_cannot_be_used():
     with pytest.raises(ConfigError, match="subgroup_numel: 1023"):
         build_layout([], 1023)
     assert check_subgroup_numel(2047) == 1024
+    for form, rule, least in ((COMPACT16, ADAMW, 2048), (COMPACT8, MUON, 4096)):
+        told = rf'1024.*at least {least} elements, as state_format "{form.name}" of {rule.name} needs'
+        with pytest.raises(ConfigError, match=told):
+            check_subgroup_numel(1024, StateSpec(rule, form))
     layout = build_layout(twice[:1], 1024)
     with pytest.raises(ConfigError, match="'p'"):
         extend_layout(layout, twice[:1], 1024)

@@ -1,0 +1,410 @@
+"""Classes that look beyond one parameter, and what else is odd about them: refused by name, or right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_wrap import Averaging, assert_same, draw, streamed, train
+from torch import optim
+
+import offload
+from offload.errors import ConfigError, SessionBrokenError, StepAbortedError
+
+
+class Plain(optim.Optimizer):
+    """Calls `one` for each parameter of each group."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.one(parameter, self.state[parameter], group)
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        raise NotImplementedError
+
+
+class RateOfPlace(Plain):
+    """Has a rate for each group by its place."""
+
+    rates = 0.1, 0.5
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for rate, group in zip(self.rates, self.param_groups, strict=False):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=rate)
+
+
+class CountsGroups(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / len(self.param_groups))
+
+
+class FirstRate(Plain):
+    """The first group's rate is that of all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rate = None
+        for group in self.param_groups:
+            rate = group["lr"] if rate is None else rate
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=float(rate))
+
+
+class KeepsEps(Plain):
+    """What the first parameter's type gives stays for all others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            eps = None
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    eps = torch.finfo(parameter.dtype).eps if eps is None else eps
+                    parameter.sub_(parameter.grad.clamp(min=eps), alpha=0.1)
+
+
+class KeepsDimensions(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            whole = None
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    whole = parameter.dim() > 1 if whole is None else whole
+                    parameter.sub_(parameter.grad, alpha=0.1 if whole else 0.2)
+
+
+class SharesWeights(Plain):
+    """Its state is the weight itself, and no copy."""
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state.setdefault("slow", weight.data)
+        weight.add_(state["slow"], alpha=-0.1)
+
+
+class CountsCalls(Plain):
+    calls = 0
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        type(self).calls += 1
+        weight.sub_(weight.grad, alpha=1 / type(self).calls)
+
+
+class LateState(Plain):
+    """Something appears at the third step."""
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] == 3:
+            state["late"] = weight.clone()
+
+
+class Fails(Plain):
+    """Cannot divide at the step `at`."""
+
+    def __init__(self, params: Any, at: int = 1) -> None:
+        super().__init__(params, at=at)
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state["count"] = state.get("count", 0) + 1
+        weight.sub_(weight.grad, alpha=1 / (group["at"] - state["count"]))
+
+    def train(self) -> None:
+        raise KeyError("no mode")
+
+
+class LargeSeed(Plain):
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state["seed"] = 1 << 64
+
+
+class Keyed(Plain):
+    """Keeps something under a key that it is given."""
+
+    def __init__(self, params: Any, key: Any = "key") -> None:
+        super().__init__(params)
+        self.key = key
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state[self.key] = state.get(self.key, 0) + 1
+        weight.sub_(weight.grad, alpha=1 / state[self.key])
+
+
+def pair(*dtypes: torch.dtype, shapes: Any = ((6, 5), (7,))) -> list[tuple[str, torch.nn.Parameter]]:
+    dtypes = dtypes or (torch.float32,)
+    return [(f"layer.{n}", torch.nn.Parameter(torch.ones(shapes[n % 2], dtype=t))) for n, t in enumerate(dtypes * 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "dtypes", "told"),
+    [
+        (RateOfPlace, {}, (), "by itself"),
+        (CountsGroups, {}, (), "by itself"),
+        (FirstRate, {}, (), "by itself"),
+        (FirstRate, {"lr": 0.0}, (), "by itself"),
+        (KeepsEps, {}, (torch.float32, torch.bfloat16), "by itself.*groups? of their own"),
+        (optim.Adafactor, {}, (torch.float32, torch.float16), "by itself.*group of their own"),
+        (optim.Adafactor, {}, (torch.float32, torch.bfloat16), "by itself.*group of their own"),
+        (optim.Adafactor, {}, (torch.bfloat16, torch.float16), "by itself.*group of their own"),
+        (KeepsDimensions, {}, (), "by itself"),
+        (SharesWeights, {}, (), "by itself"),
+        (CountsCalls, {}, (), "by itself"),
+        (LateState, {}, (), "'late' is new"),
+        (Fails, {}, (), r"can update .*layer.*raised ZeroDivisionError"),
+        (Fails, {"at": 2}, (), r"can update .*layer.*raised ZeroDivisionError"),
+        (LargeSeed, {}, (), "'seed', an integer of more than 64 bits, of layer"),
+        (Keyed, {"key": "a\0b"}, (), "text with a zero in it, of layer"),
+        (Keyed, {"key": "\ud800"}, (), "surrogates not allowed, of layer"),
+        (Keyed, {"key": object()}, (), "a key that is neither text nor number, of layer"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_construction(kind: Any, settings: Any, dtypes: Any, told: str) -> None:
+    parameters = pair(*dtypes)
+    generator = torch.random.get_rng_state()
+    for groups in (parameters, [{"params": parameters}]):
+        with pytest.raises(ConfigError, match=told) as caught:
+            offload.wrap(kind, groups, **settings)
+        assert kind.__name__ in str(caught.value)
+        assert "layer." in str(caught.value)
+    assert all(weight.eq(1).all() and weight.grad is None for _, weight in parameters)
+    assert torch.equal(generator, torch.random.get_rng_state())
+
+
+def test_two_groups_are_no_help_to_a_class_that_looks_at_their_places() -> None:
+    (first, second, *_) = pair()
+    for kind in (RateOfPlace, CountsGroups, FirstRate):
+        with pytest.raises(ConfigError, match=f"{kind.__name__}.*another group"):
+            offload.wrap(kind, [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.7}])
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.bfloat16, torch.float16)])
+def test_types_of_their_own_groups_have_the_bits_of_the_class(dtypes: Any, tmp_path: Path) -> None:
+    own, ours = pair(*dtypes), pair(*dtypes)
+    groups = [[{"params": [w for _, w in each if w.dtype is dtype]} for dtype in dtypes] for each in (own, ours)]
+    theirs = optim.Adafactor(groups[0])
+    with offload.wrap(optim.Adafactor, groups[1], offload=streamed(tmp_path)) as optimizer:
+        weights = [w for group in groups[0] for w in group["params"]], [w for g in groups[1] for w in g["params"]]
+        for each, parameters in ((theirs, weights[0]), (optimizer, weights[1])):
+            train(parameters, each, range(5))
+        assert_same([w.detach() for w in weights[0]], [w.detach() for w in weights[1]])
+        assert_same(theirs.state_dict(), optimizer.state_dict())
+
+
+def test_what_comes_later_is_tried_too() -> None:
+    """A group that is added, and a weight that is thawed: refused before anything has changed."""
+    whole, half = (torch.nn.Parameter(torch.ones(6, dtype=dtype)) for dtype in (torch.float32, torch.float16))
+    half.requires_grad_(False)
+    with offload.wrap(optim.Adafactor, [("whole", whole), ("half", half)]) as optimizer:
+        whole.grad = torch.ones(6)
+        optimizer.step()
+        before = whole.detach().clone()
+        half.requires_grad_(True).grad = torch.ones(6).half()
+        with pytest.raises(ConfigError, match=r"Adafactor.*half"):
+            optimizer.step()
+        assert torch.equal(whole, before)
+        half.grad = None
+        added = [("other", torch.nn.Parameter(torch.ones(3))), ("wide", torch.nn.Parameter(torch.ones(3).half()))]
+        with pytest.raises(ConfigError, match=r"Adafactor.*(other|wide)"):
+            optimizer.add_param_group({"params": added})
+        assert len(optimizer.param_groups) == 1
+        optimizer.step()
+        assert not torch.equal(whole, before)
+
+
+def test_a_group_that_is_added_behind_a_step_is_not_of_that_step(tmp_path: Path) -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    theirs = Averaging(models[0].parameters())
+    config = streamed(tmp_path, overlap="forward") | {"subgroup_numel": 1024}
+    with offload.wrap(Averaging, models[1].parameters(), offload=config) as optimizer:
+        optimizer.overlap_forward(models[1])
+        for step in range(3):
+            for model, each in zip(models, (theirs, optimizer), strict=True):
+                each.zero_grad()
+                model(torch.ones(2, 8) * step).square().mean().backward()
+                each.step()
+                each.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        assert_same(optimizer.state_dict()["param_groups"], theirs.state_dict()["param_groups"])
+
+
+def test_a_group_that_could_not_be_added_leaves_nothing_behind() -> None:
+    """Another one has its number then, and other state."""
+    weight, whole, half = (
+        torch.nn.Parameter(torch.ones(4).to(t)) for t in (torch.float32, torch.float32, torch.half)
+    )
+    with offload.wrap(optim.SGD, [weight], lr=0.1) as optimizer:
+        shared = torch.nn.Parameter(whole.data)
+        with pytest.raises(ConfigError, match="share memory"):
+            optimizer.add_param_group({"params": [whole, shared]})
+        optimizer.add_param_group({"params": [whole], "momentum": 0.9})
+        for _ in range(2):
+            weight.grad, whole.grad = torch.ones(4), torch.ones(4)
+            optimizer.step()
+        assert (optimizer.state[whole]["momentum_buffer"] == 1.9).all()
+    with offload.wrap(optim.Adafactor, [weight]) as optimizer:
+        for added in ([whole, half], [whole, half]):
+            with pytest.raises(ConfigError, match="by itself"):
+                optimizer.add_param_group({"params": added})
+
+
+def test_what_fails_in_training_names_class_and_parameter(tmp_path: Path) -> None:
+    ours = [weight for _, weight in pair()]
+    with offload.wrap(Fails, pair(), at=7) as optimizer, pytest.raises(ConfigError, match=r"Fails.*layer.*no mode"):
+        optimizer.train()
+    named = [("first", ours[0]), ("second", ours[1])]
+    with offload.wrap(Fails, named, at=7, offload=streamed(tmp_path)) as optimizer:
+        for step in range(6):
+            draw(ours, step)
+            optimizer.step()
+        draw(ours, 7)
+        with pytest.raises(StepAbortedError, match=r"Fails.*can update (first|second): it raised ZeroDivisionError"):
+            optimizer.step()
+        with pytest.raises(SessionBrokenError):
+            optimizer.step()
+
+
+class Hashes(Plain):
+    """An integer of 64 bits for each parameter, signed or not, which decides what a step does."""
+
+    def __init__(self, params: Any, low: int = 0) -> None:
+        super().__init__(params, low=low)
+
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        grown = (state.get("hash", 1) * 6364136223846793005 + 1442695040888963407) % (1 << 64)
+        state["hash"] = grown + group["low"]
+        weight.sub_(weight.grad, alpha=state["hash"] % 1009 / 1009)
+
+
+@pytest.mark.parametrize("low", [0, -(2**63)])
+def test_integers_go_everywhere_as_they_are(low: int, tmp_path: Path) -> None:
+    own, ours = ([weight for _, weight in pair()] for _ in range(2))
+    theirs = Hashes(own, low=low)
+    (tmp_path / "path").mkdir()
+    with offload.wrap(Hashes, ours, low=low, offload=streamed(tmp_path / "path")) as optimizer:
+        for round in range(6):
+            for each, parameters in ((theirs, own), (optimizer, ours)):
+                train(parameters, each, range(round, round + 1))
+            assert_same(theirs.state_dict()["state"], optimizer.state_dict()["state"])
+            if round == 2:
+                optimizer.load_state_dict(theirs.state_dict())
+            if round == 4:
+                optimizer.save_checkpoint(tmp_path / "saved")
+                optimizer.wait_checkpoint()
+                optimizer.reset_state()
+                optimizer.load_checkpoint(tmp_path / "saved")
+        assert_same([w.detach() for w in own], [w.detach() for w in ours])
+        theirs.load_state_dict(optimizer.state_dict())
+        assert theirs.state[own[0]]["hash"].bit_length() > 53
+
+
+def test_an_integer_that_grows_beyond_names_class_and_parameter() -> None:
+    ours = pair()
+    with offload.wrap(Grows, ours) as optimizer:
+        for _ in range(7):
+            for _, weight in ours:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        with pytest.raises(
+            StepAbortedError, match=r"Grows.*of layer\.\d, 'count' is an integer of more than 64 bits"
+        ):
+            optimizer.step()
+
+
+class Grows(Plain):
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state["count"] = state.get("count", 1) << 8
+
+
+@pytest.mark.parametrize("value", [1 << 64, 1.5, float("nan"), "text", [1]])
+def test_a_number_that_cannot_be_had_is_refused_and_nothing_is_loaded(value: Any) -> None:
+    ours = [weight for _, weight in pair()]
+    with offload.wrap(Hashes, [("one", ours[0]), ("two", ours[1])]) as optimizer:
+        train(ours, optimizer, range(2))
+        before = optimizer.state_dict()
+        saved = optimizer.state_dict()
+        saved["state"][0]["hash"] = 5
+        saved["state"][1]["hash"] = value
+        with pytest.raises(ConfigError, match=r"'hash'.*Hashes for two"):
+            optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), before)
+
+
+def test_integers_of_groups_go_through_checkpoints_as_they_are(tmp_path: Path) -> None:
+    seed = 1000009000027000027
+    weight = torch.nn.Parameter(torch.ones(4))
+    for round in range(2):
+        group = {"params": [weight], "seed": torch.tensor(0 if round else seed), "plain": 0 if round else seed}
+        with offload.wrap(optim.SGD, [group]) as optimizer:
+            weight.grad = torch.ones(4)
+            optimizer.step()
+            if not round:
+                optimizer.save_checkpoint(tmp_path / "saved", copy=True)
+                optimizer.wait_checkpoint()
+            else:
+                optimizer.load_checkpoint(tmp_path / "saved")
+            assert optimizer.param_groups[0]["seed"].item() == optimizer.param_groups[0]["plain"] == seed
+
+
+def test_a_step_of_the_class_s_own_meaning_is_loaded() -> None:
+    """Some keep no count by that name."""
+    (_, weight), _ = pair()
+    with offload.wrap(StepSizes, [weight]) as optimizer:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), saved)
+
+
+class StepSizes(Plain):
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        state["step"] = state["step"] * 0.5 if state else torch.full_like(weight, -0.1)
+        weight.add_(state["step"])
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad, optim.SGD, optim.NAdam, optim.Rprop])
+def test_what_has_no_elements_has_all_keys_after_a_step(kind: Any, tmp_path: Path) -> None:
+    own, ours = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (4,))] for _ in range(2))
+    settings = {"lr": 0.1, **({"momentum": 0.9} if kind is optim.SGD else {})}
+    theirs = kind(own, **settings)
+    with offload.wrap(kind, ours, **settings, offload=streamed(tmp_path)) as optimizer:
+        for step in range(2):
+            for each, parameters in ((theirs, own), (optimizer, ours)):
+                draw(parameters, step)
+                each.step()
+        saved, wanted = optimizer.state_dict(), theirs.state_dict()
+        assert saved["state"][0].keys() == wanted["state"][0].keys()
+        assert saved["state"][0].get("step") == wanted["state"][0].get("step")
+        assert_same(saved["state"][1], wanted["state"][1])
+        theirs.load_state_dict(saved)
+        optimizer.load_state_dict(wanted)
+        for each, parameters in ((theirs, own), (optimizer, ours)):
+            draw(parameters, 2)
+            each.step()
+        assert_same([p.detach() for p in own], [p.detach() for p in ours])
+        optimizer.reset_state()
+        assert not optimizer.state_dict()["state"]
+
+
+def test_a_class_that_cannot_step_over_nothing_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"Adafactor.*can update empty: it raised ZeroDivisionError"):
+        offload.wrap(
+            optim.Adafactor,
+            [("full", torch.nn.Parameter(torch.ones(3))), ("empty", torch.nn.Parameter(torch.ones(0)))],
+        )
