@@ -32,7 +32,7 @@ from offload.session.state_copy import copy_run
 log = logging.getLogger("offload")
 
 
-Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size]
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size, torch.device]
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -40,7 +40,7 @@ class BoundParameter:
     """The record of a parameter that the engine updates.
 
     Attributes:
-        form: Dtype, shape and strides of the weight that the state belongs to, and the shape that this rank has.
+        form: Dtype, shape and strides of the weight that the state belongs to; shape and device of what this rank has.
         stamp: Address and version of the weight after the last update or check.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.
@@ -186,12 +186,7 @@ class Weights:
             stamp = bound.current_stamp()
             if stamp == bound.stamp:
                 continue
-            form = _form(parameter)
-            if form != bound.form:
-                text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
-                raise ConfigError(
-                    bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
-                )
+            check_form(bound)
             check_parameter(parameter, bound.name, self.required_device)
             bound.stamp = stamp
             if bound.dealt is not None:
@@ -377,7 +372,17 @@ def _flat(bound: BoundParameter) -> torch.Tensor:
 
 
 def _form(parameter: torch.Tensor) -> Form:
-    return parameter.dtype, parameter.shape, parameter.stride(), shards.local(parameter).shape
+    local = shards.local(parameter)
+    return parameter.dtype, parameter.shape, parameter.stride(), local.shape, local.device
+
+
+def check_form(bound: BoundParameter) -> None:
+    """Refuse a weight that is not what it was when its state was laid out: memory beside it would be used."""
+    form = _form(bound.parameter)
+    if form != bound.form:
+        text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}, on {form[4]}"
+        allowed = "make a new optimizer after changing a weight's dtype, shape, memory format or device"
+        raise ConfigError(bound.name, text, allowed)
 
 
 def _check_apart(names: Mapping[torch.Tensor, str]) -> None:

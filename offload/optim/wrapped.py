@@ -99,6 +99,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         self.rule = ClassRule(runner.name, 1)  # subgroups are sized by that of the largest parameter
         for at, group in enumerate(groups):
             tensors = [item[-1] if isinstance(item, tuple) else item for item in group["params"]]
+            tensors = [parameter for parameter in tensors if parameter.requires_grad]
             for parameter in tensors:
                 self._check(parameter, f"param_groups[{at}]")
                 if parameter.numel() > largest:
