@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -116,7 +117,8 @@ class WrappedOptimizer(OffloadedOptimizer):
         if config.shard and ranks.world()[0] > 1:
             raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
         self._state.runner = self._runner
-        self._weights.kept_as = self._kept_as
+        owner = weakref.proxy(self)  # whoever is forgotten ends at once
+        self._weights.kept_as = lambda *given: owner._kept_as(*given)
         super()._open(config)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, ClassRule]:

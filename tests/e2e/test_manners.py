@@ -3,7 +3,10 @@ groups without values, weights of another form, names that no file could hold, `
 
 from __future__ import annotations
 
+import gc
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -395,3 +398,36 @@ def test_a_closed_optimizer_may_be_handed_on_too() -> None:
     optimizer.state = optimizer.state
     with pytest.raises(SessionBrokenError):
         optimizer.step()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("overlap", ["off", "backward", "both"])
+def test_a_forgotten_optimizer_ends_at_once_without_the_collector(maker: str, overlap: str, tmp_path: Path) -> None:
+    """Its thread, files and memory. The first optimizer of a process waits: torch imports its compiler for that one,
+    and what fails there keeps the frames that wait for it, and the optimizer, until the collector comes."""
+    if maker == "Muon" and overlap == "both":
+        overlap = "backward"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = MAKERS[maker](
+            model.named_parameters(), lr=0.1, offload={"host_memory": 0, "paths": [tmp_path], "overlap": overlap}
+        )
+        if overlap == "both":
+            optimizer.overlap_forward(model)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.state_dict()
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        owned = [weakref.ref(each) for each in (optimizer, optimizer.engine)]
+        del optimizer
+        assert [each() for each in owned] == [None, None]
+        assert "offload-engine" not in [thread.name for thread in threading.enumerate()]
+        assert (tmp_path / "ck" / "COMMIT").exists()
+    finally:
+        gc.enable()
