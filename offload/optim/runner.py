@@ -142,7 +142,8 @@ class ClassRunner:
             items = group.get("params", ())
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
         with _without_memory():
-            self._inner = made = self._make([{**group, "params": [*map(twin_of, group["params"])]} for group in groups])
+            twin_groups = [{**group, "params": [*map(twin_of, group["params"])]} for group in groups]
+            self._inner = made = self._make(twin_groups)
         own = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
         for place, values in (
             ("an attribute", own),

@@ -40,7 +40,7 @@ class BoundParameter:
     """The record of a parameter that the engine updates.
 
     Attributes:
-        form: Dtype, shape and strides of the weight that the state belongs to; shape and device of what this rank has.
+        form: Dtype, shape, strides of the weight that the state belongs to; shape and device of what this rank has.
         stamp: Address and version of the weight after the last update or check.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.

@@ -303,7 +303,7 @@ def bad_arguments() -> Iterator[Any]:
 @pytest.mark.parametrize("params", [None, [], 3, [3]], ids=str)
 def test_hyperparameters_are_looked_at_before_parameters(kind: Any, bad: dict[str, Any], params: Any) -> None:
     for each in (kind.torch_class, kind):
-        with pytest.raises(ValueError, match="-1|beta"):
+        with pytest.raises(ValueError, match=r"-1|beta"):
             each(params, **bad)
         with pytest.raises((TypeError, ValueError)) as theirs:
             kind.torch_class(params)
@@ -368,7 +368,7 @@ def test_a_name_that_no_file_could_hold_is_refused_when_it_is_given(
         assert len(optimizer.param_groups) == 1
         saved = optimizer.state_dict()
         saved["param_groups"][0]["param_names"] = [name]
-        with pytest.raises(ConfigError, match="param_names: .*Unicode text"):
+        with pytest.raises(ConfigError, match=r"param_names: .*Unicode text"):
             optimizer.load_state_dict(saved)
         trained(optimizer, mine)
 

@@ -263,7 +263,7 @@ def test_what_was_hardly_meant_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("name", ["checkpoint-7", "no/folder/checkpoint-7", "a model", "empty"])
 def test_what_a_trainer_has_not_saved_it_says_itself(tmp_path: Path, name: str) -> None:
-    """A folder that is not there, or is none of a Trainer's, is no save that was interrupted, nor is to be deleted."""
+    """A folder that is not there, or is none of a Trainer's, is no interrupted save, and not to be deleted."""
     named = tmp_path / name
     if " " in name or name == "empty":
         named.mkdir()

@@ -29,8 +29,9 @@ def test_an_installed_copy_of_the_integrations_is_not_looked_at(tmp_path: Path, 
     (site / "offload" / "integrations" / "shared.py").write_text("KINDS: int = 3\n")
     program = "from offload.integrations.shared import KINDS\n\nreveal_type(KINDS)\nKINDS.torch_class\n"
     (source / "offload" / "program.py").write_text(program)
+    settings = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={tmp_path}"]
     found = subprocess.run(
-        [sys.executable, "-m", "mypy", f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={tmp_path}", "offload"],
+        [sys.executable, "-m", "mypy", *settings, "offload"],
         cwd=source,
         env={**os.environ, "MYPYPATH": str(site) if installed else ""},
         capture_output=True,
