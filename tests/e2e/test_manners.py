@@ -3,6 +3,7 @@ groups without values, weights of another form, names that no file could hold, `
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import threading
@@ -157,6 +158,59 @@ def test_one_that_cannot_be_updated_is_named_when_it_has_a_gradient(
         bad.requires_grad_(False)
         optimizer.step()  # with the gradient of the other, which was there
         assert torch.equal(trained(optimizer, mine, 1), expected)
+
+
+@pytest.mark.late(shared=True)
+@pytest.mark.parametrize("settings", [{}, {"keep_grads": False}, {"overlap": "backward"}], ids=str)
+def test_frozen_weights_may_lie_on_other_devices(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = {"host_memory": 0, "paths": [tmp_path], **settings}
+    mine, reference = (Parameter(weight().detach().to("late:0")) for _ in range(2))
+    with offload.AdamW([("w", reference)], lr=0.1, offload=config) as optimizer:
+        expected = trained(optimizer, reference, 4)
+    elsewhere = [frozen(torch.zeros(3)), frozen(torch.zeros(3, dtype=torch.uint8)), KINDS["meta"]()]
+    named = [(f"frozen.{number}", each) for number, each in enumerate(elsewhere)]
+    with offload.AdamW([*named, ("w", mine)], lr=0.1, offload=config) as optimizer:
+        trained(optimizer, mine, 1)
+        elsewhere[0].requires_grad_(True)
+        (mine.float() ** 2).sum().backward()
+        elsewhere[0].sum().backward()
+        with pytest.raises(ConfigError, match=r"frozen.0: .*have all weights on late:0"):
+            optimizer.step()
+        elsewhere[0].grad = None
+        elsewhere[0].requires_grad_(False)
+        optimizer.step()
+        assert torch.equal(trained(optimizer, mine), expected)
+    mine.requires_grad_(False)
+    with offload.AdamW([("q", KINDS["meta"]()), ("w", mine)], lr=0.1, offload=config) as optimizer:
+        mine.requires_grad_(True)
+        trained(optimizer, mine, 1)
+        assert optimizer.state_for(mine)["exp_avg"].any()
+
+
+@pytest.mark.late(shared=True)
+@pytest.mark.parametrize("settings", [{}, {"keep_grads": False}, {"overlap": "backward"}], ids=str)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_weight_that_was_moved_to_another_device_is_named(
+    settings: dict[str, Any], there: bool, tmp_path: Path
+) -> None:
+    if not there and not settings.get("keep_grads", True):
+        settings = {}  # that is for weights on a device
+    devices = ["late:0", "cpu"] if there else ["cpu", "late:0"]
+    mine, other = (Parameter(weight().detach().to(devices[0])) for _ in range(2))
+    config = {"host_memory": 0, "paths": [tmp_path], **settings}
+    with offload.AdamW([("layer.weight", mine), ("w", other)], lr=0.1, offload=config) as optimizer:
+        trained(optimizer, mine, 1)
+        data = mine.data
+        mine.data = data.to(devices[1])
+        said = f"layer.weight: .*on {devices[1]}.*make a new optimizer"
+        # Where gradients stay on a device until the step, nobody looks at them before.
+        looks = not there or "keep_grads" in settings
+        with pytest.raises(ConfigError, match=said) if looks else contextlib.nullcontext():
+            (mine * mine).sum().backward()
+        with pytest.raises(ConfigError, match=said):
+            optimizer.step()
+        mine.grad, mine.data = None, data
+        trained(optimizer, mine, 1)
 
 
 class Adapted(torch.nn.Module):
