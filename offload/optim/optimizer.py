@@ -78,8 +78,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         holder.use(self._find_device(parameters))
         self._scaling = Scaling()
         if config.shard and world > 1:
-            device = self._weights.required_device
-            self._weights.rows_over = shards.mesh_of_all("cpu" if device is None else device.type)
+            self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
         self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_reported = True  # the last step
@@ -96,11 +95,11 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
         """Return the device that all weights lie on."""
-        device = self._weights.required_device
-        if device is not None and device.type in BACKENDS:
+        where = self._weights.required_device
+        if where is not None and where.type in BACKENDS:
             from offload.device.accelerator import AcceleratorDevice
 
-            return AcceleratorDevice(device)
+            return AcceleratorDevice(where)
         return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
