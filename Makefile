@@ -30,9 +30,9 @@ train: $(VENV)/.ready
 # One thread each for torch's own operations: those of several workers wait for each other by spinning.
 check test test-full: export OMP_NUM_THREADS := 1
 
-# What a change breaks first, in a minute and a half on two cores: without DeepSpeed, processes, slow tests.
+# What a change breaks first, in five minutes of processor time: without DeepSpeed, processes, slow tests.
 check: $(VENV)/.core lint
-	$(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)
+	$(PYTEST) -q -m "not slow and not full and not gpu and not late" tests/unit tests/sim tests/kernels $(ARGS)
 
 test: $(VENV)/.ready $(VENV)/.oldest-triton lint
 	$(PYTEST) -m "not full and not gpu" $(ARGS)

@@ -8,6 +8,7 @@ figures (reports, `figures.py`), and the versions that tests run.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import re
@@ -144,10 +145,12 @@ PARTS = {
 }
 
 
-def expected() -> dict[Path, str]:
-    """Return every page that has generated parts, as it has to be."""
-    found = {page: make() for page, make in PAGES.items()}
+def expected(only: str | None = None) -> dict[Path, str]:
+    """Return every page that has generated parts, or only that of one name, as it has to be."""
+    found = {page: make() for page, make in PAGES.items() if only in (None, page.stem)}
     for page, parts in PARTS.items():
+        if only not in (None, page.stem):
+            continue
         text = page.read_text()
         for name, make in parts.items():
             begin, end = f"<!-- begin {name}: written by docs/generate.py -->\n", f"<!-- end {name} -->\n"
@@ -160,7 +163,9 @@ def expected() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for file, content in expected().items():
+    parser = argparse.ArgumentParser(description="Write what pages take from code, reports and settings.")
+    parser.add_argument("--only", choices=sorted(page.stem for page in (*PAGES, *PARTS)), help="this page alone")
+    for file, content in expected(parser.parse_args().only).items():
         if not file.exists() or file.read_text() != content:
             file.write_text(content)
             print(f"wrote {file.relative_to(ROOT)}")

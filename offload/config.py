@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, check_text
 from offload.formats import STATE_FORMATS
 from offload.protocols import MAX_DEPTH, MAX_NODES
 from offload.units import read_number
@@ -481,16 +481,6 @@ def _check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -
     if not least <= number <= most:
         allowed = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"
         raise ConfigError(field, value, f"give an integer {allowed}")
-
-
-def check_text(field: str, value: str) -> None:
-    """Check that a path's name can be written down: native code and checkpoints have it in UTF-8."""
-    try:
-        bad = b"\0" in value.encode()
-    except UnicodeEncodeError:
-        bad = True
-    if bad:
-        raise ConfigError(field, value, "use a path whose name is UTF-8")
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:

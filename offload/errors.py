@@ -235,6 +235,20 @@ def invariant(condition: object, message: str) -> None:
         raise InternalError(f"{message} (this is a bug in offload, please report it)")
 
 
+def check_text(field: str, value: str, allowed: str = "use a path whose name is UTF-8") -> None:
+    """Refuse text that cannot be written down: native code and checkpoints have it in UTF-8, without a zero.
+
+    Raises:
+        ConfigError: It is such a text; names `field`, and says what is `allowed`.
+    """
+    try:
+        is_text = "\0" not in value and value.encode() is not None
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise ConfigError(field, value, allowed)
+
+
 def known(value: T | None, message: str) -> T:
     """Return `value`, which is there; raise `InternalError` with `message` if it is None."""
     invariant(value is not None, message)

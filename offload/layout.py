@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.errors import ConfigError, invariant
+from offload.errors import ConfigError, check_text, invariant
 from offload.formats import EXACT, EXACT_ADAMW, FP32, StateFormat, StateSpec, StateTensor
 from offload.protocols import ACTIVATIONS, SECTOR_BYTES, TileId
 from offload.rules import MASTER, UpdateRule
@@ -92,6 +92,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
+PARAMETER_NAMES = "give a name of Unicode text, without a zero: checkpoints have it"
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter (or one rank's piece of it), as the layout sees it.
@@ -113,7 +116,7 @@ class Parameter:
             it to the one that updates all of it.
 
     Raises:
-        ConfigError: The unsharded parameter has no such piece.
+        ConfigError: The name cannot be saved, or the unsharded parameter has no such piece.
     """
 
     name: str
@@ -130,6 +133,7 @@ class Parameter:
     brought_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_text("a parameter's name", self.name, PARAMETER_NAMES)
         if not (self.start or self.unsharded_numel):
             object.__setattr__(self, "unsharded_numel", self.numel)
         whole = self.unsharded_numel

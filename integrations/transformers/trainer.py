@@ -349,8 +349,10 @@ def _whole_beside(folder: str) -> list[str]:
 
 
 def _check_whole(checkpoint: str) -> None:
-    """Refuse what an interrupted save has left."""
-    missing = _missing(checkpoint)
+    """Refuse what an interrupted save has left; of what a Trainer has not saved, it says itself what it thinks."""
+    is_saved = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
+    is_saved |= os.path.isdir(os.path.join(checkpoint, FOLDER))
+    missing = _missing(checkpoint) if is_saved and os.path.isdir(checkpoint) else ""
     if not missing:
         return
     folder, others = os.path.normpath(checkpoint), _whole_beside(checkpoint)

@@ -326,8 +326,6 @@ def encode(manifest: Manifest) -> bytes:
     rules = [*dict.fromkeys([layout.rule, *(subgroup.state.rule for subgroup in layout.subgroups)])]
     try:
         check_metadata(manifest.metadata)
-        for parameter in layout.parameters:
-            check_text(parameter.name)
     except ValueError as cause:
         raise CheckpointError(f"a checkpoint cannot say this: {cause}") from cause
     return seal(

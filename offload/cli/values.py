@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from offload.config import check_text, parse_bytes, parse_host_memory
-from offload.errors import ConfigError
+from offload.config import parse_bytes, parse_host_memory
+from offload.errors import ConfigError, check_text
 from offload.units import DAY_S, format_seconds, read_number
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

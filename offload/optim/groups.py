@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from offload.checkpoint.manifest import check_text
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, check_text
+from offload.layout import PARAMETER_NAMES
 from offload.rules import items, number
 
 NOT_SAVED = (
@@ -71,22 +71,12 @@ def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
     ]
 
 
-def check_name(what: str, name: str) -> None:
-    """Refuse a parameter's name that no checkpoint could hold.
-
-    Raises:
-        ConfigError: As said; names `what`.
-    """
-    try:
-        check_text(name)
-    except ValueError as cause:
-        raise ConfigError(what, name, f"give it a name that can be saved: {cause}") from cause
-
-
 def checked_groups(
     state_dict: Mapping[str, Any], groups: Sequence[Group], check: Callable[[Group], None]
 ) -> list[Group]:
-    """Return the groups of a state dict, each of which `check` has verified."""
+    """Return the groups of a state dict, each of which `check` has verified, with this optimizer's values for those
+    that it lacks: torch.distributed.checkpoint gives a group without parameters none.
+    """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigError("state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"')
     saved_groups: list[Group] = state_dict["param_groups"]
@@ -100,7 +90,7 @@ def checked_groups(
         len(set(keys)) == len(set(parameter_ids)) == len(set(zip(keys, parameter_ids, strict=True)))
     ):
         raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
-    for group in saved_groups:
+    for own, group in zip(groups, saved_groups, strict=True):
         texts = group.get("param_names")
         if texts is not None and not (
             isinstance(texts, list | tuple)
@@ -109,8 +99,8 @@ def checked_groups(
         ):
             raise ConfigError("state_dict param_names", texts, "give each parameter of the group a name, or none")
         for name in texts or ():
-            check_name("state_dict param_names", name)
-        check(group)
+            check_text("state_dict param_names", name, PARAMETER_NAMES)
+        check({**own, **group})
     return saved_groups
 
 
@@ -153,7 +143,7 @@ def from_json(
             values = {  # parameters are never saved: where a group names some, it is damaged
                 n: _restored_value(n, v, group.get(n)) for n, v in saved.items() if n not in ignored or n == "params"
             }
-            check(values)
+            check({**group, **values})
             hyperparameters.append(values)
         except ConfigError as cause:
             raise CheckpointError(f"{path} is damaged: {cause}") from cause

@@ -23,8 +23,9 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
-from offload.errors import ConfigError, invariant
-from offload.layout import Parameter
+from offload.errors import ConfigError, check_text, invariant
+from offload.kernels.reference import DTYPE_CODES
+from offload.layout import PARAMETER_NAMES, Parameter
 from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
@@ -73,12 +74,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             nbytes = sum(piece.numel() * (4 if wide else piece.itemsize) for piece in own)
             kept_bytes = None if budget >= nbytes else budget
             holder.config = dataclasses.replace(holder.config, gradient_memory=kept_bytes)
+        self._weights.required_device = _device_of(parameters)
         holder.use(self._find_device(parameters))
-        first = self.param_groups[0]["params"]
-        self._weights.required_device = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
         if config.shard and world > 1:
-            self._weights.rows_over = shards.mesh_of_all(first[0].device.type if first else "cpu")
+            self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
         self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._is_reported = True  # the last step
@@ -95,14 +95,11 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
         """Return the device that all weights lie on."""
-        devices = {shards.local(parameter).device for parameter in parameters}
-        if len(devices) > 1:
-            device_names = ", ".join(sorted(map(str, devices)))
-            raise ConfigError("params", device_names, "have all weights on one device, or an optimizer for each")
-        if devices and next(iter(devices)).type in BACKENDS:  # others are refused with the parameter's name
+        where = self._weights.required_device
+        if where is not None and where.type in BACKENDS:
             from offload.device.accelerator import AcceleratorDevice
 
-            return AcceleratorDevice(next(iter(devices)))
+            return AcceleratorDevice(where)
         return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
@@ -169,7 +166,9 @@ class OffloadedOptimizer(StatefulOptimizer):
                 )
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
-                    check_parameter(parameter, name, self._weights.required_device)
+                    check_text("a parameter's name", name, PARAMETER_NAMES)
+                    if parameter.requires_grad:  # others are nobody's business before they have a gradient
+                        check_parameter(parameter, name, self._weights.required_device)
             if self._weights.required_device is not None:
                 check_reduced(self._holder.config, group["params"])
             if self._holder.engine_if_open is not None:
@@ -185,7 +184,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Let autograd accumulate in float32, if that is wanted."""
         if self._holder.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
-                if parameter.grad is None and not shards.is_sharded(parameter):  # FSDP2 has a dtype for it
+                # FSDP2 has a dtype for it, and what cannot be updated is left as it is.
+                if parameter.grad is None and parameter.dtype in DTYPE_CODES and not shards.is_sharded(parameter):
                     parameter.grad_dtype = torch.float32
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
@@ -232,7 +232,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         return active
 
     def _bind_new_parameters(self) -> None:
-        """Add parameters that have a gradient and were frozen when the optimizer was made."""
+        """Add parameters that have a gradient and were frozen when the optimizer was made.
+
+        Raises:
+            ConfigError: One cannot be updated.
+        """
         self._bind(parameter for parameter in self._parameters() if parameter.grad is not None)
         self._route.hook_thawed()
 
@@ -245,6 +249,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
         """Refuse parameters that have replaced others of their name, as where a model is sharded afterwards."""
+        check_reduced(self._holder.config, new)
         candidates, bound_names = set(new), {bound.name for bound in self._weights.bound.values()}
         for parameter, name, _ in names(self.param_groups):
             if parameter in candidates and name in bound_names:
@@ -833,6 +838,16 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _device_of(parameters: list[torch.Tensor]) -> torch.device | None:
+    """Return the device that all weights lie on; where all are frozen, that of the first that could be updated."""
+    devices = {shards.local(parameter).device for parameter in parameters if parameter.requires_grad}
+    if len(devices) > 1:
+        device_names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError("params", device_names, "have all weights on one device, or an optimizer for each")
+    frozen = (shards.local(parameter).device for parameter in parameters)
+    return next((device for device in (*devices, *frozen) if device.type in ("cpu", *BACKENDS)), None)
 
 
 def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:

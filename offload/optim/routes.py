@@ -26,7 +26,7 @@ from offload.optim.overlap import Overlap
 from offload.optim.ranks import is_flattened, world
 from offload.optim.scaling import GradientId, Scaling
 from offload.optim.slots import GradientSlot
-from offload.optim.weights import BoundParameter, Weights
+from offload.optim.weights import BoundParameter, Weights, check_form
 
 NO_PASS = -1
 """torch's number of the backward pass where none is under way."""
@@ -70,7 +70,9 @@ def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> 
     """Refuse parameters whose gradients ranks reduce only after their hooks have run, where gradients leave in them.
 
     The gradient of a `DTensor` over all ranks arrives reduced, as FSDP2 calls the hooks itself, or as a partial one.
+    Frozen ones have none; this is asked again when they are thawed.
     """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     leaves = config.gradient_memory is not None
     if (leaves or not config.keep_grads) and not all(map(_arrives_reduced, parameters)):
         instead = "leave it out" if leaves else "use true"
@@ -155,7 +157,7 @@ class Route:
         if shards.placed_as(gradient, parameter):
             rows = None if shards.is_sharded(parameter) else bound.cut
             gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
-            _check_gradient(gradient, parameter, bound.name)
+            _check_gradient(gradient, parameter, bound)
             if _lies_as(gradient, parameter):
                 self._engine.gradients.final(bound.position, shards.own(gradient, rows))
 
@@ -176,7 +178,7 @@ class Route:
             if gradient is not parameter.grad:
                 parameter.grad = gradient  # so that nobody reduces it again
             gradient, parameter = shards.local(gradient), shards.local(parameter)
-        _check_gradient(gradient, parameter, bound.name)
+        _check_gradient(gradient, parameter, bound)
         self._tensors.append(gradient)
         is_gathered = self._is_gathered(bound, gradient)
         if not _lies_as(gradient, parameter):
@@ -416,11 +418,11 @@ class SlotRoute(Route):
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
         if shards.is_sharded(parameter):
             return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
-        _check_gradient(gradient, parameter, bound.name)
+        _check_gradient(gradient, parameter, bound)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
         elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
-            return  # part of a graph, or of a weight that is not what it was: `step` looks at it
+            return  # part of a graph, or accumulated in another dtype than its slot's: `step` looks at it
         elif gradient.dtype not in (slot.dtype, parameter.dtype):
             return  # wider than its slot: it is not narrowed
         else:
@@ -466,7 +468,7 @@ class DepartureRoute(Route):
         if not shards.placed_as(gradient, bound.parameter):
             return  # tensor parallelism reduces it when the step asks for it
         gradient = shards.local(gradient)
-        _check_gradient(gradient, shards.local(bound.parameter), bound.name)
+        _check_gradient(gradient, shards.local(bound.parameter), bound)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
             self._depart(bound, gradient)
             number: int = torch._C._current_graph_task_id()
@@ -511,7 +513,7 @@ class DepartureRoute(Route):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
             gradient = shards.reduced_gradient(bound.parameter.grad, bound.parameter, bound.name)
-            _check_gradient(shards.local(gradient), shards.local(bound.parameter), bound.name)
+            _check_gradient(shards.local(gradient), shards.local(bound.parameter), bound)
             self._depart(bound, shards.local(gradient).detach())
         return self._engine.gradients.has_arrived(bound.position)
 
@@ -585,8 +587,10 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return gradient.stride() == parameter.stride() and not gradient.is_neg()
 
 
-def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
-    """Verify that the engine can read a gradient: its layout, dtype, device and shape."""
+def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, bound: BoundParameter) -> None:
+    """Verify that the engine can read a gradient: its layout, dtype, device and shape, and those of its weight."""
+    name = bound.name
+    check_form(bound)
     if gradient.layout != torch.strided:
         allowed = "use dense gradients (for an embedding, sparse=False)"
         raise ConfigError(f"gradient of {name}", gradient.layout, allowed)

@@ -129,20 +129,23 @@ class ClassRunner:
         groups = [{"params": given}] if given and not isinstance(given[0], Mapping) else [*map(dict, given)]
         twins: dict[int, torch.Tensor] = {}
 
-        def twin(item: Any) -> Any:
+        def twin_of(item: Any) -> Any:
             if isinstance(item, tuple):
-                return (*item[:-1], twin(item[-1]))
+                return (*item[:-1], twin_of(item[-1]))
             if not isinstance(item, torch.Tensor):
                 return item  # which torch refuses
             if id(item) not in twins:
-                twins[id(item)] = torch.empty_like(shards.local(item).detach(), device="cpu").requires_grad_()
+                dtype = item.dtype if item.is_floating_point() else torch.float32  # of frozen ones it may be any
+                twin = torch.empty(shards.local(item).shape, dtype=dtype, device="cpu")
+                twins[id(item)] = twin.requires_grad_()
             return twins[id(item)]
 
         for group in groups:
             items = group.get("params", ())
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
         with _without_memory():
-            self._inner = made = self._make([{**group, "params": [*map(twin, group["params"])]} for group in groups])
+            twin_groups = [{**group, "params": [*map(twin_of, group["params"])]} for group in groups]
+            self._inner = made = self._make(twin_groups)
         own = {name: value for name, value in vars(made).items() if name not in OWN_ATTRIBUTES}
         for place, values in (
             ("an attribute", own),

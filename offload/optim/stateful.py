@@ -65,6 +65,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._state = self._view_of_state(
             holder, self._weights, self.rule, self._lock, type(self).__name__, start_values
         )
+        self.defaults = defaults  # checked before anything is asked of parameters, as torch does
+        self.rule.check(defaults)
+        self._check_group(defaults)
         super().__init__(params, defaults)
 
     @property
@@ -120,6 +123,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
+        if value is self._state:  # as where a wrapper hands on what it has read
+            return
         if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
         self._state.clear()

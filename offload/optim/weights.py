@@ -20,7 +20,7 @@ from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.dealt import Dealt, DealtWeight
-from offload.optim.groups import Group, check_name, names
+from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
 from offload.optim.ranks import agree_on_load
 from offload.optim.shards import Cut
@@ -31,7 +31,7 @@ from offload.session.state_copy import copy_run
 log = logging.getLogger("offload")
 
 
-Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size]
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size, torch.device]
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -39,7 +39,7 @@ class BoundParameter:
     """The record of a parameter that the engine updates.
 
     Attributes:
-        form: Dtype, shape and strides of the weight that the state belongs to, and the shape that this rank has.
+        form: Dtype, shape, strides of the weight that the state belongs to; shape and device of what this rank has.
         stamp: Address and version of the weight after the last update or check.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.
@@ -186,12 +186,7 @@ class Weights:
             stamp = bound.current_stamp()
             if stamp == bound.stamp:
                 continue
-            form = _form(parameter)
-            if form != bound.form:
-                text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
-                raise ConfigError(
-                    bound.name, text, "make a new optimizer after changing a weight's dtype, shape or memory format"
-                )
+            check_form(bound)
             check_parameter(parameter, bound.name, self.required_device)
             if bound.dealt is None:  # else when ranks meet
                 self._holder.engine.bind_weight(bound.position, stamp[0])
@@ -364,7 +359,17 @@ def _differs(bound: BoundParameter, master: torch.Tensor) -> bool:
 
 
 def _form(parameter: torch.Tensor) -> Form:
-    return parameter.dtype, parameter.shape, parameter.stride(), shards.local(parameter).shape
+    local = shards.local(parameter)
+    return parameter.dtype, parameter.shape, parameter.stride(), local.shape, local.device
+
+
+def check_form(bound: BoundParameter) -> None:
+    """Refuse a weight that is not what it was when its state was laid out: memory beside it would be used."""
+    form = _form(bound.parameter)
+    if form != bound.form:
+        text = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}, on {form[4]}"
+        allowed = "make a new optimizer after changing a weight's dtype, shape, memory format or device"
+        raise ConfigError(bound.name, text, allowed)
 
 
 def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
@@ -379,7 +384,6 @@ def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
 
 def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
     """Verify that a weight can be updated and saved, and is on the required device if there is one."""
-    check_name("params", name)
     shards.cut_of(parameter, name, None)
     parameter = shards.local(parameter)
     if parameter.is_inference():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -110,6 +111,7 @@ class WrappedOptimizer(OffloadedOptimizer):
                 item if isinstance(item, tuple) else (f"param_groups[{at}].params[{n}]", item)
                 for n, item in enumerate(group["params"])
             ]
+            named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
             for name, parameter in named:
                 self._check(parameter, name)
                 if parameter.numel() > largest:
@@ -126,7 +128,8 @@ class WrappedOptimizer(OffloadedOptimizer):
         if config.shard and ranks.world()[0] > 1:
             raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
         self._state.runner = self._runner
-        self._weights.kept_as = self._kept_as
+        owner = weakref.proxy(self)  # whoever is forgotten ends at once
+        self._weights.kept_as = lambda *given: owner._kept_as(*given)
         self._try_groups()
         super()._open(config)
 

@@ -14,6 +14,7 @@ Where the accelerator cannot be built such tests are skipped; with the variable 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -112,13 +113,14 @@ def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
 
 
 def _prepare(item: pytest.Item) -> None:
-    """Build the device, or say that it cannot be; another process looks at the test's time."""
+    """Build the device, or say that it cannot be; another process looks at the test's time, and building is none."""
+    item.config.hook.pytest_timeout_cancel_timer(item=item)
+    faulthandler.cancel_dump_traceback_later()
     try:
         build.library()
     except build.CannotBuild as error:
         end = pytest.fail if NO_SKIPS in os.environ else pytest.skip
         end(f"no test accelerator: {error}")
-    item.config.hook.pytest_timeout_cancel_timer(item=item)
 
 
 def _folder(item: pytest.Item) -> Path:

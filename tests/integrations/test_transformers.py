@@ -261,6 +261,26 @@ def test_what_was_hardly_meant_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
         offload_transformers.disable()
 
 
+@pytest.mark.parametrize("name", ["checkpoint-7", "no/folder/checkpoint-7", "a model", "empty"])
+def test_what_a_trainer_has_not_saved_it_says_itself(tmp_path: Path, name: str) -> None:
+    """A folder that is not there, or is none of a Trainer's, is no interrupted save, and not to be deleted."""
+    named = tmp_path / name
+    if " " in name or name == "empty":
+        named.mkdir()
+        (named / "notes.txt").write_text("kept")
+    said = []
+    for optim in ("adamw_torch", "offload_adamw"):
+        try:
+            offload_transformers.enable()
+            args = TrainingArguments(output_dir=str(tmp_path), optim=optim, use_cpu=True, report_to=[], max_steps=1)
+            with pytest.raises(ValueError, match="Can't find a valid checkpoint") as error:
+                Trainer(model=model(), args=args, train_dataset=Tokens()).train(resume_from_checkpoint=str(named))
+            said.append(str(error.value))
+        finally:
+            offload_transformers.disable()
+    assert said[0] == said[1]
+
+
 def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> None:
     """A second `train` may make another one, which the accelerator, patched for the first, has to find."""
     model = torch.nn.Linear(4, 4)

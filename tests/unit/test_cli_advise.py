@@ -54,6 +54,7 @@ def test_known_models_have_the_parameters_that_are_published() -> None:
     assert {name: shape.params for name, shape in MODELS.items()} == PUBLISHED
 
 
+@pytest.mark.slow
 def test_a_configuration_has_the_shape_of_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = MODELS["qwen-0.5b"]
     config = {
@@ -73,6 +74,7 @@ def test_a_configuration_has_the_shape_of_its_model(tmp_path: Path, capsys: pyte
     assert by_file["rank"]["gpu_memory_bytes"]["activations"] == shape.activation_bytes(2048, recompute=False)
 
 
+@pytest.mark.slow
 def test_idle_memory_is_used_and_the_system_has_its_part(capsys: pytest.CaptureFixture[str]) -> None:
     fits = ["--no-keep-grads", "--recompute", "--tokens", "2048"]
     found = asked(capsys, "--model", "llama-8b", *DESKTOP, *fits)
@@ -91,6 +93,7 @@ def test_what_leaves_nothing_to_the_system_is_told(capsys: pytest.CaptureFixture
     assert any("advisable: lower --host-memory" in warning for warning in found["warnings"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "switches"),
     [
@@ -158,6 +161,7 @@ def test_sharded_weights_wait_for_no_module(capsys: pytest.CaptureFixture[str]) 
     assert not any("forward" in each["change"] for each in asked(capsys, *words)["advice"])
 
 
+@pytest.mark.slow
 def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-8b", *DESKTOP, "--tokens", "2048", "--advise")["settings"]
     assert len(found) == 3
@@ -193,6 +197,7 @@ def test_what_is_given_is_not_searched(capsys: pytest.CaptureFixture[str]) -> No
     assert parse_bytes("", found[0]["config"]["host_memory"]) == 4 * GIB
 
 
+@pytest.mark.slow
 def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "llama-1b", *SMALL, "--tokens", "2048", "--advise"]
     config = asked(capsys, *arguments)["settings"][0]["config"]
@@ -232,6 +237,7 @@ def test_a_step_alone_is_no_iteration(capsys: pytest.CaptureFixture[str]) -> Non
     assert "forward and backward: unknown (the rates know no FLOP/s; give --flops)" in rest
 
 
+@pytest.mark.slow
 def test_settings_that_round_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "llama-1b", *SMALL, "--tokens", "2048", "--advise"]
     assert cli.main(["plan", *arguments]) == 0

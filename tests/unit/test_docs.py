@@ -40,6 +40,8 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_generated_pages_and_parts_are_what_is_generated(generate: ModuleType) -> None:
+    (only,) = generate.expected("configuration")
+    assert only.name == "configuration.md"
     stale = [page.name for page, text in generate.expected().items() if page.read_text() != text]
     assert not stale, "run make docs"
 

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 ATTRIBUTE = re.compile(r"(?<=[\w\])]\.)_[A-Za-z]\w*")
@@ -98,6 +100,7 @@ def reached(tree: ast.Module, package: set[str], classes: Classes) -> Iterator[t
         yield from ((name, node.lineno) for name in found if name not in OTHERS)
 
 
+@pytest.mark.slow
 def test_tests_reach_for_few_private_names() -> None:
     package, tests = sources("offload", "integrations"), sources("tests")
     classes, names = Classes(package, tests), set().union(*map(given, package.values()))

@@ -32,11 +32,17 @@ NUMEL = 100
 class Routed:
     """A route of one kind for one parameter of 100 elements, and the engine behind it."""
 
-    def __init__(self, kind: type[Route] = SlotRoute, shape: tuple[int, ...] = (NUMEL,), **slot: Any) -> None:
+    def __init__(
+        self,
+        kind: type[Route] = SlotRoute,
+        shape: tuple[int, ...] = (NUMEL,),
+        weight: torch.dtype = torch.float32,
+        **slot: Any,
+    ) -> None:
         self.engine = RecordedEngine()
         self.memory = memory = torch.zeros(NUMEL, **slot)
         self.engine.slot = lambda position: memory  # type: ignore[method-assign]
-        self.parameter = torch.nn.Parameter(torch.zeros(shape))
+        self.parameter = torch.nn.Parameter(torch.zeros(shape, dtype=weight))
         weights = bound_to(self.engine, [self.parameter])
         self.bound: BoundParameter = weights.of(self.parameter)
         self.scaling = Scaling()
@@ -136,8 +142,7 @@ def test_a_gradient_that_is_part_of_a_graph_stays(spoil: Callable[[torch.Tensor]
     ],
 )
 def test_a_gradient_of_another_dtype(slot: Any, weight: Any, gradient: Any, said: list[Any]) -> None:
-    routed = Routed(dtype=slot)
-    routed.parameter.data = torch.zeros(NUMEL, dtype=weight)
+    routed = Routed(weight=weight, dtype=slot)
     routed.parameter.grad_dtype = None
     routed.parameter.grad = torch.ones(NUMEL, dtype=gradient)
     routed.route.arrived(routed.bound)
@@ -159,6 +164,20 @@ def test_a_gradient_that_cannot_be_read(kind: type[Route], gradient: torch.Tenso
     object.__setattr__(routed.bound, "parameter", Held(routed.parameter, gradient))
     with pytest.raises(ConfigError, match=words):
         routed.route.bind()
+
+
+@pytest.mark.parametrize("kind", [SlotRoute, DepartureRoute, StepRoute])
+@pytest.mark.parametrize(
+    "changed", [torch.zeros(NUMEL + 1), torch.zeros(NUMEL - 1), torch.zeros(1, NUMEL), torch.zeros(NUMEL).half()]
+)
+def test_a_weight_of_another_form_is_named_before_its_gradient_is_read(kind: type[Route], changed: Any) -> None:
+    """The engine would read as many elements as the weight had."""
+    routed = Routed(kind)
+    routed.engine.speculates = True
+    routed.parameter.data = changed
+    with pytest.raises(ConfigError, match=r"p0: .*make a new optimizer"):
+        routed.backward()
+    assert routed.engine.said() == []
 
 
 class Held:
