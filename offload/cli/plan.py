@@ -776,7 +776,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _search(arguments: argparse.Namespace, question: Question, choices: Choices) -> None:
     from offload.cli import advise
 
-    with contextlib.closing(_progress(arguments, "setting")) as progress:
+    with contextlib.closing(progress_of(arguments, "setting")) as progress:
         if arguments.advise:
             found = advise.best(question, choices, progress.show)
         else:
@@ -786,7 +786,8 @@ def _search(arguments: argparse.Namespace, question: Question, choices: Choices)
     tell(arguments, outcome, f"{advise.describe(found)}{notes}")
 
 
-def _progress(arguments: argparse.Namespace, unit: str) -> Progress:
+def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
+    """Return the bar of a search or a simulation; where there is no terminal, a line every half a minute."""
     return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0, line_s=30.0)
 
 
@@ -795,7 +796,7 @@ def _predict(arguments: argparse.Namespace, question: Question, choices: Choices
 
     settled = choices.settle(question)
     draws = arguments.picture is not None
-    with contextlib.closing(_progress(arguments, "visit")) as progress:
+    with contextlib.closing(progress_of(arguments, "visit")) as progress:
         try:
             answer = ask(settled, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
         except InfeasiblePlanError as error:

@@ -547,11 +547,8 @@ def test_no_error_names_a_none_that_nobody_has_written(capsys, words):
 
 
 def test_what_is_missing_in_a_file_of_rates_is_missing(capsys, tmp_path):
-    for change in (
-        {"paths": [{"read_bytes_per_s": 1e9}]},
-        {"cpu_bytes_per_s": None},
-        {"cpu_bytes_per_s": {"compact8": 1}},
-    ):
+    no_write, no_rate, no_exact = {"paths": [{"read_bytes_per_s": 1e9}]}, None, {"compact8": 1}
+    for change in (no_write, {"cpu_bytes_per_s": no_rate}, {"cpu_bytes_per_s": no_exact}):
         file = tmp_path / "rates.json"
         file.write_text(json.dumps({"format": 2, "rates": RATES | change}))
         assert cli.main(["plan", "--rates", str(file), "--params", "1e9"]) == 2
