@@ -142,8 +142,8 @@ def fitting(page: Path) -> str:
         "",
         "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's), "
         "which are",
-        "computed again, and `keep_grads=False` where that is needed; a card computes at 40% of its data sheet, and a "
-        "tenth of",
+        "computed again, and `keep_grads=False` where that is needed; a card computes at 40% of its data sheet, "
+        "and a tenth of",
         "its memory (2 GiB at least) stays free. Between turns of the last row `park()` gives back "
         f"{given[0]} GiB of host memory and",
         f"{given[1]} of each GPU's in {given[2]} s. A row that says no: "

@@ -46,7 +46,7 @@ SHARES = (0.5, 0.25, 0.125)
 """Of updates on the GPU: tried in turn where there is no room for the gradients of as many as are best."""
 
 BEST = 3
-SIMULATED = 8
+SIMULATED = 5
 """Of the settings that the closed form finds best."""
 
 WORTH = 0.02

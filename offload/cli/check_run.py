@@ -28,7 +28,7 @@ DRIFT_A_STEP = 2.0**-22
 REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables of a run where the user has not set them, read when Python and CUDA's matrix library start."""
 
-ON_CPU = {"gpu_memory": 0, "placement": "cpu", "keep_grads": True}
+ON_CPU: dict[str, Any] = {"gpu_memory": 0, "placement": "cpu", "keep_grads": True}
 """What settings for weights on a GPU mean where there is none."""
 
 _EPILOG = """\

@@ -75,7 +75,7 @@ def reserved_bytes(node_memory: int, ranks: int) -> int:
 
 def gpu_room(memory_bytes: int) -> int:
     """Return what a plan should take of a GPU's memory at most: activations are an estimate, allocators fragment."""
-    return memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes))
+    return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
 
 
 def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
@@ -132,7 +132,7 @@ def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates, *, l
             )
     if size := rates.gpu.memory_bytes:
         room = gpu_room(size) if leaves else size
-        if use.gpu and use.gpu_bytes > room:
+        if use.gpu_bytes > room:
             less = "lower --gpu-memory, or " if use.gpu["state"] else ""
             raise InfeasiblePlanError(
                 f"a rank's GPU memory ({shares(use.gpu)})",
