@@ -66,7 +66,7 @@ def offload(command: str, folder: Path, *options: object) -> tuple[dict[str, Any
 
 
 def plan(folder: Path, numel: int, state: Sequence[object], *more: object) -> dict[str, Any]:
-    return offload("plan", folder, "--params", numel, "--weights-on", "cpu", *state, *more)[0]
+    return offload("plan", folder, "--params", numel, "--gpus", 0, *state, *more)[0]
 
 
 def train(folder: Path, name: str, steps: int, batch: int, *more: object) -> tuple[dict[str, Any], int]:

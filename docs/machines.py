@@ -103,6 +103,11 @@ def seconds(value: float) -> str:
     return f"{value:.2g}" if value < 10 else f"{value:.0f}"
 
 
+def marked(setting: dict[str, Any]) -> str:
+    """Return the mark of a time that rests on an assumed rate."""
+    return "\\*" if setting["guessed"] else ""
+
+
 def fitting(page: Path) -> str:
     """Return the table for a page."""
     head = (
@@ -116,6 +121,7 @@ def fitting(page: Path) -> str:
     )
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     given: tuple[str, str, str] = ("", "", "")
+    guessed = False
     for machine in MACHINES:
         params = MODELS[machine.model].params
         beside = gib(ADAMW_BYTES * params / machine.gpus), gib(CPU_OFFLOAD_BYTES * params)
@@ -129,17 +135,23 @@ def fitting(page: Path) -> str:
         host = gib(machine.gpus * sum(exact["host_memory_bytes"].values()))
         sizes = f"{gib(sum(exact['gpu_memory_bytes'].values()))}, {host}, {gib(exact['storage_bytes'])}"
         iteration = f", {seconds(exact['iteration_s'])} s" if exact["computes"] else ""
-        times = f"{seconds(exact['step_s'])} s{iteration}", f"{seconds(compact['step_s'])} s"
+        times = f"{seconds(exact['step_s'])} s{iteration}", f"{seconds(compact['step_s'])} s{marked(compact)}"
+        guessed |= bool(compact["guessed"])
         lines.append(f"| {' | '.join((machine.title, 'yes', sizes, *times, *beside))} |")
     lines += [
         "",
         "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's), "
         "which are",
-        "computed again, and `keep_grads=False` where that is needed. Between turns of the last row `park()` gives "
-        "back",
-        f"{given[0]} GiB of host memory and {given[1]} of each GPU's in {given[2]} s. "
+        "computed again, and `keep_grads=False` where that is needed; a card computes at 40% of its data sheet, "
+        "and a tenth of",
+        "its memory (2 GiB at least) stays free. Between turns of the last row `park()` gives back "
+        f"{given[0]} GiB of host memory and",
+        f"{given[1]} of each GPU's in {given[2]} s. A row that says no: "
+        "[what runs all the same](docs/modes.md#weights-that-do-not-fit).",
         "[The commands](docs/planning.md#the-table-of-the-readme).",
     ]
+    if guessed:
+        lines += ["", "\\* Assumed, not known: as many parameters a second as of exact state."]
     return "\n".join(lines)
 
 

@@ -20,7 +20,8 @@ import copy
 import errno as _errno
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from enum import Enum
+from typing import Any, Final, TypeVar, cast
 
 from offload.units import format_bytes, format_count
 
@@ -95,12 +96,20 @@ class OffloadError(TravellingError):
     """Base of all errors raised on purpose by this package."""
 
 
+class _Missing(Enum):
+    MISSING = "nothing was given"
+
+
+MISSING: Final = _Missing.MISSING
+"""The value of a `ConfigError` where nothing was given: no `None` that nobody has written."""
+
+
 class ConfigError(OffloadError, ValueError):
     """Your input cannot be used.
 
     Args:
         field: Name of the setting or argument.
-        value: What was found.
+        value: What was found; `MISSING` where nothing was given.
         allowed: What would be accepted, or what to do.
     """
 
@@ -108,7 +117,8 @@ class ConfigError(OffloadError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}: {_shown(value)} cannot be used; {allowed}")
+        wrong = " is missing" if value is MISSING else f": {_shown(value)} cannot be used"
+        super().__init__(f"{field}{wrong}; {allowed}")
 
 
 def _shown(value: object) -> str:

@@ -9,10 +9,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from offload.cli.node import GPU_SHARE, LEAST_GPU_BYTES, Use, reserved_bytes
+from offload.cli.node import check_fits, gpu_room, reserved_bytes
 from offload.cli.plan import Answer, Question, ask, in_format, parked, unknown_words, use
 from offload.cli.values import in_columns
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
@@ -22,18 +23,21 @@ from offload.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from offload.measure import RatesFile
 
-PLENTY_BYTES = 1 << 60
-"""Host memory as if there were any amount of it."""
+Report = Callable[[int, int, str], None]
+"""Told how many of how many settings are done, and what is done to them."""
 
 ROUNDS = 7
-"""Of fitting a budget: all the room, that without what is too much, then halves of what is between. What does not lie
-in the budget changes with it: buffers, and gradients of what is updated elsewhere."""
+"""Of fitting a budget: nothing, then with what is left, or without what is too much. What does not lie in the budget
+changes with it: buffers, and gradients of what is updated elsewhere."""
 
 HALVINGS = 7
 """Of the host memory with which a target is met: to within 1% of the most."""
 
 GRAINS = (1 << 30, 1 << 27, 1 << 20)
 """Sizes that are chosen are multiples of the largest that is an eighth of them or less."""
+
+SPARED = 64
+"""The part of the state at home in host memory that is given on top of it."""
 
 STAND_IN = "/mnt/drive"
 """What a path is called that nobody has named, before its number."""
@@ -42,7 +46,7 @@ SHARES = (0.5, 0.25, 0.125)
 """Of updates on the GPU: tried in turn where there is no room for the gradients of as many as are best."""
 
 BEST = 3
-SIMULATED = 8
+SIMULATED = 5
 """Of the settings that the closed form finds best."""
 
 WORTH = 0.02
@@ -78,13 +82,47 @@ class Choices:
     recompute: tuple[bool, ...]
     gradient_memory: tuple[int | None, ...] = (None,)
 
-    def candidates(self, question: Question) -> Iterator[Question]:
-        """Yield all settings, those first that ask least of the user: exact state, then the fewest switches."""
-        for name in self.state_formats:
-            combinations = itertools.product(self.keep_grads, self.recompute, self.gradient_memory)
-            for keep_grads, recompute, memory in sorted(combinations, key=_switched):
-                changed = replace(question, keep_grads=keep_grads, recompute=recompute, gradient_memory=memory)
-                yield self.settle(in_format(changed, name, self.file, self.exact_params))
+    def variants(self, question: Question) -> list[Question]:
+        """Return all switches, those first that ask least of the user: exact state, then the fewest."""
+        combinations = itertools.product(self.keep_grads, self.recompute, self.gradient_memory)
+        changed = [
+            replace(question, keep_grads=keep_grads, recompute=recompute, gradient_memory=memory)
+            for keep_grads, recompute, memory in sorted(combinations, key=_switched)
+        ]
+        formats = itertools.product(self.state_formats, changed)
+        return [in_format(other, name, self.file, self.exact_params) for name, other in formats]
+
+    def fitting(
+        self, question: Question, report: Report = lambda done, total, words: None, *, leaves: bool = True
+    ) -> Iterator[Answer]:
+        """Yield, by the closed form, every variant that fits, with its budgets.
+
+        Args:
+            question: What is asked.
+            report: Told how far it is.
+            leaves: Whether one fits only if it leaves what should be left of the host and of the GPU.
+
+        Raises:
+            PlanError: None fits; it says what the one that lacks least of it lacks.
+            ConfigError: None can be planned.
+        """
+        variants, lacking, fits = self.variants(question), [], False
+        for number, variant in enumerate(variants):
+            report(number, len(variants), "planned")
+            try:
+                other = self.settle(variant)
+                answer = ask(other, simulate=False)
+                # What is left of a host whose budget is given is the user's choice.
+                memory = other.node_memory if self.host_memory else None
+                check_fits(memory, other.ranks, answer.use, answer.rates, leaves=leaves)
+            except InfeasiblePlanError as error:
+                lacking.append((error.needed_bytes - sum(error.available_bytes.values()), other, error))
+            else:
+                fits = True
+                yield answer
+        if not fits:
+            _, other, why = min(lacking, key=lambda each: each[0])
+            raise PlanError(f"no setting fits; with the leanest ({_words(other)}), {why}") from why
 
     def settle(self, question: Question) -> Question:
         """Return a question in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
@@ -92,22 +130,24 @@ class Choices:
         Gradients of what the GPU updates stay there until the step.
         """
         size = question.rates.gpu.memory_bytes
-        if question.weights_on_gpu and 0 < size < question.least_gpu_bytes:
+        if not (size and question.weights_on_gpu):
+            return self._with_budgets(question)
+        if size < question.least_gpu_bytes:
             least = 0 if question.rates.paths else self._host_room(question)
-            return replace(question, host_memory=least) if self.host_memory else question
-        settled = [self._with_budgets(question)]
-        if self.placement and size and question.weights_on_gpu:
-            for share in (*SHARES, "cpu"):
-                try:
-                    if use(settled[-1]).gpu_bytes <= size:
-                        return settled[-1]
-                except (ConfigError, InfeasiblePlanError):
-                    break
-                settled.append(self._with_budgets(replace(question, placement=share)))
-            with contextlib.suppress(ConfigError, InfeasiblePlanError):
-                if use(settled[-1]).gpu_bytes <= size:
-                    return settled[-1]
-        return settled[0]
+            leanest = replace(question, placement="cpu") if self.placement else question
+            return replace(leanest, host_memory=least) if self.host_memory else leanest
+        taken: dict[int, Question] = {}
+        for placement in (question.placement, *(*SHARES, "cpu") * self.placement):
+            settled = self._with_budgets(replace(question, placement=placement))
+            try:
+                nbytes = use(settled).gpu_bytes
+            except (ConfigError, InfeasiblePlanError):
+                return settled
+            if nbytes <= gpu_room(size):
+                return settled
+            taken.setdefault(nbytes, settled)
+        # None leaves what should be free: the first that fits at all, or what is nearest to it.
+        return next((settled for nbytes, settled in taken.items() if nbytes <= size), taken[min(taken)])
 
     def _with_budgets(self, question: Question) -> Question:
         """Return a question with the most memory for state that leaves the system's part, on the GPU and the host."""
@@ -115,13 +155,12 @@ class Choices:
         if self.gpu_memory:
             question = replace(question, gpu_memory=0)
         if self.host_memory:
-            question = replace(question, host_memory=_fitted(question, "host_memory", host_room, _host_bytes))
+            question = replace(question, host_memory=_fitted(question, "host_memory", host_room))
         # Of activations nothing is known without tokens.
         if self.gpu_memory and gpu and question.weights_on_gpu and question.beside:
-            room = gpu - max(LEAST_GPU_BYTES, int(GPU_SHARE * gpu))
-            question = replace(question, gpu_memory=_fitted(question, "gpu_memory", room, _gpu_bytes))
+            question = replace(question, gpu_memory=_fitted(question, "gpu_memory", gpu_room(gpu)))
             if self.host_memory and question.gpu_memory:
-                question = replace(question, host_memory=_fitted(question, "host_memory", host_room, _host_bytes))
+                question = replace(question, host_memory=_fitted(question, "host_memory", host_room))
         return question
 
     def _host_room(self, question: Question) -> int:
@@ -130,45 +169,43 @@ class Choices:
         return 0 if memory is None else max(0, memory - reserved_bytes(memory, ranks)) // ranks
 
 
-def _host_bytes(taken: Use) -> int:
-    return taken.host_bytes
-
-
-def _gpu_bytes(taken: Use) -> int:
-    return taken.gpu_bytes
-
-
-def _fitted(question: Question, field: str, room: int, taken: Callable[[Use], int]) -> int:
+def _fitted(question: Question, field: str, room: int) -> int:
     """Return the largest budget with which no more is taken than there is room for; 0 if none fits.
 
     Args:
         question: Whose budget it is.
-        field: The budget.
+        field: The budget: "host_memory" or "gpu_memory".
         room: Bytes that a rank may take.
-        taken: What it takes of the room.
     """
-    low, high, excess = 0, room, 0
-    for number in range(ROUNDS):
-        budget = (high, max(1, high - excess))[number] if number < 2 else (low + high) // 2
-        if not low < budget <= high:
-            break
+    low, high, budget, before = 0, room + 1, 0, -1
+    for _ in range(ROUNDS):
         changed: dict[str, Any] = {field: budget}
         try:
-            excess = taken(use(replace(question, **changed))) - room
-        except InfeasiblePlanError:
-            if number == 0:
-                break
-            excess = -1  # more has to lie there
+            parts = getattr(use(replace(question, **changed)), field.removesuffix("_memory"))
+        except InfeasiblePlanError:  # more has to lie there
+            if budget >= room:
+                return 0
+            low, budget = budget, room if not budget else _rounded((low + high) // 2)
+            continue
+        excess = sum(parts.values()) - room
         if excess > 0:
             high = budget
         else:
             low = budget
+        nearer = _rounded(max(0, min(budget, parts["state"]) - excess))  # what lies elsewhere hardly changes
+        if nearer <= low or parts["state"] == before:
+            break
+        before = parts["state"]
+        budget = nearer if nearer < high else _rounded((low + high) // 2)
     return _rounded(low)
 
 
 def _rounded(budget: int) -> int:
-    grain = next((grain for grain in GRAINS if budget >= 8 * grain), 1)
-    return budget // grain * grain
+    return budget // _grain(budget) * _grain(budget)
+
+
+def _grain(budget: int) -> int:
+    return next((grain for grain in GRAINS if budget >= 8 * grain), 1)
 
 
 def _switched(setting: tuple[bool, bool, int | None]) -> int:
@@ -180,16 +217,12 @@ def _switched(setting: tuple[bool, bool, int | None]) -> int:
 def what_fits(question: Question, choices: Choices) -> str:
     """Return the fewest switches with which a model fits that does not, in words; "" if none help."""
     for opened in (choices, replace(choices, placement=True, host_memory=True, gpu_memory=True)):
-        for other in opened.candidates(question):
-            try:
-                ask(other, simulate=False)
-            except (ConfigError, InfeasiblePlanError):
-                continue
-            return " and ".join(_switches(question, other, choices))
+        with contextlib.suppress(ConfigError, PlanError):
+            return " and ".join(switches(question, next(opened.fitting(question, leaves=False)).question, choices))
     return ""
 
 
-def _switches(before: Question, after: Question, choices: Choices) -> list[str]:
+def switches(before: Question, after: Question, choices: Choices) -> list[str]:
     """Return how to come from one question to another, each switch by its setting and its option."""
     found = []
     if after.keep_grads != before.keep_grads:
@@ -246,31 +279,36 @@ class Setting:
     @property
     def config(self) -> dict[str, Any]:
         """Fields of an `OffloadConfig`, as JSON has them; what is the default is left out."""
-        return config_of(self.answer.question, self.overlap)
+        return config_of(self.answer, self.overlap)
 
     def __str__(self) -> str:
-        question = self.answer.question
-        rounds = STATE_FORMATS[question.state_format].rounds
-        words = [f"state {question.state_format}{' (rounded)' * rounds}"]
-        if question.weights_on_gpu:
-            words.append("keep_grads" if question.keep_grads else "keep_grads=False")
-        if question.placement != "auto":
-            words.append(f"placement {question.placement}")
-        if question.gradients_leave:
-            words.append(f"gradient_memory {budget_text(question.gradient_memory or 0)}")
-        if question.recompute:
-            words.append("recomputation")
-        if self.overlap != "off":
-            words.append(f"overlap {self.overlap}")
-        return ", ".join(words)
+        return _words(self.answer.question) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
 
 
-def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
-    """Return the fields of an `OffloadConfig` that a question is about; what is the default is left out."""
-    nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in question.nodes_memory.items()}
-    found: dict[str, Any] = {"host_memory": nodes or budget_text(question.host_memory)}
+def _words(question: Question) -> str:
+    """Return a setting in words, without its budgets."""
+    rounds = STATE_FORMATS[question.state_format].rounds
+    words = [f"state {question.state_format}{' (rounded)' * rounds}"]
     if question.weights_on_gpu:
-        found["gpu_memory"] = budget_text(question.gpu_memory)
+        words.append("keep_grads" if question.keep_grads else "keep_grads=False")
+    if question.placement != "auto":
+        words.append(f"placement {question.placement}")
+    if question.gradients_leave:
+        words.append(f"gradient_memory {budget_text(question.gradient_memory or 0)}")
+    if question.recompute:
+        words.append("recomputation")
+    return ", ".join(words)
+
+
+def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
+    """Return the fields of an `OffloadConfig` that an answer is about; what is the default is left out."""
+    question = answer.question
+    nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in question.nodes_memory.items()}
+    host_bytes = _used(answer, "HOST", question.host_memory, answer.use.host_bytes)
+    found: dict[str, Any] = {"host_memory": nodes or budget_text(host_bytes)}
+    if question.weights_on_gpu:
+        gpu_bytes = _used(answer, "GPU", question.gpu_memory, answer.use.gpu_bytes)
+        found["gpu_memory"] = budget_text(gpu_bytes)
     if question.rates.paths:
         found["paths"] = [_place(question, number) for number in range(len(question.rates.paths))]
     if question.weights_on_gpu and not question.keep_grads and question.all_ranks == 1:
@@ -284,6 +322,19 @@ def config_of(question: Question, overlap: str = "off") -> dict[str, Any]:
     if overlap != "off":
         found["overlap"] = overlap
     return found
+
+
+def _used(answer: Answer, home: str, budget: int, taken: int) -> int:
+    """Return what a plan uses of a budget for state at home in a tier, rounded up.
+
+    With a little to spare, as the padding of a model's own tensors is not known here, but not more than all that the
+    plan takes there.
+    """
+    from offload.plan import Home
+
+    used = answer.plan.home_bytes[Home[home]]
+    nbytes = min(used + used // SPARED, taken)
+    return min(budget, -(-nbytes // _grain(nbytes)) * _grain(nbytes))
 
 
 def _place(question: Question, number: int) -> str:
@@ -300,23 +351,18 @@ def budget_text(nbytes: int) -> str | int:
     return nbytes
 
 
-def best(question: Question, choices: Choices) -> list[Setting]:
+def best(question: Question, choices: Choices, report: Report) -> list[Setting]:
     """Return the settings with the shortest iterations, the best first; none of them is beaten in time and memory.
 
     Raises:
         PlanError: None fits.
+        ConfigError: None can be planned.
     """
-    rough: list[Answer] = []
-    why: Exception | None = None
-    for other in choices.candidates(question):
-        try:
-            rough.append(ask(other, simulate=False))
-        except (ConfigError, InfeasiblePlanError) as error:
-            why = why or error
-    if not rough:
-        raise PlanError(f"no setting fits; with the first one, {why}") from why
-    rough.sort(key=lambda answer: answer.iteration_s)
-    found = [Setting.of(ask(answer.question)) for answer in rough[:SIMULATED]]
+    rough = sorted(choices.fitting(question, report), key=lambda answer: answer.iteration_s)[:SIMULATED]
+    found = []
+    for number, answer in enumerate(rough):
+        report(number, len(rough), "simulated")
+        found.append(Setting.of(ask(answer.question)))
     found.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
     kept: list[Setting] = []
     for setting in found:
@@ -338,34 +384,27 @@ def _beats(one: Setting, other: Setting) -> bool:
     return as_good and (one.iteration_s, mine.use.host_bytes) < (other.iteration_s, theirs.use.host_bytes)
 
 
-def cheapest(question: Question, choices: Choices, target_s: float) -> Setting:
+def cheapest(question: Question, choices: Choices, target_s: float, report: Report) -> Setting:
     """Return the setting that asks least of the user and of memory with which an iteration takes no longer.
 
     Raises:
         PlanError: None is so fast, or none fits.
+        ConfigError: None can be planned.
     """
-    fastest: Setting | None = None
-    why: Exception | None = None
-    for other in choices.candidates(question):
-        try:
-            if ask(other, simulate=False).iteration_s > 4 * target_s:  # hiding it does not make it a quarter
-                setting = Setting.of(ask(other, simulate=False))
-            else:
-                setting = Setting.of(ask(other))
-        except (ConfigError, InfeasiblePlanError) as error:
-            why = why or error
-            continue
-        if fastest is None or setting.iteration_s < fastest.iteration_s:
-            fastest = setting
+    tried: list[Setting] = []
+    for answer in choices.fitting(question, report):
+        slow = answer.iteration_s > 4 * target_s  # hiding a step does not make an iteration a quarter of it
+        setting = Setting.of(answer if slow else ask(answer.question))
         if setting.iteration_s <= target_s:
             return _with_least_memory(setting, target_s) if choices.host_memory else setting
-    if fastest is None:
-        raise PlanError(f"no setting fits; with the first one, {why}") from why
-    cost = fastest.answer.estimate
+        tried.append(setting)
+    fastest = min(tried, key=lambda setting: setting.iteration_s)
+    answer = fastest.answer
+    mark, why = (answer.question.mark, f"; * {answer.question.guessed}") if answer.question.guessed else ("", "")
     raise PlanError(
         f"no setting takes {format_seconds(target_s)} or less: the shortest iteration is "
-        f"{format_seconds(fastest.iteration_s)} ({fastest}), of which the step is "
-        f"{format_seconds(fastest.answer.step_s)}, bound by {cost.bound_by}"
+        f"{format_seconds(fastest.iteration_s)}{mark} ({fastest}), of which the step is "
+        f"{format_seconds(answer.step_s)}{mark}, bound by {answer.estimate.bound_by}{why}"
     )
 
 
@@ -408,7 +447,8 @@ def table(settings: list[Setting]) -> str:
         ranks = answer.question.ranks
         gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
         iteration = "-" if answer.forward_s is None else format_seconds(setting.iteration_s)
-        seconds = iteration, format_seconds(answer.step_s)
+        mark = answer.question.mark
+        seconds = iteration + mark * (iteration != "-"), format_seconds(answer.step_s) + mark
         host = format_bytes(ranks * answer.use.host_bytes)
         cells.append((f"{number}", str(setting), *seconds, host, gpu, answer.estimate.bound_by))
     return in_columns(cells, right=(2, 3, 4, 5))
@@ -417,11 +457,13 @@ def table(settings: list[Setting]) -> str:
 def to_paste(setting: Setting) -> str:
     """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
     config, question = setting.config, setting.answer.question
-    recompute = question.recompute
+    recompute, checkpointing = question.recompute, _checkpointing()
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     # Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
     trainer = (
-        'output_dir="out", optim="offload_adamw", save_total_limit=1' + ", gradient_checkpointing=True" * recompute
+        'output_dir="out", optim="offload_adamw", save_total_limit=1'
+        + ", use_cpu=True" * (not question.weights_on_gpu)
+        + f", {checkpointing}=True" * recompute
     )
     if question.tokens is not None:
         trainer += ", per_device_train_batch_size=1"
@@ -429,11 +471,12 @@ def to_paste(setting: Setting) -> str:
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     lines = [
         f"Python{on_gpu}:",
-        *(["    model.gradient_checkpointing_enable()"] if recompute else []),
+        *([f"    model.{checkpointing}_enable()"] if recompute else []),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({python}))",
     ]
     if setting.overlap in ("forward", "both"):
         lines.append("    optimizer.overlap_forward(model)")
+        lines.append("    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own")
     lines += [
         "JSON:",
         f"    {json.dumps(config)}",
@@ -445,6 +488,14 @@ def to_paste(setting: Setting) -> str:
         f"    arguments = TrainingArguments({trainer})",
     ]
     return "\n".join(lines)
+
+
+def _checkpointing() -> str:
+    """Return what transformers calls recomputation: the version that is installed here, or else its newest."""
+    with contextlib.suppress(PackageNotFoundError, ValueError):
+        if tuple(map(int, version("transformers").split(".")[:2])) < (5, 24):
+            return "gradient_checkpointing"
+    return "activation_checkpointing"
 
 
 def _assumed(answer: Answer) -> list[str]:
@@ -493,6 +544,7 @@ def as_dict(setting: Setting) -> dict[str, Any]:
         "storage_bytes": answer.question.ranks * answer.plan.storage_bytes,
         "parked": parked(answer),
         "bound_by": answer.estimate.bound_by,
+        "guessed": answer.question.guessed,
     }
 
 
@@ -501,7 +553,9 @@ def describe(settings: list[Setting]) -> str:
     lines = [table(settings)]
     forms = {setting.answer.question.state_format: None for setting in settings}
     if rounding := [form for form in forms if STATE_FORMATS[form].rounds]:
-        lines.append(f"{' and '.join(rounding)} round state; exact does not (docs/formats.md)")
+        rounds = f"{' and '.join(rounding)} round{'s' * (len(rounding) == 1)}"
+        lines.append(f"{rounds} state; exact does not (docs/formats.md)")
+    lines += dict.fromkeys(f"* {text}" for setting in settings if (text := setting.answer.question.guessed))
     lines += _assumed(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting)]

@@ -28,6 +28,9 @@ DRIFT_A_STEP = 2.0**-22
 REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Variables of a run where the user has not set them, read when Python and CUDA's matrix library start."""
 
+ON_CPU: dict[str, Any] = {"gpu_memory": 0, "placement": "cpu", "keep_grads": True}
+"""What settings for weights on a GPU mean where there is none."""
+
 _EPILOG = """\
 examples:
   offload check-run train.py --layers 2 --batch 1   five steps of your script, on a model that is cut down
@@ -50,6 +53,7 @@ class Request(msgspec.Struct):
     """One run: of a script (None: `offload train`) with its arguments.
 
     Settings and host memory take the place of the script's, if given. `dump`: step and name of a tensor to keep.
+    `on_cpu`: `ON_CPU` takes the place of what the settings say of a GPU, and no CUDA device is seen.
     """
 
     script: str | None
@@ -59,6 +63,7 @@ class Request(msgspec.Struct):
     reference: bool
     steps: int
     dump: tuple[int, str] | None = None
+    on_cpu: bool = False
 
 
 class Seen(msgspec.Struct):
@@ -90,6 +95,8 @@ def add_parser(commands: Any) -> None:
     add_value(parser, "--steps", partial(parse_count, most=10**6), "of each run (default: %(default)s)", default=5)
     memory = "for state, in place of the script's setting (with a file: a quarter of the state)"
     add_value(parser, "--host-memory", parse_bytes, memory)
+    cpu = "rehearse settings for a GPU on the CPU: no GPU is seen, and what they say of one is left out"
+    parser.add_argument("--on-cpu", action="store_true", help=cpu)
     add_output(parser, "print the outcome as JSON", "no progress; print differences only")
     what = "a Python script, or a .json file of settings"
     add_value(parser, "SCRIPT", parse_path, what, metavar="SCRIPT_OR_CONFIG")
@@ -113,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not os.path.isfile(script):
         raise ConfigError("SCRIPT_OR_CONFIG", script, "there is no such file")
     with tempfile.TemporaryDirectory(prefix="offload-check-run-") as folder:
-        request = Request(script, arguments.arguments, None, arguments.host_memory, False, steps)
+        memory, on_cpu = arguments.host_memory, arguments.on_cpu
+        request = Request(script, arguments.arguments, None, memory, False, steps, on_cpu=on_cpu)
         if script.endswith(".json"):
             request.config = read_values("SCRIPT_OR_CONFIG", script)
             overlap = OffloadConfig.from_dict(request.config, "SCRIPT_OR_CONFIG").overlap
@@ -125,6 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
             outcome = _compare(request, Path(folder), progress)
     state, streamed = (format_bytes(outcome["metrics"].get(f"{kind}_bytes", 0)) for kind in ("state", "streamed"))
     about = f"{steps} steps of {script}: {streamed} of {state} of state went through paths in a step"
+    if on_cpu:
+        outcome["found"].append(f"on the CPU: {', '.join(ON_CPU)} of the settings were left out")
     text = "\n".join([about, *outcome["found"]])
     if outcome["different"] and arguments.quiet and not arguments.json:
         print(text)
@@ -179,7 +189,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
 def _run(request: Request, folder: Path, name: str) -> Seen:
     """Run a script in a process of its own; return what was seen."""
     (folder / "request").write_bytes(msgspec.msgpack.encode(request))
-    environment = {**REPEATABLE, **os.environ}
+    environment = {**REPEATABLE, **os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if request.on_cpu else {})}
     command = [sys.executable, "-m", "offload.cli.checked", str(folder / "request")]
     try:
         with (folder / "printed").open("wb") as printed:

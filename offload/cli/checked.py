@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offload.cli.check_run import DRIFT_A_STEP, MADE, SEEN, TENSOR, Request, Seen
+from offload.cli.check_run import DRIFT_A_STEP, MADE, ON_CPU, SEEN, TENSOR, Request, Seen
 from offload.config import OffloadConfig
 from offload.errors import OffloadError
 from offload.formats import STATE_FORMATS
@@ -127,6 +127,8 @@ class _Watch:
         plain(optimizer, params, defaults, self._changed(config), *options)
 
     def _changed(self, config: OffloadConfig) -> OffloadConfig:
+        if self._request.on_cpu:
+            config = dataclasses.replace(config, **ON_CPU)
         if self._request.reference:
             alike = {name: getattr(config, name) for name in _ALIKE}
             return OffloadConfig(**alike, gpu_memory=0, placement="cpu")

@@ -7,6 +7,7 @@ sheets promise, a measured one (`offload probe`) those that it keeps.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.probe import gpu_of
 from offload.cli.values import add_output, add_value, parse_count, parse_output, tell
 from offload.config import MAX_THREADS, parse_bytes
-from offload.errors import ConfigError
+from offload.errors import MISSING, ConfigError
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -72,10 +73,14 @@ class Card:
 
 _GIB = 1 << 30
 CARDS = {
+    "rtx-3080": Card("RTX 3080", 10 * _GIB, 760e9, 59.5e12, 4, "NVIDIA Ampere GA102 white paper, quoted by reviews"),
     "rtx-3090": Card("RTX 3090", 24 * _GIB, 936e9, 71e12, 4, "NVIDIA Ampere GA102 white paper, quoted by reviews"),
+    "rtx-4070": Card("RTX 4070", 12 * _GIB, 504e9, 58.2e12, 4, "NVIDIA's figures, quoted by club386.com"),
+    "rtx-4080": Card("RTX 4080", 16 * _GIB, 717e9, 97.5e12, 4, "NVIDIA's figures, quoted by holynerdvana.com"),
     "rtx-4090": Card("RTX 4090", 24 * _GIB, 1008e9, 165.2e12, 4, "NVIDIA Ada white paper, quoted by waredb.com"),
     "rtx-5090": Card("RTX 5090", 32 * _GIB, 1792e9, 209.5e12, 5, "NVIDIA Blackwell white paper, quoted by reviews"),
     "a40": Card("A40", 48 * _GIB, 696e9, 149.7e12, 4, "NVIDIA A40 data sheet, copied by ecer.com"),
+    "a6000": Card("RTX A6000", 48 * _GIB, 768e9, 154.8e12, 4, "NVIDIA RTX A6000 data sheet, quoted by llmperf.net"),
     "l40s": Card("L40S", 48 * _GIB, 864e9, 362.05e12, 4, "NVIDIA L40S data sheet, copied by mullet.se"),
     "a100-40": Card("A100 40GB", 40 * GB, 1555e9, 312e12, 4, "NVIDIA A100 data sheet, quoted by glennklockwood.com"),
     "a100-80": Card("A100 80GB", 80 * GB, 2039e9, 312e12, 4, "NVIDIA A100 data sheet, quoted by glennklockwood.com"),
@@ -84,8 +89,10 @@ CARDS = {
 }
 """GPUs that `--gpu` knows by name. Sizes are those that the driver offers at most.
 
-Products are dense, with sums in fp32: for the RTX 3090 half of 142e12 with sums in fp16, for the RTX 5090 a quarter
-of 838e12 that are sparse with sums in fp16, for the H100 and H200 half of the 1979e12 that are sparse.
+Products are dense, with sums in fp32: for the RTX 3090 half of 142e12 with sums in fp16, for the RTX 5090 and 4080 a
+quarter of 838e12 and 390e12 that are sparse with sums in fp16, for the H100 and H200 half of the 1979e12 that are
+sparse. Of the RTX 3080 and 4070 they are twice what is quoted of products in fp32 (29.8e12, 29.1e12), as of the RTX
+3090 and 4090.
 """
 
 
@@ -183,12 +190,21 @@ def _parse_gpus(field: str, value: str) -> Gpus:
     counted = re.fullmatch(r"\s*(\d{1,9})\s*x\s*(.*)", value, re.ASCII | re.IGNORECASE)
     count = parse_count(field, counted[1], most=MOST_GPUS) if counted else 1
     name = (counted[2] if counted else value).strip()
-    card = CARDS.get(re.sub(r"[\s_]+", "-", name.lower()))
-    if card is not None:
+    plain = re.sub(r"nvidia|geforce|[\s_-]+", "", name.lower())
+    cards = {known.replace("-", ""): known for known in CARDS}
+    if plain in cards:
+        card = CARDS[cards[plain]]
         return Gpus(count, card, Memory(card.memory_bytes, card.bytes_per_s))
-    if not re.match(r"[\d.]", name):
-        raise ConfigError(field, value, f'give its memory, such as "24GiB", or a card: {", ".join(CARDS)}')
-    return Gpus(count, None, _parse_memory(field, name))
+    near = [cards[known] for known in difflib.get_close_matches(plain, cards, 1, 0.7)]
+    if re.match(r"[\d.]", name):
+        try:
+            return Gpus(count, None, _parse_memory(field, name))
+        except ConfigError:
+            if not near:
+                raise
+    allowed = "".join(f"did you mean {known}? " for known in near) + f"name a card ({', '.join(CARDS)}) or its memory"
+    assumes = 'its bandwidth is then assumed ("1TB/s:24GiB" says it), and its FLOP/s are unknown (--flops)'
+    raise ConfigError(field, value, f'{allowed}, such as "24GiB": {assumes}')
 
 
 def _parse_drive(field: str, value: str) -> Drive:
@@ -218,7 +234,7 @@ def described(arguments: argparse.Namespace) -> RatesFile:
 
     host, gpus, drives = arguments.host, arguments.gpu, arguments.drive
     if host is None:
-        raise ConfigError("--host", None, 'say how much host memory there is, such as "64GiB"')
+        raise ConfigError("--host", MISSING, 'say how much host memory there is, such as "64GiB"')
     if arguments.link is not None and gpus is None:
         raise ConfigError("--link", f"{format_bytes(arguments.link)}/s", "describe the GPU, too: --gpu 24GiB")
     if len(drives) > MOST_DRIVES:

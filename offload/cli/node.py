@@ -26,7 +26,12 @@ SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
 PROCESS_BYTES = 3 << 29
 """Of host memory, for what a rank takes beside a plan: Python, torch, the host's side of a GPU's driver."""
 GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
-"""Of a GPU's memory, left free where state comes home there, as `gpu_memory="auto"` leaves it."""
+"""Of a GPU's memory, left free, as `gpu_memory="auto"` leaves it."""
+STREAMED_WEIGHTS = (
+    "weights in host memory that a GPU computes run under FSDP2's CPUOffloadPolicy and ZeRO-3's offload_param, which "
+    "is not predicted yet"
+)
+"""What errors say of weights that do not fit a GPU; docs/modes.md says more."""
 DRIVER_BYTES = 1 << 29
 """Of GPU memory: a context and its kernels."""
 
@@ -68,6 +73,11 @@ def reserved_bytes(node_memory: int, ranks: int) -> int:
     return max(LEAST_SYSTEM_BYTES, int(SYSTEM_SHARE * node_memory)) + ranks * PROCESS_BYTES
 
 
+def gpu_room(memory_bytes: int) -> int:
+    """Return what a plan should take of a GPU's memory at most: activations are an estimate, allocators fragment."""
+    return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
+
+
 def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
     """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3.
 
@@ -97,7 +107,7 @@ def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
     return Use(host, {**gpu, **beside})
 
 
-def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates) -> None:
+def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates, *, leaves: bool = False) -> None:
     """Refuse a plan that takes more memory than the node has.
 
     Args:
@@ -105,25 +115,31 @@ def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates) -> N
         ranks: How many there are.
         use: What each takes.
         rates: Of one rank; know the size of its GPU.
+        leaves: Whether it has to leave the part of both that is the system's, and that is for estimates.
 
     Raises:
         InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
     """
-    if node_memory is not None and ranks * use.host_bytes > node_memory:
-        less = "lower --host-memory, or " if use.host["state"] else ""
-        raise InfeasiblePlanError(
-            f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
-            ranks * use.host_bytes,
-            {"the node": node_memory},
-            f"{less}give --node-memory for another node",
-        )
-    if 0 < rates.gpu.memory_bytes < use.gpu_bytes:
-        raise InfeasiblePlanError(
-            f"a rank's GPU memory ({shares(use.gpu)})",
-            use.gpu_bytes,
-            {GPU: rates.gpu.memory_bytes},
-            "use more ranks on more GPUs, or keep weights in host memory with --weights-on cpu",
-        )
+    if node_memory is not None:
+        room = node_memory - reserved_bytes(node_memory, ranks) if leaves else node_memory
+        if ranks * use.host_bytes > room:
+            less = "lower --host-memory, or " if use.host["state"] else ""
+            raise InfeasiblePlanError(
+                f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
+                ranks * use.host_bytes,
+                {f"the node{', less the part of the system' * leaves}": room},
+                f"{less}give --node-memory for another node",
+            )
+    if size := rates.gpu.memory_bytes:
+        room = gpu_room(size) if leaves else size
+        if use.gpu_bytes > room:
+            less = "lower --gpu-memory, or " if use.gpu["state"] else ""
+            raise InfeasiblePlanError(
+                f"a rank's GPU memory ({shares(use.gpu)})",
+                use.gpu_bytes,
+                {f"{GPU}{', less what has to stay free' * leaves}": room},
+                f"{less}use more ranks on more GPUs; {STREAMED_WEIGHTS}",
+            )
 
 
 def shares(parts: Mapping[str, int]) -> str:

@@ -19,12 +19,12 @@ from offload.cli.machine import WORDS, add_words, described, is_described
 from offload.cli.node import (
     DRIVER_BYTES,
     GPU,
-    GPU_SHARE,
     GRADIENT_BYTES,
-    LEAST_GPU_BYTES,
+    STREAMED_WEIGHTS,
     WEIGHT_BYTES,
     Use,
     check_fits,
+    gpu_room,
     node_of,
     reserved_bytes,
     shares,
@@ -78,6 +78,9 @@ MOST_LAYERS, MOST_MODULES = 1_000, 70_000
 MOST_DRAWN = 50_000
 """Operations of a step that is drawn."""
 
+WORTH_SWITCHING = 0.02
+"""Part of a rank's least host memory below which one switch more is not worth it."""
+
 HELP_HOST = 0.25
 """Part by which host memory is raised to see what that would bring."""
 
@@ -129,7 +132,11 @@ def add_parser(commands: Any) -> None:
         "what the rates say of it); other paths are each node's own",
     )
     _add_budgets(parser.add_argument_group("budgets of each rank"))
-    parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
+    parser.add_argument(
+        "--weights-on",
+        choices=("cpu", "gpu"),
+        help="where they lie, and are computed (default: gpu, if there is one)",
+    )
     parser.add_argument(
         "--keep-grads",
         action=argparse.BooleanOptionalAction,
@@ -138,7 +145,8 @@ def add_parser(commands: Any) -> None:
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
     add_value(node, "--node-memory", parse_bytes, "host memory that all ranks have together")
-    add_value(node, "--gpus", _parse_ranks, "number of GPUs")
+    gpus = partial(parse_count, least=0, most=MAX_RANKS)
+    add_value(node, "--gpus", gpus, "number of GPUs; 0: the CPU computes, as --flops says")
     work = parser.add_argument_group("the rest of the iteration")
     add_value(work, "--tokens", parse_count, "tokens of each rank in an iteration: predicts forward and backward")
     reads = partial(parse_number, least=1, most=1e24, what="operations a second")
@@ -254,6 +262,15 @@ class Question:
     nodes_memory: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def mark(self) -> str:
+        """What stands behind a time that rests on a rate which nobody has measured."""
+        return "*" if self.guessed else ""
+
+    def marked(self, warnings: Sequence[str]) -> list[str]:
+        """Return warnings as text: what the mark stands for begins with it."""
+        return [f"* {text}" if text == self.guessed else text for text in warnings]
+
+    @property
     def gradients_leave(self) -> bool:
         """Whether gradients leave host memory for the paths."""
         nbytes = GRADIENT_BYTES * math.ceil(self.params / self.all_ranks)
@@ -355,6 +372,12 @@ class Answer:
                     f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
                     f"{format_bytes(reserved)} are advisable: lower --host-memory"
                 )
+        size, taken = self.question.rates.gpu.memory_bytes, self.use.gpu_bytes
+        if taken and size and taken > gpu_room(size):
+            found.append(
+                f"{format_bytes(size - taken)} of the GPU are left free; {format_bytes(size - gpu_room(size))} are "
+                "advisable, as activations are an estimate"
+            )
         if self.prediction is None:
             found.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
         return found
@@ -549,7 +572,7 @@ def least(question: Question) -> Use | None:
     if few == len(ends):
         return None
     if not question.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(planned(few), question.beside)
+        return use_of(planned(few).counting_buffers(0), question.beside)
     return use(replace(question, host_memory=ends[few]))
 
 
@@ -589,10 +612,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
     gpu = rates.gpu
     if answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
-        size = gpu.memory_bytes or 1 << 60
-        more = min(
-            answer.plan.state_bytes, 10 << 30, size - max(LEAST_GPU_BYTES, int(GPU_SHARE * size)) - use.gpu_bytes
-        )
+        more = min(answer.plan.state_bytes, 10 << 30, gpu_room(gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
         if more > 0:
             yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
         faster = replace(gpu, h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s, d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s)
@@ -739,7 +759,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.sweep is not None:
             name, values = _parse_sweep(arguments.sweep)
             rows = sweep(choices.settle(question), name, values)
-            tell(arguments, {"sweep": name, "rows": rows}, _sweep_table(rows, name))
+            table = "\n".join([_sweep_table(rows, name, question.mark), *question.marked(question.warnings)])
+            tell(arguments, {"sweep": name, "rows": rows}, table)
             if arguments.out is not None:
                 _draw(rows, name, arguments.out)
         elif searches:
@@ -755,13 +776,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _search(arguments: argparse.Namespace, question: Question, choices: Choices) -> None:
     from offload.cli import advise
 
-    if arguments.advise:
-        found = advise.best(question, choices)
-    else:
-        found = [advise.cheapest(question, choices, arguments.target)]
+    with contextlib.closing(progress_of(arguments, "setting")) as progress:
+        if arguments.advise:
+            found = advise.best(question, choices, progress.show)
+        else:
+            found = [advise.cheapest(question, choices, arguments.target, progress.show)]
     outcome = {"params": question.params, "settings": [advise.as_dict(setting) for setting in found]}
-    notes = "".join(f"\n{warning}" for warning in question.warnings)
+    notes = "".join(f"\n{text}" for text in question.warnings if text != question.guessed)
     tell(arguments, outcome, f"{advise.describe(found)}{notes}")
+
+
+def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
+    """Return the bar of a search or a simulation; where there is no terminal, a line every half a minute."""
+    return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0, line_s=30.0)
 
 
 def _predict(arguments: argparse.Namespace, question: Question, choices: Choices) -> None:
@@ -769,11 +796,11 @@ def _predict(arguments: argparse.Namespace, question: Question, choices: Choices
 
     settled = choices.settle(question)
     draws = arguments.picture is not None
-    with contextlib.closing(Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)) as progress:
+    with contextlib.closing(progress_of(arguments, "visit")) as progress:
         try:
             answer = ask(settled, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
         except InfeasiblePlanError as error:
-            least_text = "" if GPU in error.available_bytes else f"; {_say_least(settled)}"
+            least_text = "" if GPU in error.available_bytes else f"; {_say_least(settled, choices)}"
             switches = advise.what_fits(settled, choices)
             fits = f"; it fits with {switches}" if switches else ""
             raise PlanError(f"{error}{least_text}{fits}") from error
@@ -785,12 +812,20 @@ def _predict(arguments: argparse.Namespace, question: Question, choices: Choices
         _picture(answer, text, arguments.picture)
 
 
-def _say_least(question: Question) -> str:
-    fewest, memory_bytes = least(question), question.node_memory
-    if fewest is None:
+def _say_least(question: Question, choices: Choices) -> str:
+    """Return the least host memory that a rank takes, with whatever of the switches takes less."""
+    from offload.cli.advise import switches
+
+    memory_bytes = question.node_memory
+    each = [(taken, other) for other in choices.variants(question) if (taken := least(other)) is not None]
+    if not each:
         return "no host_memory would be enough"
+    enough = (1 + WORTH_SWITCHING) * min(taken.host_bytes for taken, _ in each)
+    fewest, leanest = next((taken, other) for taken, other in each if taken.host_bytes <= enough)
     why = "" if question.rates.paths else "these rates have no paths (--rates, --drive), so "
+    how = " and ".join(switches(question, replace(leanest, host_memory=question.host_memory), choices))
     words = f"{why}at the least a rank takes {format_bytes(fewest.host_bytes)} of host memory ({shares(fewest.host)})"
+    words += f", with {how}" if how else ""
     if memory_bytes is not None and question.ranks * fewest.host_bytes > memory_bytes:
         words += f", more than the {format_bytes(memory_bytes / question.ranks)} that this node has for each"
     return words
@@ -819,9 +854,16 @@ def _machine(arguments: argparse.Namespace) -> RatesFile:
 def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
     """Return what is asked, and what is left open."""
     from offload.cli.advise import Choices
+    from offload.plan import NO_GPU
 
     file = _machine(arguments)
     rates, (node_memory, gpus) = file.rates, node_of(file)
+    if arguments.gpus == 0 and rates.gpu.weights_on == "gpu":
+        rates = replace(rates, gpu=NO_GPU, compute_flops_per_s=0.0)  # which are the GPU's
+    if arguments.weights_on == "cpu" and rates.gpu.weights_on == "gpu":
+        allowed = f"{STREAMED_WEIGHTS}; for training on the CPU leave --gpu out, or give --gpus 0, and its --flops"
+        raise ConfigError("--weights-on", "cpu", allowed)
+    gpus = gpus if arguments.gpus is None else arguments.gpus
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
     named = [text.partition("=")[0].strip() for text in arguments.shared_path]
@@ -862,7 +904,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:
         keep_grads=keep_grads,
         shape=shape,
         node_memory=node_memory if arguments.node_memory is None else arguments.node_memory,
-        gpus=gpus if arguments.gpus is None else arguments.gpus,
+        gpus=gpus,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         path_sizes=tuple(None if size is None else parse_bytes("paths.bytes", size) for size in sizes),
         warnings=file.warnings if file.source else (),
@@ -1099,7 +1141,7 @@ def _as_dict(
         if prediction
         else {},
         "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
-        "config": config_of(answer.question),
+        "config": config_of(answer),
         "parked": parked(answer),
         "activations_on_paths": activations_on_paths(answer),
         "warnings": list(answer.warnings),
@@ -1112,7 +1154,8 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     by_all = "all ranks of a node" if nodes > 1 else "all ranks"
     on_ranks = f"{format_count(ranks, 'rank')}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
     lines = [f"{answer.question.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
-    lines += ["", *_node_lines(answer), *answer.warnings, ""]
+    mark = answer.question.mark
+    lines += ["", *_node_lines(answer), *answer.question.marked(answer.warnings), ""]
     if answer.forward_s is None:
         lines.append(unknown_words(answer.question))
     else:
@@ -1121,13 +1164,13 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         )
     gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
     lines.append(
-        f"step {format_seconds(answer.step_s)}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
+        f"step {format_seconds(answer.step_s)}{mark}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
         f"(the step takes {f'{gap:.1%}' if gap >= 0.0005 else 'nothing'} more)"
     )
     if answer.forward_s is not None:
-        line = f"iteration {format_seconds(answer.iteration_s)}"
+        line = f"iteration {format_seconds(answer.iteration_s)}{mark}"
         if answer.overlapped_s:
-            hidden = ", ".join(f"in {where} {format_seconds(s)}" for where, s in answer.overlapped_s.items())
+            hidden = ", ".join(f"in {where} {format_seconds(s)}{mark}" for where, s in answer.overlapped_s.items())
             line += f"; with the step hidden {hidden}"
         lines.append(line)
     lines += _activation_lines(answer)
@@ -1233,12 +1276,12 @@ def _activation_lines(answer: Answer) -> list[str]:
     return [line]
 
 
-def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str, mark: str) -> str:
     cells = [(name, "step", "bound", "on the GPU", "bound by")]
     for row in rows:
         if "error" in row:
             cells.append((row[name], "", "", "", row["error"]))
         else:
-            step, bound = format_seconds(row["step_s"]), format_seconds(row["bound_s"])
+            step, bound = f"{format_seconds(row['step_s'])}{mark}", format_seconds(row["bound_s"])
             cells.append((row[name], step, bound, f"{row['updated_on_gpu']:.0%}", row["bound_by"]))
     return in_columns(cells, right=range(4))

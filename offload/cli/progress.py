@@ -10,8 +10,6 @@ import sys
 import time
 from typing import Any
 
-_SECONDS_PER_LINE = 5.0
-
 
 class Progress:
     """Shows how far one piece of work is; closed by its owner.
@@ -21,15 +19,26 @@ class Progress:
         title: What is running.
         quiet: Show nothing.
         unit: What is counted.
-        after_s: Seconds before anything is shown.
+        after_s: Seconds before anything is shown; where there is no terminal, that long and `line_s`.
+        line_s: Seconds between lines, where there is no terminal.
     """
 
-    def __init__(self, total: int, *, title: str, quiet: bool, unit: str = "step", after_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        title: str,
+        quiet: bool,
+        unit: str = "step",
+        after_s: float = 0.0,
+        line_s: float = 5.0,
+    ) -> None:
         self._title = title
         self._quiet = quiet
         self._unit = unit
         self._after_s = after_s
-        self._next_line_s = time.monotonic() + after_s
+        self._line_s = line_s
+        self._next_line_s = time.monotonic() + (after_s and after_s + line_s)
         self._bar: Any = None
         if sys.stderr.isatty() and not quiet:
             with contextlib.suppress(ImportError):  # lines will do
@@ -48,7 +57,7 @@ class Progress:
             return
         now_s = time.monotonic()
         if now_s >= self._next_line_s or (done == total and not self._after_s):
-            self._next_line_s = now_s + _SECONDS_PER_LINE
+            self._next_line_s = now_s + self._line_s
             print(f"{self._title}: {self._unit} {done}/{total}, {details}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

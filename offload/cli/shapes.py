@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from offload.errors import ConfigError
@@ -108,7 +109,9 @@ def parse_model(field: str, value: str) -> str:
     """
     name = value.strip().lower()
     if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, 1)
+        published = re.fullmatch(r"(?:.*/)?(?:meta-)?([a-z]+)[\d.]*(?:-[\d.]+)?-([\d.]+b)\b.*", name)
+        known = f"{published[1]}-{published[2]}" if published else name  # Qwen/Qwen2.5-7B-Instruct: qwen-7b
+        near = [known] if known in MODELS else difflib.get_close_matches(name, MODELS, 1)
         nearest = f"did you mean {near[0]}? " if near else ""
         allowed = f"{nearest}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
         raise ConfigError(field, value, allowed)

@@ -36,7 +36,7 @@ from typing import Any
 
 import psutil
 
-from offload.errors import ConfigError, OffloadError
+from offload.errors import MISSING, ConfigError, OffloadError
 from offload.formats import EXACT, STATE_FORMATS, StateFormat
 from offload.plan import Rates
 from offload.plan.rates import mean_rate
@@ -238,7 +238,7 @@ def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
 def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
     """Return rates of the update by format and number of threads from what a file has."""
     if values is None:
-        raise ConfigError("rates.cpu_bytes_per_s", None, "is missing; measure it")
+        raise ConfigError("rates.cpu_bytes_per_s", MISSING, "measure it")
     formats = isinstance(values, Mapping) and any(name in values for name in STATE_FORMATS)
     found = {}
     for name, known in values.items() if formats else [("exact", values)]:
@@ -246,7 +246,7 @@ def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
             raise ConfigError("rates.cpu_bytes_per_s", name, f"give rates by format: {', '.join(STATE_FORMATS)}")
         found[STATE_FORMATS[name]] = _by_threads(known) if isinstance(known, Mapping) else {0: _rate(known)}
     if EXACT not in found:
-        raise ConfigError("rates.cpu_bytes_per_s.exact", None, "is missing; measure it")
+        raise ConfigError("rates.cpu_bytes_per_s.exact", MISSING, "measure it")
     return found
 
 

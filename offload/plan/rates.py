@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from offload.errors import ConfigError
+from offload.errors import MISSING, ConfigError
 from offload.formats import EXACT, EXACT_ADAMW, StateFormat
 from offload.protocols import MAX_NODES
 
@@ -197,8 +197,8 @@ class _NoGpu(GpuRates):
     lanes: Mapping[str, tuple[float, float]] = {}
 
     def check_used(self, *, planned: bool) -> None:
-        why = f"and the plan {'is to use' if planned else 'uses'} the GPU"
-        raise ConfigError("rates.gpu", None, f"is missing, {why}; measure it")
+        uses = "is to use" if planned else "uses"
+        raise ConfigError("rates.gpu", MISSING, f"the plan {uses} a GPU: describe or measure it")
 
 
 _LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates stay finite
@@ -373,5 +373,5 @@ def _fields(name: str, kind: type[Any], values: object) -> Mapping[str, Any]:
             raise ConfigError(f"{name}.{key}", values[key], allowed)
     for field in known:
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise ConfigError(f"{name}.{field.name}", None, "is missing; measure it")
+            raise ConfigError(f"{name}.{field.name}", MISSING, "measure it")
     return values

@@ -54,9 +54,11 @@ def check(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "disk").mkdir()
 
-    def run(*options: str, name: str = "train.py", text: str = SCRIPT, steps: int = 3) -> tuple[int, Any, str]:
+    def run(
+        *options: str, name: str = "train.py", text: str = SCRIPT, steps: int = 3, before: tuple[str, ...] = ()
+    ) -> tuple[int, Any, str]:
         (tmp_path / name).write_text(text)
-        status = main(["check-run", "--json", "--steps", str(steps), name, *options])
+        status = main(["check-run", "--json", "--steps", str(steps), *before, name, *options])
         said = capfd.readouterr()
         assert not list((tmp_path / "disk").iterdir())
         return status, json.loads(said.out) if said.out else None, said.err
@@ -85,6 +87,22 @@ def test_every_format_is_near_torch(check: Any, form: str) -> None:
     status, outcome, _ = check("--settings", f"{{'state_format': '{form}'}}", steps=8)
     assert (status, outcome["different"]) == (0, False)
     assert 0 < outcome["share_of_allowed"] < 0.5
+
+
+@pytest.mark.parametrize("name", ["train.py", "offload.json"])
+def test_settings_for_a_gpu_are_rehearsed_on_a_cpu(check: Any, name: str) -> None:
+    """Those that `offload plan --advise` prints: refused where no weight is on a GPU, unless that is asked for."""
+    config = {"gpu_memory": "1GiB", "placement": 0.25, "keep_grads": False, "state_format": "compact8"}
+    given = {"host_memory": 0, "paths": ["disk"], "threads": 1} | config
+    script = SCRIPT.replace("**options.settings}", f"**{config}}}")
+    text = {"train.py": script, "offload.json": json.dumps(given)}[name]
+    status, _, said = check(name=name, text=text)
+    assert status != 0
+    assert "not on a GPU" in said
+    status, outcome, _ = check(name=name, text=text, before=("--on-cpu",))
+    assert (status, outcome["different"]) == (0, False)
+    assert outcome["metrics"]["streamed_bytes"] > 0
+    assert outcome["found"][-1] == "on the CPU: gpu_memory, placement, keep_grads of the settings were left out"
 
 
 def test_a_weight_that_is_used_before_it_has_come_shows(check: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,47 @@ def test_the_trainers_lines(tmp_path: Path) -> None:
             assert type(optimizer).__mro__[1] is offload.AdamW
     finally:
         offload_transformers.disable()
+
+
+MACHINES = {"cpu": "--flops 1e12", "gpu": "--gpu 16GiB --flops 6e13"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", MACHINES)
+def test_what_advise_prints_runs_without_a_warning(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a GPU all but the optimizers, as their settings are refused where there is none."""
+    monkeypatch.chdir(tmp_path)
+    machine = f"--host 16GiB --drive 3GB/s:1TB --tokens 256 --recompute {MACHINES[where]}"
+    assert cli.main(["plan", "--model", "qwen-0.5b", *machine.split(), "--state-format", "exact", "--advise"]) == 0
+    printed = capsys.readouterr().out.replace("/mnt/drive0", str(tmp_path))
+    blocks = dict(re.findall(r"^(\w+)[^\n]*:\n((?:    .*\n)+)", printed, re.MULTILINE))
+    python, trainer = (re.sub("^    ", "", blocks[name], flags=re.MULTILINE) for name in ("Python", "Trainer"))
+    model = small()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if where == "gpu":
+            exec(python.splitlines()[0], {"model": model})
+            exec(trainer, given := {"TrainingArguments": TrainingArguments})
+            offload_transformers.disable()
+        else:
+            exec(python, given := {"model": model, "offload": offload})
+            model(**{name: row[None] for name, row in rows()[0].items()}).loss.backward()
+            given["optimizer"].step()
+            given["optimizer"].close()
+            exec(trainer, given := {"TrainingArguments": TrainingArguments})
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert given["arguments"].gradient_checkpointing
+    if where == "cpu":
+        given["arguments"].max_steps = 1
+        try:
+            made = Trainer(small(), given["arguments"], train_dataset=rows())
+            assert made.train().global_step == 1
+            with made.optimizer.optimizer as optimizer:
+                assert type(optimizer).__mro__[1] is offload.AdamW
+        finally:
+            offload_transformers.disable()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from pages import Reader
 
 from offload import cli
-from offload.cli.node import reserved_bytes
+from offload.cli.node import gpu_room, reserved_bytes
 from offload.cli.shapes import MODELS
 from offload.config import OffloadConfig, parse_bytes
 
@@ -169,10 +169,71 @@ def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[
     assert seconds == sorted(seconds)
     for setting in found:
         assert sum(setting["host_memory_bytes"].values()) <= 64 * GIB - reserved_bytes(64 * GIB, 1)
-        assert sum(setting["gpu_memory_bytes"].values()) <= 24 * GIB
+        assert sum(setting["gpu_memory_bytes"].values()) <= gpu_room(24 * GIB)
+        used = sum(setting["host_memory_bytes"].values())
+        assert setting["host_memory_bytes"]["state"] <= parse_bytes("", setting["config"]["host_memory"]) <= used
         config = OffloadConfig.from_dict(setting["config"])
         assert not config.keep_grads
         assert [path.path for path in config.path_configs] == ["/mnt/drive0"]
+
+
+@pytest.mark.parametrize("gpu", ["13GiB", "16GiB", "20GiB"])
+def test_no_setting_takes_what_has_to_stay_free(capsys: pytest.CaptureFixture[str], gpu: str) -> None:
+    """Whatever lies on the GPU: gradients that stay there, state at home, staging, activations."""
+    words = ["--model", "llama-3b", "--gpu", gpu, *SMALL[2:], "--tokens", "2048"]
+    for setting in asked(capsys, *words, "--advise")["settings"]:
+        assert sum(setting["gpu_memory_bytes"].values()) <= gpu_room(parse_bytes("", gpu))
+        config = setting["config"]
+        given = [f"--{name.replace('_', '-')}={config[name]}" for name in ("host_memory", "gpu_memory")]
+        given += ["--no-keep-grads"] if config.get("keep_grads") is False else []
+        given += [f"--placement={config.get('placement', 'auto')}", *["--recompute"] * setting["recompute"]]
+        again = asked(capsys, *words, *given, f"--state-format={config.get('state_format', 'exact')}")
+        assert again["step_s"] == pytest.approx(setting["step_s"], rel=0.05)  # what is pasted is what was planned
+        assert not any("left free" in warning for warning in again["warnings"])
+
+
+def test_a_plan_that_leaves_too_little_of_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama-1b", *SMALL, "--tokens", "512", "--host-memory", "1GiB", "--placement", "cpu"]
+    assert not any("left free" in each for each in asked(capsys, *words)["warnings"])
+    (warning,) = [each for each in asked(capsys, *words, "--gpu-memory", "9GiB")["warnings"] if "left free" in each]
+    assert "2.0 GiB are advisable" in warning
+    said = refused(capsys, *words, "--gpu-memory", "9GiB", "--state-format", "exact", "--advise")
+    assert "the GPU, less what has to stay free: 14.0 GiB" in said
+
+
+@pytest.mark.parametrize("more", [["--advise"], ["--target", "10s"], []], ids=" ".join)
+def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    """14 billion parameters: 27.5 GiB of weights and as much of gradients, which need not stay."""
+    said = refused(capsys, "--model", "qwen-14b", *DESKTOP, "--tokens", "2048", *more)
+    if more:
+        assert (
+            "no setting fits; with the leanest (state exact, keep_grads=False, placement cpu, recomputation)" in said
+        )
+        assert "27.5 GiB gradients" not in said
+    assert "27.5 GiB weights" in said
+    for words in ("CPUOffloadPolicy", "offload_param", "not predicted"):
+        assert words in said
+    assert "--weights-on" not in said
+
+
+def test_the_least_is_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "qwen-14b", "--host", "30GiB", "--drive", "3.5GB/s:2TB", "--tokens", "2048"]
+    least = refused(capsys, *words).partition("at the least a rank takes ")[2]
+    assert "27.5 GiB weights" in least
+    assert "27.5 GiB gradients" not in least
+    assert "gradient_memory=0 (--gradient-memory 0)" in least
+    assert "recomputation" in least
+    taken = float(least.split()[0])
+    node = ["--node-memory", f"{taken + 0.2:.1f}GiB", "--host-memory", "0"]
+    asked(capsys, *words, "--gradient-memory", "0", "--recompute", *node)
+
+
+def test_what_is_printed_for_the_cpu_runs_there(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "qwen-0.5b", "--host", "16GiB", "--drive", "3GB/s:1TB", "--tokens", "256", "--advise"]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "use_cpu=True" in printed
+    assert "keep_grads" not in printed
 
 
 @pytest.mark.slow
@@ -194,7 +255,7 @@ def test_what_is_given_is_not_searched(capsys: pytest.CaptureFixture[str]) -> No
     found = asked(capsys, "--model", "llama-1b", *SMALL, "--tokens", "1024", *given, "--advise")["settings"]
     assert len(found) == 1
     assert found[0]["config"]["state_format"] == "compact16"
-    assert parse_bytes("", found[0]["config"]["host_memory"]) == 4 * GIB
+    assert found[0]["host_memory_bytes"]["state"] <= parse_bytes("", found[0]["config"]["host_memory"]) <= 4 * GIB
 
 
 @pytest.mark.slow
@@ -221,6 +282,11 @@ def test_what_is_pasted_is_what_is_meant(capsys: pytest.CaptureFixture[str]) -> 
     names = {keyword.arg for keyword in made.keywords}
     assert {"output_dir", "optim", "save_total_limit", "per_device_train_batch_size"} <= names
     assert "setting" in printed.splitlines()[0]
+    assert "use_cpu" not in names
+    lines = printed.splitlines()
+    follows = [number for number, line in enumerate(lines) if "optimizer.overlap_forward(model)" in line]
+    assert follows
+    assert all("# optimizer.finish() before you read weights" in lines[number + 1] for number in follows)
     for words in ("weights of 16 bits", "2,048 tokens", "in place of /mnt/drive0", "Trainer, for weights on a GPU:"):
         assert words in printed
     for setting in (OffloadConfig.from_dict(config), OffloadConfig(**config)):
@@ -259,6 +325,8 @@ def test_settings_that_round_are_marked(capsys: pytest.CaptureFixture[str]) -> N
         (["--picture", "plan.png", "--advise"], "leave --advise out"),
         (["--picture", "/nowhere/plan.png"], "--picture"),
         (["--model", "gpt-5"], "name one of llama-1b"),
+        (["--model", "Qwen/Qwen2.5-7B"], "did you mean qwen-7b?"),
+        (["--model", "meta-llama/Llama-3.1-8B-Instruct"], "did you mean llama-8b?"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -110,7 +110,7 @@ def test_a_path_of_5000_characters(command: str, places: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [["4e11"], ["1e15", "--nodes", "2500"]])
 def test_the_largest_plans_are_made(sizes: list[str]) -> None:
-    roomy = ["--node-memory", "8000000TiB", "--weights-on", "cpu", "--path-bytes", "8000PiB"]
+    roomy = ["--node-memory", "8000000TiB", "--gpus", "0", "--path-bytes", "8000PiB"]
     outcome = hostile.run(["plan", "--params", *sizes, "--rates", "h100-node-nvme-pfs", *roomy], {})
     assert (outcome.status, outcome.faults()) == (0, [])
     assert "by the closed form" in outcome.said

@@ -9,6 +9,7 @@ import pytest
 
 from offload import cli
 from offload.cli.machine import CARDS, CORE_BYTES_PER_S
+from offload.config import parse_bytes
 from offload.measure import load_rates
 
 GB, GIB = 10**9, 1 << 30
@@ -81,11 +82,26 @@ def test_what_is_known_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NVIDIA Ada white paper" in printed
 
 
+@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx_4090"])
+def test_a_card_may_be_written_otherwise(tmp_path: Path, name: str) -> None:
+    assert written(tmp_path, "--gpu", name, "--host", "64GiB")["machine"]["gpu"] == "1 x RTX 4090"
+
+
+@pytest.mark.parametrize("size", ["100GB", "40GiB", "3090GiB"])
+def test_a_size_is_no_card(tmp_path: Path, size: str) -> None:
+    found = written(tmp_path, "--gpu", size, "--host", "64GiB")
+    assert found["rates"]["gpu"]["memory_bytes"] == parse_bytes("", size)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpu", "24"], "24GiB"),
         (["--gpu", "fast"], "rtx-4090"),
+        (["--gpu", "fast"], "its FLOP/s are unknown"),
+        (["--gpu", "4090"], "did you mean rtx-4090?"),
+        (["--gpu", "rtx-4090-ti"], "did you mean rtx-4090?"),
+        (["--gpu", "a100"], "did you mean a100-80?"),
         (["--gpu", "0x24GiB"], "from 1 to 64"),
         (["--gpu", "24GiB:1TB/s"], "--gpu"),
         (["--link", "25"], '"3.5GB/s"'),
@@ -99,7 +115,7 @@ def test_what_is_known_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (["--drive", "3GB/s,:2TB"], "--drive"),
         (["--drive", *["3GB/s:2TB"] * 65], "64 at most"),
         (["--cores", "0"], "from 1 to"),
-        (["--gpu", "24GiB"], "how much host memory"),
+        (["--gpu", "24GiB"], "--host is missing; say how much host memory"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

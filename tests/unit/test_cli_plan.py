@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from offload import cli
 from offload.cli.node import reserved_bytes
-from offload.cli.plan import Question, advice, ask, least
+from offload.cli.plan import Question, advice, ask, least, progress_of
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
 from offload.measure.rates_file import MACHINES
@@ -42,7 +44,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 
 def test_state_on_one_path_takes_what_its_writes_take(rates, capsys):
-    found = plan_json(capsys, "--params", "8e9", "--rates", rates, "--weights-on", "cpu", "--placement", "cpu")
+    found = plan_json(capsys, "--params", "8e9", "--rates", rates, "--gpus", "0", "--placement", "cpu")
     moved = found["rank"]["streamed_bytes"] - found["rank"]["staging_bytes"]
     assert found["rank"]["streamed_bytes"] == pytest.approx(96 * GB, rel=0.001)
     for lane in ("read:0", "write:0"):
@@ -60,7 +62,7 @@ def test_each_format_of_state_is_predicted_by_its_rate(rates, capsys, tmp_path):
     known = {"exact": {"8": 30 * GB, "16": 60 * GB}, "compact16": 20 * GB, "compact8": {"16": 5 * GB}}
     newer = tmp_path / "newer.json"
     newer.write_text(json.dumps({"format": 2, "rates": RATES | {"cpu_bytes_per_s": known}}))
-    arguments = ["--params", "8e9", "--weights-on", "cpu", "--placement", "cpu", "--host-memory", "100GiB"]
+    arguments = ["--params", "8e9", "--gpus", "0", "--placement", "cpu", "--host-memory", "100GiB"]
     each = {"exact": (12.0, 60 * GB), "compact16": (8.0, 20 * GB), "compact8": (5 + 2 / 64, 5 * GB)}
     for name, (nbytes, rate) in each.items():
         found = plan_json(capsys, *arguments, "--rates", str(newer), "--state-format", name)
@@ -89,7 +91,7 @@ def test_ranks_share_the_node_and_the_model(rates, capsys):
 
 
 def test_nodes_share_the_model_and_some_paths(rates, capsys):
-    arguments = ["--rates", rates, "--ranks", "2", "--weights-on", "cpu"]
+    arguments = ["--rates", rates, "--ranks", "2", "--gpus", "0"]
     one = plan_json(capsys, *arguments, "--params", "1e9")
     same = {**plan_json(capsys, *arguments, "--params", "3e9", "--nodes", "3"), "params": one["params"], "nodes": 1}
     assert same == one  # a node each has its own paths
@@ -138,7 +140,7 @@ def test_iterations_with_a_step_that_is_hidden_on_a_gpu(rates, capsys, more):
 
 
 def test_what_a_step_hidden_in_backward_takes(rates, capsys):
-    arguments = ["--params", "1e9", "--rates", rates, "--weights-on", "cpu", "--flops", "1e12", "--tokens", "3000"]
+    arguments = ["--params", "1e9", "--rates", rates, "--gpus", "0", "--flops", "1e12", "--tokens", "3000"]
     found = plan_json(capsys, *arguments, "--ranks", "2")
     streamed_bytes = found["rank"]["streamed_bytes"]
     assert (
@@ -204,7 +206,7 @@ def test_paths_are_called_what_the_rates_call_them(tmp_path, capsys):
     file, path = tmp_path / "named.json", {"read_bytes_per_s": 4e9, "write_bytes_per_s": 4e9}
     known = {"format": 1, "rates": RATES | {"paths": [path, path]}, "paths": [{"path": "/mnt/a"}, {"path": "/mnt/b"}]}
     file.write_text(json.dumps(known))
-    arguments = ["--params", "1e9", "--rates", str(file), "--weights-on", "cpu", "--placement", "cpu"]
+    arguments = ["--params", "1e9", "--rates", str(file), "--gpus", "0", "--placement", "cpu"]
     found = plan_json(capsys, *arguments)
     assert [row["name"] for row in found["paths"]] == ["path 0 (/mnt/a)", "path 1 (/mnt/b)"]
     assert cli.main(["plan", *arguments]) == 0
@@ -377,7 +379,7 @@ def node(tmp_path: Path) -> str:
         # 4e9 parameters: 44.7 GiB of state, 7.45 GiB of gradients, which three ranks share.
         ("--params 4e9 --ranks 4", ["--ranks", "the node has 3 GPUs", "--gpus"]),
         (
-            "--params 16e9 --ranks 3 --host-memory 15GiB --weights-on cpu --placement cpu",
+            "--params 16e9 --ranks 3 --host-memory 15GiB --gpus 0 --placement cpu",
             [
                 "the host memory of 3 ranks",
                 "9.9 GiB weights",
@@ -387,23 +389,24 @@ def node(tmp_path: Path) -> str:
             ],
         ),
         (
-            "--params 30e9 --ranks 3 --weights-on cpu --placement cpu",
-            ["the least a rank takes", "18.6 GiB gradients", "more than the 21.3 GiB that this node has for each"],
+            "--params 30e9 --ranks 3 --gpus 0 --placement cpu",
+            ["18.6 GiB gradients", "the least a rank takes 19.", "it fits with gradient_memory=0"],
         ),
         ("--params 16e9 --ranks 3", ["a rank's GPU memory (9.9 GiB weights", "the GPU: 8.0 GiB"]),
         ("--params 4e9 --ranks 3 --gpu-memory 6GiB", ["a rank's GPU memory", "6.0 GiB state"]),
         (
-            "--params 1e10 --path-count 0 --host-memory 1GiB --weights-on cpu",
+            "--params 1e10 --path-count 0 --host-memory 1GiB --gpus 0",
             [
                 "the optimizer state needs",
                 "no paths",
                 "the least a rank takes",
-                "111.8 GiB state",
+                "46.9 GiB state",  # of compact8, which may be taken
+                'with state_format="compact8"',
                 "more than the 64.0 GiB",
             ],
         ),
         ("--params 1e9 --path-bytes 1GB --host-memory 0", ["path 0", "the least a rank takes", "GiB state"]),
-        ("--params 1e9 --gpus 0", ["--gpus"]),
+        ("--params 1e9 --gpus=-1", ["--gpus"]),
         ("--params 1e9 --node-memory much", ["--node-memory"]),
     ],
 )
@@ -431,7 +434,7 @@ def test_what_all_ranks_take_of_their_node(node, capsys):
     assert "it would also work, slower, with 3." in printed
     assert "most of it gradients" in printed
     # Weights in host memory count there.
-    host = plan_json(capsys, *arguments, "--weights-on", "cpu")["rank"]["host_memory_bytes"]
+    host = plan_json(capsys, *arguments, "--gpus", "0")["rank"]["host_memory_bytes"]
     assert host["weights"] == 2 * GB
 
 
@@ -453,8 +456,8 @@ def test_gradients_stay_on_the_gpu_as_the_optimizers_keep_them(node, capsys):
 def test_another_node_than_that_of_the_rates(node, capsys):
     few = ["--params", "4e9", "--rates", node, "--ranks", "4"]
     assert plan_json(capsys, *few, "--gpus", "4")["node"]["gpus"] == 4
-    assert plan_json(capsys, *few, "--weights-on", "cpu")["rank"]["gpu_update_share"] == 0  # none for the fourth
-    much = ["--params", "16e9", "--rates", node, "--ranks", "3", "--host-memory", "15GiB", "--weights-on", "cpu"]
+    assert plan_json(capsys, *few, "--gpus", "0")["rank"]["gpu_update_share"] == 0  # none for the fourth
+    much = ["--params", "16e9", "--rates", node, "--ranks", "3", "--host-memory", "15GiB", "--gpus", "0"]
     assert plan_json(capsys, *much, "--node-memory", "128GiB")["node"]["memory_bytes"] == 128 * GIB
 
 
@@ -506,6 +509,66 @@ def test_a_long_plan_says_how_far_it_is(rates, capsys, monkeypatch):
     assert "plan: visit " in capsys.readouterr().err
 
 
+def test_a_log_is_not_filled(capsys, monkeypatch):
+    """Where there is no terminal, a search of two minutes has a line each half of one."""
+    clock = iter(range(10**9))
+    monkeypatch.setattr("offload.cli.progress.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    shown = progress_of(SimpleNamespace(json=False), "setting")
+    for done in range(120):  # a second each
+        shown.show(done, 120, "planned")
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_a_gpu_is_not_for_weights_in_host_memory(node, capsys):
+    """What a GPU computes of weights that lie there is not predicted: refused, with what can be done."""
+    for gpu in (["--rates", node], ["--gpu", "rtx-4090", "--host", "256GiB"]):
+        arguments = ["plan", "--params", "1e9", *gpu, "--tokens", "2048", "--host-memory", "12GiB"]
+        assert cli.main([*arguments, "--weights-on", "cpu"]) == 2
+        said = capsys.readouterr().err
+        for words in ("CPUOffloadPolicy", "offload_param", "not predicted", "--gpus 0", "--flops"):
+            assert words in said
+        assert cli.main([*arguments, "--gpus", "0", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["forward_s"] is None  # the FLOP/s are the GPU's
+        assert not found["rank"]["gpu_memory_bytes"]
+        assert not any("GPU" in each["change"] for each in found["advice"])
+        assert cli.main([*arguments, "--gpus", "0", "--flops", "1e12", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["forward_s"] == pytest.approx(2 * 1e9 * 2048 / 1e12)
+
+
+@pytest.mark.parametrize(
+    "words", ["--weights-on gpu", "--gpu-memory 1GiB", "--placement gpu", "--placement 0.5", "--link 1GB/s"]
+)
+def test_no_error_names_a_none_that_nobody_has_written(capsys, words):
+    assert cli.main(["plan", "--params", "1e8", "--host", "8GiB", "--drive", "1GB/s:1TB", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert "None" not in said
+    assert "GPU" in said
+
+
+def test_what_is_missing_in_a_file_of_rates_is_missing(capsys, tmp_path):
+    no_write, no_rate, no_exact = {"paths": [{"read_bytes_per_s": 1e9}]}, None, {"compact8": 1}
+    for change in (no_write, {"cpu_bytes_per_s": no_rate}, {"cpu_bytes_per_s": no_exact}):
+        file = tmp_path / "rates.json"
+        file.write_text(json.dumps({"format": 2, "rates": RATES | change}))
+        assert cli.main(["plan", "--rates", str(file), "--params", "1e9"]) == 2
+        said = capsys.readouterr().err
+        assert "None" not in said
+        assert "is missing; measure it" in said
+
+
+def test_a_time_that_rests_on_a_guess_is_marked(rates, capsys):
+    arguments = ["plan", "--params", "1e9", "--rates", rates, "--tokens", "4096", "--host-memory", "0", "--gpus", "0"]
+    arguments += ["--flops", "1e12"]
+    for form in ("exact", "compact8"):
+        for more, marked in (((), 2), (("--advise",), 2), (("--sweep", "host_memory=0,1GiB"), 2)):
+            assert cli.main([*arguments, "--state-format", form, *more]) == 0
+            printed = capsys.readouterr().out
+            notes = [line for line in printed.splitlines() if line.startswith("* there are no rates of")]
+            times = re.findall(r"\d m?s\*", printed)
+            assert (len(notes), len(times) >= marked) == ((1, True) if form == "compact8" else (0, False)), more
+
+
 def test_gradients_that_leave_make_room_for_state(capsys: pytest.CaptureFixture[str]) -> None:
     machine = ("--params", "3e9", "--host", "16GiB", "--drive", "3.5GB/s:2TB", "--cores", "8")
     stays = plan_json(capsys, *machine)["rank"]
@@ -527,7 +590,7 @@ NODES = [
 def with_nodes(tmp_path: Path) -> list[str]:
     file = tmp_path / "nodes.json"
     file.write_text(json.dumps({"format": 2, "rates": RATES | {"nodes": NODES, "paths": []}}))
-    return ["--params", "8e9", "--rates", str(file), "--weights-on", "cpu", "--placement", "cpu"]
+    return ["--params", "8e9", "--rates", str(file), "--gpus", "0", "--placement", "cpu"]
 
 
 def test_homes_are_dealt_to_memory_nodes(with_nodes, capsys):
