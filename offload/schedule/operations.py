@@ -382,6 +382,16 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Event: the slots that plan and checkpoints need are made, so that their room can be allocated; at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Event: the room of all slots that have been cut is there: what is left may be lent; right after `Cut`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lend:
     """Event: only so many of the plan's staging slots on the GPU, the first ones, are there from now on.
 
@@ -460,6 +470,8 @@ Event = (
     | Stay
     | Taken
     | Extend
+    | Cut
+    | Allocated
     | Lend
     | Reshare
     | TakeOver

@@ -333,7 +333,7 @@ class Saver:
         """Take in that a write has ended; return whether it failed and was issued again."""
         location, to_path = done.record.location, save.request.sink is None
         if error is not None and to_path:
-            self._index.lose(location)
+            self._index.refuse(location, is_full=isinstance(error, TierFullError))
         if error is not None and self.retry(done, error) is not None:
             again = self._claim(save, location.nbytes)
             if again is not None:
