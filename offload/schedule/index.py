@@ -63,6 +63,8 @@ class _Store:
     credit_bytes: float = 0.0
     usable: bool = True
     is_full: bool = False  # whether it has just refused to grow
+    there: int = 0  # bytes whose room is known to be there
+    due: int = 0  # bytes that are to be there before slots are lent
     free: dict[int, list[int]] = field(default_factory=dict)
     absent: dict[int, list[int]] = field(default_factory=dict)  # slots whose file had no room for them
 
@@ -99,8 +101,6 @@ class TileIndex:
         self._drifting = False
         self._lent: Counter[int] = Counter()  # of those that are not made: reserved to be lent
         self._lent_out: set[Location] = set()  # claimed slots that are lent
-        self._grown: set[Location] = set()  # claimed slots that were made for that
-        self._are_there = False  # whether the room of all slots that were cut is allocated
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
         self._held: dict[Location, int] = {}
@@ -129,7 +129,7 @@ class TileIndex:
             return None
         whole = nbytes + SECTOR_BYTES
         own = self._own_unmade(nbytes)
-        unmade = self._lent[nbytes] if lent else own
+        unmade = self._unmade.get(nbytes, 0) if lent else own
         reuses = own < 0 or not lent
         able: list[tuple[int, _Store, float]] = []
         total = 0.0
@@ -159,7 +159,6 @@ class TileIndex:
             location = Location(number, store.free[nbytes].pop(), nbytes)
         else:
             location = Location(number, store.grow(nbytes), nbytes)
-            self._grown.add(location)
             if unmade > 0:
                 self._unmade[nbytes] -= 1
         if lent:
@@ -176,32 +175,35 @@ class TileIndex:
     @property
     def is_whole(self) -> bool:
         """Whether all slots that plan and checkpoints need are there, so that others may be lent."""
-        return self._are_there and all(self._own_unmade(nbytes) <= 0 for nbytes in self._unmade)
+        are_there = all(store.due <= store.there for store in self._stores if store.usable)
+        return are_there and all(self._own_unmade(nbytes) <= 0 for nbytes in self._unmade)
 
     def cut(self) -> None:
         """Make the slots that plan and checkpoints need, spread as their paths are fast; see `allocated`."""
         for nbytes in sorted(self._unmade, reverse=True):
             whole, missing = nbytes + SECTOR_BYTES, self._own_unmade(nbytes)
-            self._are_there &= missing <= 0
             stores = [store for store in self._stores if store.usable]
             shares = sum(store.share for store in stores)
             made: list[tuple[_Store, list[int]]] = []
             for store in stores:  # what has no room on one path goes to the next ones
                 count, shares = math.ceil(missing * store.share / shares), shares - store.share
                 fits = len(store.absent.get(nbytes, ())) + max(0, store.limit_bytes - store.end) // whole
-                made.append((store, [store.grow(nbytes) for _ in range(max(0, min(count, fits)))]))
+                count = max(0, min(missing, count, fits))
+                made.append((store, [store.grow(nbytes) for _ in range(count)]))
                 missing -= len(made[-1][1])
             for store, offsets in made:
                 while missing > 0 and (store.absent.get(nbytes) or store.end + whole <= store.limit_bytes):
                     offsets.append(store.grow(nbytes))
                     missing -= 1
                 self._unmade[nbytes] -= len(offsets)
+                store.due = store.end if offsets else store.due
                 # What has been in use is used again first: its room is there.
                 store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
 
-    def allocated(self) -> None:
-        """Take in that the room of all slots that were cut is there: `end_bytes` of each path."""
-        self._are_there = True
+    def allocated(self, ends: Sequence[int]) -> None:
+        """Take in that the room of each path's first bytes is there."""
+        for store, nbytes in zip(self._stores, ends, strict=True):
+            store.there = max(store.there, nbytes)
 
     def end_bytes(self, path: int) -> int:
         """Return where the slots of a store end."""
@@ -219,7 +221,7 @@ class TileIndex:
         before = self._records.get(tile)
         if before is not None:
             self.keep(record.location)
-        self._unclaim(record.location)
+        self._written(record.location)
         self._records[tile] = record
         if before is not None:
             self._release(before.location)
@@ -232,8 +234,12 @@ class TileIndex:
 
     def _unclaim(self, location: Location) -> None:
         self._claimed.remove(location)
-        self._grown.discard(location)
         self._lent_out.discard(location)
+
+    def _written(self, location: Location) -> None:
+        self._unclaim(location)
+        store = self._stores[location.path]
+        store.there = max(store.there, location.offset + location.nbytes + SECTOR_BYTES)
 
     def forget(self, tile: TileId) -> None:
         """Free the slot of a tile's newest version, and the room that was reserved for it: it is in memory again."""
@@ -292,7 +298,7 @@ class TileIndex:
     def hold(self, location: Location) -> bool:
         """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses reserved room."""
         if location in self._claimed:
-            self._unclaim(location)
+            self._written(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
         first = self._held[location] == 1
@@ -326,7 +332,7 @@ class TileIndex:
         for nbytes, offsets in self._stores[path].free.items():
             self._unmade[nbytes] += len(offsets)
         store = self._stores[path] = _Store(limit_bytes, self._stores[path].share)
-        self._are_there = False
+        store.there = max((x.offset + x.nbytes + SECTOR_BYTES for x in held), default=0)
         sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
         for location in sorted(held, key=lambda location: location.offset):
             invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
@@ -371,14 +377,14 @@ class TileIndex:
         record = self._records.get(tile)
         return record is not None and self._is_foreign(record.location)
 
-    def has_grown(self, location: Location) -> bool:
-        """Return whether a claimed slot was made as it was claimed, so that its room was not there before."""
-        return location in self._grown
+    def is_there(self, location: Location) -> bool:
+        """Return whether the room of a slot is known to be there, so that its path may be full and take it."""
+        return location.offset + location.nbytes + SECTOR_BYTES <= self._stores[location.path].there
 
     def refuse(self, location: Location, *, is_full: bool) -> None:
         """Take in that a claimed slot cannot be written: it is never used again, unless its path is full."""
         store, nbytes = self._stores[location.path], location.nbytes
-        if is_full and location not in self._grown:
+        if is_full and self.is_there(location):
             self.abandon(location)
             return
         if is_full:

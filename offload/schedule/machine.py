@@ -314,8 +314,8 @@ class Machine:
                     self._extend(plan)
                 case Cut():
                     self.index.cut()
-                case Allocated():
-                    self.index.allocated()
+                case Allocated(ends):
+                    self.index.allocated(ends)
                 case Lend(gpu_slots):
                     self._runs.lend(gpu_slots)
                 case Reshare(shares):
@@ -817,8 +817,8 @@ class Machine:
         location = write.record.location
         if not isinstance(error, TierError):
             return False
-        has_grown = isinstance(error, TierFullError) and self.index.has_grown(location)
-        if has_grown:  # what is there already can be written to
+        grows_no_more = isinstance(error, TierFullError) and not self.index.is_there(location)
+        if grows_no_more:  # what is there already can be written to
             self.index.refuse(location, is_full=True)
         else:
             self.index.retire(location.path)
@@ -827,7 +827,7 @@ class Machine:
             return False
         again = (write.tile, write.slot, write.buffer_offset, location.nbytes)
         found = self.gradients.write_again(write) if write.what == "gradients" else self._write(*again)
-        if found and not has_grown:
+        if found and not grows_no_more:
             self._on_warning(f"{error}; tiles go to other paths from now on")
         return found
 

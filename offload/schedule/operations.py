@@ -383,12 +383,14 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Event: the slots that plan and checkpoints need are made, so that their room can be allocated; at any time."""
+    """Event: make the slots that plan and checkpoints need, so that their room can be allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Event: the room of all slots that have been cut is there: what is left may be lent; right after `Cut`."""
+    """Event: the room of the first bytes of each path is there; what is beyond those that are needed may be lent."""
+
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

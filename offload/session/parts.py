@@ -341,10 +341,10 @@ class SessionParts:
         if work is not None and not work.done:  # a path hangs, which its next transfer will say
             return False
         self.machine.handle(Cut())
-        ends = [(tier, index.end_bytes(number)) for number, tier in enumerate(self.tiers)]
+        ends = tuple(map(index.end_bytes, range(len(self.tiers))))
 
         def allocate() -> None:
-            for tier, nbytes in ends:
+            for tier, nbytes in zip(self.tiers, ends, strict=True):
                 tier.allocate(nbytes)
 
         work = self._allocating = waits.BackgroundWork(allocate, "offload-allocate")
@@ -356,7 +356,7 @@ class SessionParts:
             self._told_missing = True
         elif work.done:
             self._told_missing = False
-            self.machine.handle(Allocated())
+            self.machine.handle(Allocated(ends))
         return index.is_whole
 
     def replace_tier(self, number: int, tier: Tier) -> None:
