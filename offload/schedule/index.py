@@ -1,6 +1,6 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
-A slot is taken by `claim`, then named by `commit`, given back by `abandon` or, where its write has failed, by `refuse`.
+A slot is taken by `claim`, then named by `commit`, given back by `abandon` or, if its write has failed, by `refuse`.
 Checkpoints set room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes may `take_over`
 stores and `adopt` tiles.
 

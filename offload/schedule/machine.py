@@ -55,6 +55,7 @@ from offload.schedule.operations import (
     Failed,
     Fill,
     GiveBack,
+    GiveUp,
     Hold,
     Leave,
     Lend,
@@ -296,6 +297,8 @@ class Machine:
                     self.activations.discard(tile)
                 case BeginSave(save):
                     self._begin_save(save)
+                case GiveUp(error):
+                    self.saver.abort(error)
                 case Taken(Sweep()):
                     self.finished_sweep = None
                     return

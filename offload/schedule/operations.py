@@ -346,6 +346,13 @@ class BeginSave:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Event: give up the save under way."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Event: have state leave memory for storage; between sweeps and saves.
 
@@ -468,6 +475,7 @@ Event = (
     | Unpacked
     | Discard
     | BeginSave
+    | GiveUp
     | Leave
     | Stay
     | Taken

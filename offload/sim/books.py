@@ -279,7 +279,9 @@ class StorageBook:
             extents.lent[start] = location.nbytes
             sizes = [nbytes for path in self.extents for nbytes in path.lent.values()]
             grown = sum(each.nbytes == location.nbytes for each in self.grown)
-            counts = self.counts_lent and not (self.saving_bytes or self.most_away_bytes or any(path.failed for path in self.extents))
+            counts = self.counts_lent and not (
+                self.saving_bytes or self.most_away_bytes or any(path.failed for path in self.extents)
+            )
             enough = not counts or grown >= sizes.count(location.nbytes)
             self._require(enough, "31: a slot that a step may need is lent")
         bytes_used = sum(path.used if path.failed or self.reshared else path.end for path in self.extents)
@@ -623,6 +625,11 @@ class SaveBook:
         self.now.unlanded[operation.record.location.path] -= 1
         if operation.record.location.path < len(self.storage.extents):
             self.storage.lose(operation.record.location)
+
+    def give_up(self) -> None:
+        """Take in that the save under way is given up."""
+        if self.now is not None:
+            self.now.failed = True
 
     def settle_again(self) -> None:
         """A failed write that has not been issued again by now never will be: fail its save."""

@@ -91,8 +91,8 @@ Rules:
 
 Room that is there:
  31. Of each size, there are at least as many slots beyond those of `Allocated` as versions beside the live ones and
-     activations take, so that a step finds all that the plan has for it (while nothing was saved, has left memory, has
-     failed to be written, or was taken up, and the plan is the first).
+     activations take, so that a step finds all that the plan has for it (while nothing was saved or taken up, has
+     left memory or failed to be written, and the plan is the first).
 
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
@@ -124,6 +124,7 @@ from offload.schedule.operations import (
     Failed,
     Fill,
     GiveBack,
+    GiveUp,
     Hold,
     Leave,
     Lend,
@@ -250,6 +251,8 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._saves.begin(save, amid_a_sweep=self._sweep is not None)
+            case GiveUp():
+                self._saves.give_up()
             case Leave():
                 busy = any(subgroup.busy for subgroup in self._subgroups)
                 amid = self._sweep is not None or busy or self._saves.now is not None

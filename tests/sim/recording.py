@@ -114,6 +114,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "release", number
         case ops.Leave():
             return "leave", event.number, event.subgroups
+        case ops.GiveUp():
+            return ("give up",)
         case ops.Allocated(ends):
             return "allocated", ends
         case ops.Stop() | ops.Extend() | ops.Hold() | ops.Stay() | ops.Cut():

@@ -24,8 +24,8 @@ MAX_EVENTS = 40_000
 TILE_BYTES = 8192
 
 Action = tuple[str, int]
-"""What the caller does: "pack", "read", "discard" with a tile; "step", "wait" (for the step). Somebody else's: "fill",
-of paths by their bits, the others being freed."""
+"""What the caller does: "pack", "read", "discard" with a tile; "step", "wait" (for the step). What others do:
+"fill" paths, by their bits, and free all else."""
 
 
 def random_actions(rng: random.Random) -> list[Action]:
