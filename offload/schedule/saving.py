@@ -392,7 +392,7 @@ def no_room(slot_counts: Mapping[int, int]) -> CheckpointError:
     """Return the error of a save for which the paths have too little room."""
     needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
     return CheckpointError(
-        f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more on them; free "
-        "space, raise max_bytes, lower checkpoints_kept, or add a path (`offload gc --dry-run PATH` says what ended "
-        "sessions have left there)"
+        f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
+        "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path "
+        "(`offload gc --dry-run PATH` says what ended sessions have left there)"
     )

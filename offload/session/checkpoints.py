@@ -180,6 +180,7 @@ class Checkpoints:
             save = saver.under_way
             # Steps write elsewhere than to what it holds.
             if save is not None and save.request.sink is None and not parts.allocate():
+                parts.executor.submit(machine.take_operations())
                 machine.handle(GiveUp(no_room(save.reserve)))
             pump(
                 machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None

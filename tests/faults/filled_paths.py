@@ -5,7 +5,7 @@
 Each run trains a small model with its state on one or two small tmpfs (and, for some, gradients, activations, and
 checkpoints), with its steps hidden in one way or another. A file takes what is left of them, or gives it back, before
 or amid a backward pass, or before or after a step. Whatever does so, from the first step's end on: the weights are
-those of a run in memory, and nothing is raised but by a checkpoint. A campaign that was cut short goes on where it was:
+those of a run in memory, and only checkpoints raise anything. A campaign that was cut short goes on where it was:
 runs that the file of results has are not made again. Needs root, to mount.
 """
 
@@ -79,7 +79,7 @@ def train(config: Mapping[str, Any], seed: int = 0, places: list[Path] | None = 
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     rng, found = random.Random(seed), Counter[str]()
     filler = Filler(rng, places or [])
-    saves, activations = rng.random() < 0.4, rng.random() < 0.3
+    saves, activations = config.get("checkpoints_kept") and rng.random() < 0.7, rng.random() < 0.3
     at = [0]
     list(model.parameters())[LAYERS // 2].register_post_accumulate_grad_hook(
         lambda parameter: filler.at(at[0], "amid backward")
@@ -127,6 +127,7 @@ def run(seed: int, folder: Path) -> Counter[str]:
     rng = random.Random(-1 - seed)
     overlap, paths = OVERLAPS[seed % 4], 1 + seed // 4 % 2
     state_format = rng.choice(("exact", "exact", "compact16", "compact8"))
+    kept = int(rng.random() < 0.4)
     state_bytes = LAYERS * WIDTH * WIDTH * {"exact": 12, "compact16": 8, "compact8": 6}[state_format]
     config: dict[str, Any] = {
         "host_memory": 0,
@@ -134,14 +135,14 @@ def run(seed: int, folder: Path) -> Counter[str]:
         "state_format": state_format,
         "subgroup_numel": WIDTH * WIDTH,
         "staging_memory": rng.choice((2, 4, 4)) * 13 * 4096,
-        "checkpoints_kept": 1,
+        "checkpoints_kept": kept,
         "io_backend": rng.choice(("auto", "threads", "asyncio")),
         "threads": 1,
     }
     if overlap in ("off", "forward") and rng.random() < 0.3:
         config["gradient_memory"] = 20_000
-    # The least that is demanded is state, versions in flight and two checkpoints, with headers.
-    nbytes = int(state_bytes * 1.5 * rng.choice((4.5, 5.0, 6.0, 8.0))) + (1 << 18)
+    # The least that is demanded is state and versions in flight, with headers, and two checkpoints of it.
+    nbytes = int(state_bytes * 1.5 * (rng.choice((1.7, 2.0, 2.5, 3.0)) + 3.5 * kept)) + (1 << 18)
     with mounted(folder, paths, nbytes) as places:
         weights, found = train({**config, "paths": [str(place) for place in places]}, seed, places)
     if not all(map(torch.equal, weights, expected(state_format))):
@@ -154,7 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, help="what each run has come to, one a line; those there are not made again")
+    parser.add_argument(
+        "--results", type=Path, help="what each run has come to, one a line; those there are not made again"
+    )
     args = parser.parse_args()
     logging.getLogger("offload").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)

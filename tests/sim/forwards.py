@@ -452,6 +452,7 @@ class Session(saves.Session):
             machine.handle(BeginSave(self.saving))
             if self.inner.filled and not copies and machine.saver.under_way and not saves.Session.allocate(self):
                 self.may_fail = True
+                executor.submit(machine.take_operations())
                 machine.handle(GiveUp(CheckpointError("there is no room")))
             pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
 
