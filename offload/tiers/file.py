@@ -181,7 +181,7 @@ class FileTier(Owned):
         """See `Tier.allocate`."""
         self.check_open("allocate")
         with self.answering_for("allocate"):
-            if error := self._file.reserve(nbytes):
+            if error := self._file.reserve(nbytes, exact=True):
                 raise OSError(error, os.strerror(error))
 
     def free_bytes(self) -> int:
