@@ -159,6 +159,13 @@ class Tier(Protocol):
             TierError: If the system has no resources for it; what was there before may be less then.
         """
 
+    def allocate(self, nbytes: int) -> None:
+        """Have room for slots below byte `nbytes` be there, where the file system can: nobody else takes it then.
+
+        Raises:
+            TierError: If there is none; what was there before still is.
+        """
+
     def free_bytes(self) -> int:
         """Return the bytes that slots may still grow by: the least of the file system's room and `max_bytes`."""
 

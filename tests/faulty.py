@@ -167,6 +167,11 @@ class FaultyTier:
         self._check_open("set_depth")
         self.inner.set_depth(depth)
 
+    def allocate(self, nbytes: int) -> None:
+        """Tell the inner tier."""
+        self._check_open("allocate")
+        self.inner.allocate(nbytes)
+
     def free_bytes(self) -> int:
         """Return what the inner tier does."""
         self._check_open("free_bytes")

@@ -94,6 +94,10 @@ class MemoryTier(Owned):
         check_depth(depth)
         self.depth = depth
 
+    def allocate(self, nbytes: int) -> None:
+        """Do nothing: memory is taken as it is written to."""
+        self.check_open("allocate")
+
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self.check_open("free_bytes")

@@ -173,9 +173,11 @@ void bind_files(nb::module_& module) {
           "used_bytes", [](const SharedFile& self) { return self.file->used_bytes(); },
           "End of the furthest slot that was ever written.")
       .def(
-          "reserve", [](const SharedFile& self, std::uint64_t end) { return self.file->reserve(end); }, "end"_a,
-          nb::call_guard<nb::gil_scoped_release>(),
-          "Make sure that bytes up to end are allocated, and count them as used; return 0 or an errno.")
+          "reserve",
+          [](const SharedFile& self, std::uint64_t end, bool exact) { return self.file->reserve(end, exact); },
+          "end"_a, "exact"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+          "Make sure that bytes up to end (exact: and no more) are allocated, and count them as used; return 0 or an "
+          "errno.")
       .def(
           "free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
           "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");

@@ -28,21 +28,21 @@ StoreFile::StoreFile(int fd, bool direct, const std::array<std::uint8_t, 16>& st
 
 StoreFile::~StoreFile() { ::close(fd_); }
 
-int StoreFile::reserve(std::uint64_t end) {
+int StoreFile::reserve(std::uint64_t end, bool exact) {
   std::lock_guard<std::mutex> lock(growth_mutex_);
-  Growth growth = begin_growth(end);
+  Growth growth = begin_growth(end, exact);
   while (growth.nbytes != 0) growth = finish_growth(end, growth, allocate(fd_, growth.offset, growth.nbytes));
   return growth.error;
 }
 
-StoreFile::Growth StoreFile::begin_growth(std::uint64_t end) {
+StoreFile::Growth StoreFile::begin_growth(std::uint64_t end, bool exact) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (max_bytes_ != 0 && end > max_bytes_) return {ENOSPC, 0, 0};
   if (end <= allocated_bytes_ || !preallocate_) {
     used_bytes_ = std::max(used_bytes_, end);
     return {};
   }
-  std::uint64_t target = std::max(end, allocated_bytes_ + extent_bytes_);
+  std::uint64_t target = exact ? end : std::max(end, allocated_bytes_ + extent_bytes_);
   if (max_bytes_ != 0) target = std::min(target, max_bytes_);
   return {0, allocated_bytes_, target - allocated_bytes_};
 }

@@ -28,8 +28,9 @@ class StoreFile {
   const std::array<std::uint8_t, 16>& store() const { return store_; }
 
   // Make sure that bytes up to end are allocated. Returns 0 or an errno: ENOSPC beyond
-  // max_bytes or where the file system has no room even for what is needed now.
-  int reserve(std::uint64_t end);
+  // max_bytes or where the file system has no room even for what is needed now. exact: nothing
+  // beyond that is allocated.
+  int reserve(std::uint64_t end, bool exact = false);
 
   // The same in two halves, for who allocates by other means than a call that blocks. What
   // begin_growth and then each finish_growth return has to be allocated next; with nbytes 0 there
@@ -39,7 +40,7 @@ class StoreFile {
     std::uint64_t offset = 0;
     std::uint64_t nbytes = 0;
   };
-  Growth begin_growth(std::uint64_t end);
+  Growth begin_growth(std::uint64_t end, bool exact = false);
   Growth finish_growth(std::uint64_t end, const Growth& tried, int error);
 
   // fdatasync. A failure stays: the kernel reports lost pages once only, so a later success

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -88,6 +89,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_last_pass: Callable[[], bool] | None = None
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self._preemption = Preemption()
+        self._training_thread = threading.get_ident()  # that took the last step
         if holder.is_deferred:
             self._widen_gradients(parameters)
         else:
@@ -352,6 +354,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._training_thread = threading.get_ident()
         with self._lock:
             told = self._step()
         self._preemption.after_call(self, told)
@@ -617,6 +620,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         dropped (`.grad` is None); memory of those that somebody else holds stays. Numbers, checkpoints and weights
         stay what they are. Ranks do not wait for each other.
 
+        Any thread may call it. Another thread than the one that took the last step may come amid a backward pass,
+        while torch changes `.grad`: its park leaves `.grad` as it is, used by a step or not, and the slots of these
+        gradients stay in memory. Where backward and step have threads of their own, hold a lock of yours around
+        `backward` to `zero_grad`, and around `park`.
+
         Args:
             host_memory: State that may stay in host memory: bytes, or a size such as "8GiB".
             gpu_memory: State that may stay on the GPU.
@@ -624,20 +632,24 @@ class OffloadedOptimizer(StatefulOptimizer):
                 the optimizer is used.
 
         Raises:
-            ConfigError: A gradient is there that no step has used, or a size is none; nothing has changed then.
+            ConfigError: A gradient is there that no step has used (and this thread took the last step), or a size is
+                none; nothing has changed then.
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
             OffloadError: Paths have failed. State of homes that they did not take is still in memory, and training
                 goes on; changed state in staging slots breaks the session, as in a step.
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
+        trains = threading.get_ident() == self._training_thread
+        accepted = self._let_go_of_gradients if trains else self._route.held_slots
         with self._lock:
-            self._holder.open().park(host_memory, gpu_memory, wait=wait, accepted=self._let_go_of_gradients)
+            self._holder.open().park(host_memory, gpu_memory, wait=wait, accepted=accepted)
 
     def _let_go_of_gradients(self) -> list[tuple[int, int]]:
         """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""
         self._route.check_used()
         self._scaling.forget()
-        return self._route.drop_used()
+        self._route.drop_used()
+        return self._route.held_slots()
 
     def unpark(self) -> None:
         """Take memory again that `park` gave back; state comes home when it is used. Any use does this by itself.

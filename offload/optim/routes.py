@@ -246,12 +246,15 @@ class Route:
             gradient = bound.parameter.grad
             bound.used_gradient = None if gradient is None else (weakref.ref(gradient), _version(gradient))
 
-    def drop_used(self) -> list[tuple[int, int]]:
-        """Drop gradients that a step has used, on the engine thread; return address and size of slots still held.
+    def drop_used(self) -> None:
+        """Drop gradients that a step has used, on the engine thread.
 
         One that another thread has set since `check_used` belongs to the next step, and stays.
         """
         self.clear_grads(bound for bound in self._bound.values() if self._is_used(bound))
+
+    def held_slots(self) -> list[tuple[int, int]]:
+        """Return address and size of slots that somebody holds; `.grad` is not looked at, which torch may change."""
         return []
 
     @staticmethod
@@ -438,9 +441,8 @@ class SlotRoute(Route):
             parameter.grad = gradient = lent
         bound.gathered_version = gradient._version
 
-    def drop_used(self) -> list[tuple[int, int]]:
-        """See `Route.drop_used`."""
-        super().drop_used()
+    def held_slots(self) -> list[tuple[int, int]]:
+        """See `Route.held_slots`."""
         slots = (bound.slot for bound in self._bound.values())
         return [(slot.address, slot.nbytes) for slot in slots if not slot.is_free]
 

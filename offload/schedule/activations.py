@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
-from offload.errors import invariant, known
+from offload.errors import TierFullError, invariant, known
 from offload.plan.budget import Plan
 from offload.protocols import ACTIVATIONS, TileId
 from offload.schedule.buffers import Buffers
@@ -85,11 +85,11 @@ class ActivationBuffers(Buffers):
         return (self._line,)
 
     def _claim(self, nbytes: int) -> Location | None:
-        if not self._index.reserve({nbytes: 1}, spare=True):
+        if not self._index.reserve({nbytes: 1}, lent=True):
             return None
-        location = self._index.claim(nbytes, self._avoided)
+        location = self._index.claim(nbytes, self._avoided, lent=True)
         if location is None:
-            self._index.give_back({nbytes: 1})
+            self._index.give_back({nbytes: 1}, lent=True)
         return location
 
     def _give_back(self, tile: TileId) -> None:
@@ -97,7 +97,7 @@ class ActivationBuffers(Buffers):
 
     def _abandon(self, location: Location) -> None:
         super()._abandon(location)
-        self._index.give_back({location.nbytes: 1})
+        self._index.give_back({location.nbytes: 1}, lent=True)
 
     # What the caller does
 
@@ -171,8 +171,8 @@ class ActivationBuffers(Buffers):
                 self.errors[owner] = error
         else:
             location = operation.record.location
-            self._index.lose(location)
-            self._index.give_back({location.nbytes: 1})
+            self._index.refuse(location, is_full=isinstance(error, TierFullError))
+            self._index.give_back({location.nbytes: 1}, lent=True)
             self._avoided.add(location.path)
             if not held.is_over and self._write(operation.tile, held.buffer, 0, location.nbytes):
                 return

@@ -1,8 +1,12 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
-A slot is taken by `claim`, then named by `commit`, given back by `abandon` or written off by `lose`. Checkpoints set
-room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes may `take_over` stores and
-`adopt` tiles.
+A slot is taken by `claim`, then named by `commit`, given back by `abandon` or, if its write has failed, by `refuse`.
+Checkpoints set room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes may `take_over`
+stores and `adopt` tiles.
+
+What a step cannot do without comes first: its own slots are `cut` and their room is allocated (`allocated`) before
+others may have any. Others (speculative versions, activations, state that leaves memory) are *lent* slots: they
+reserve and claim them with `lent`, and get none that a step may need.
 
 Invariants:
   * a slot is free, claimed (a write is on its way) or in use: live (an index entry names it), held (checkpoints name
@@ -13,7 +17,8 @@ Invariants:
     owner frees them;
   * there are never more slots of a size than planned, so the plan's bytes on storage are an upper bound; free slots
     on a path that is no longer written to do not count, so that other paths can take their place; after `reshare` a
-    path may get more, where there is room beyond the plan.
+    path may get more, where there is room beyond the plan;
+  * of each size, no fewer slots are free or in the plan's use than the plan may need at once, whatever is lent.
 """
 
 from __future__ import annotations
@@ -57,7 +62,25 @@ class _Store:
     lost_bytes: int = 0
     credit_bytes: float = 0.0
     usable: bool = True
+    is_full: bool = False  # whether it has just refused to grow
+    there: int = 0  # bytes whose room is known to be there
+    due: int = 0  # bytes that are to be there before slots are lent
     free: dict[int, list[int]] = field(default_factory=dict)
+    absent: dict[int, list[int]] = field(default_factory=dict)  # slots whose file had no room for them
+
+    def may_grow(self, nbytes: int) -> bool:
+        """Return whether there may be one more slot."""
+        fits = bool(self.absent.get(nbytes)) or self.end + nbytes + SECTOR_BYTES <= self.limit_bytes
+        return fits and not self.is_full
+
+    def grow(self, nbytes: int) -> int:
+        """Return the offset of one more slot."""
+        absent = self.absent.get(nbytes)
+        if absent:
+            self.lost_bytes -= nbytes + SECTOR_BYTES
+            return absent.pop()
+        self.end += nbytes + SECTOR_BYTES
+        return self.end - nbytes - SECTOR_BYTES
 
 
 class TileIndex:
@@ -76,6 +99,8 @@ class TileIndex:
         self._unmade = Counter(slot_counts)
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._drifting = False
+        self._lent: Counter[int] = Counter()  # of those that are not made: reserved to be lent
+        self._lent_out: set[Location] = set()  # claimed slots that are lent
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
         self._held: dict[Location, int] = {}
@@ -86,28 +111,37 @@ class TileIndex:
         """Return where the newest version of `tile` lies, or None if it was never written."""
         return self._records.get(tile)
 
-    def claim(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+    def claim(self, nbytes: int, avoid: Collection[int] = (), *, lent: bool = False) -> Location | None:
         """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is; on none of `avoid`.
 
         Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
         all paths and its tiles arrive together (smooth weighted round robin).
 
+        Args:
+            nbytes: Its payload.
+            avoid: Paths.
+            lent: Whether no step needs it: it is one that was reserved to be `lent`.
+
         Returns:
             The slot, or None if no usable path has room.
         """
+        if lent and not self.is_whole:
+            return None
         whole = nbytes + SECTOR_BYTES
-        unmade = self._unmade.get(nbytes, 0)
+        own = self._own_unmade(nbytes)
+        unmade = self._unmade.get(nbytes, 0) if lent else own
+        reuses = own < 0 or not lent
         able: list[tuple[int, _Store, float]] = []
         total = 0.0
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
                 continue
             handicap = 0.0
-            if not store.free.get(nbytes):
-                if store.end + whole > store.limit_bytes:
+            if not (reuses and store.free.get(nbytes)):
+                if not store.may_grow(nbytes):
                     continue
                 if unmade <= 0:
-                    if not self._may_grow(whole):
+                    if lent or not self._may_grow(whole):
                         continue
                     handicap = GROWTH_CREDIT_TILES * whole
             able.append((number, store, handicap))
@@ -121,28 +155,91 @@ class TileIndex:
             if credit_bytes - handicap > best:
                 best, number, store = credit_bytes - handicap, candidate, offered
         store.credit_bytes -= whole
-        free = store.free.get(nbytes)
-        if free:
-            offset = free.pop()
+        if reuses and store.free.get(nbytes):
+            location = Location(number, store.free[nbytes].pop(), nbytes)
         else:
-            offset = store.end
-            store.end += whole
+            location = Location(number, store.grow(nbytes), nbytes)
             if unmade > 0:
                 self._unmade[nbytes] -= 1
+        if lent:
+            self._lent_out.add(location)
+            self._lent[nbytes] -= 1
         store.live_bytes += whole
-        location = Location(number, offset, nbytes)
         self._claimed.add(location)
         return location
+
+    def _own_unmade(self, nbytes: int) -> int:
+        """Return how many slots of a size plan and checkpoints need beside those that are made; < 0 for too many."""
+        return self._unmade.get(nbytes, 0) - self._lent[nbytes]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all slots that plan and checkpoints need are there, so that others may be lent."""
+        are_there = all(store.due <= store.there for store in self._stores if store.usable)
+        return are_there and all(self._own_unmade(nbytes) <= 0 for nbytes in self._unmade)
+
+    def cut(self) -> None:
+        """Make the slots that plan and checkpoints need, spread as their paths are fast; see `allocated`."""
+        for nbytes in sorted(self._unmade, reverse=True):
+            whole, missing = nbytes + SECTOR_BYTES, self._own_unmade(nbytes)
+            stores = [store for store in self._stores if store.usable]
+            shares = sum(store.share for store in stores)
+            made: list[tuple[_Store, list[int]]] = []
+            for store in stores:  # what has no room on one path goes to the next ones
+                count, shares = math.ceil(missing * store.share / shares), shares - store.share
+                fits = len(store.absent.get(nbytes, ())) + max(0, store.limit_bytes - store.end) // whole
+                count = max(0, min(missing, count, fits))
+                made.append((store, [store.grow(nbytes) for _ in range(count)]))
+                missing -= len(made[-1][1])
+            for store, offsets in made:
+                while missing > 0 and (store.absent.get(nbytes) or store.end + whole <= store.limit_bytes):
+                    offsets.append(store.grow(nbytes))
+                    missing -= 1
+                self._unmade[nbytes] -= len(offsets)
+                store.due = store.end if offsets else store.due
+                # What has been in use is used again first: its room is there.
+                store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
+
+    def allocated(self, ends: Sequence[int]) -> None:
+        """Take in that the room of each path's first bytes is there."""
+        for store, nbytes in zip(self._stores, ends, strict=True):
+            store.there = max(store.there, nbytes)
+
+    def end_bytes(self, path: int) -> int:
+        """Return where the slots of a store end."""
+        return self._stores[path].end
+
+    def try_again(self) -> None:
+        """Take in that stores that have refused to grow may have room now."""
+        for store in self._stores:
+            store.is_full = False
 
     def commit(self, tile: TileId, record: Record) -> None:
         """Make a claimed slot the newest version of `tile`; the slot of the version before becomes free."""
         if record.location not in self._claimed:  # not by `invariant`: its message would be made for every tile
             raise InternalError(f"{tile} was written to a slot nobody claimed (this is a bug in offload)")
         before = self._records.get(tile)
-        self._claimed.remove(record.location)
+        if before is not None:
+            self.keep(record.location)
+        self._written(record.location)
         self._records[tile] = record
         if before is not None:
             self._release(before.location)
+
+    def keep(self, location: Location) -> None:
+        """Take in that a claimed slot is lent no more: the plan will use it, and gives back another."""
+        if location in self._lent_out:
+            self._lent_out.remove(location)
+            self._lent[location.nbytes] += 1
+
+    def _unclaim(self, location: Location) -> None:
+        self._claimed.remove(location)
+        self._lent_out.discard(location)
+
+    def _written(self, location: Location) -> None:
+        self._unclaim(location)
+        store = self._stores[location.path]
+        store.there = max(store.there, location.offset + location.nbytes + SECTOR_BYTES)
 
     def forget(self, tile: TileId) -> None:
         """Free the slot of a tile's newest version, and the room that was reserved for it: it is in memory again."""
@@ -157,23 +254,24 @@ class TileIndex:
     def abandon(self, location: Location) -> None:
         """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")
-        self._claimed.remove(location)
+        self.keep(location)
+        self._unclaim(location)
         self._release(location)
 
     def is_held(self, location: Location) -> bool:
         """Return whether a checkpoint names a slot."""
         return location in self._held
 
-    def reserve(self, slot_counts: Mapping[int, int], *, spare: bool = False) -> bool:
+    def reserve(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> bool:
         """Set room aside for slots beyond the plan; return whether there is enough.
 
         Args:
             slot_counts: How many, by payload bytes.
-            spare: Whether to leave the room that checkpoints may still need.
+            lent: Whether no step needs them: they leave the room that checkpoints may still need.
         """
-        fits = self.missing_bytes(slot_counts, spare=spare) <= 0
+        fits = self.missing_bytes(slot_counts, spare=lent) <= 0
         if fits:
-            self._change_unmade(slot_counts, 1)
+            self._change_unmade(slot_counts, 1, lent=lent)
         return fits
 
     def missing_bytes(self, slot_counts: Mapping[int, int], *, spare: bool = False) -> int:
@@ -188,18 +286,19 @@ class TileIndex:
         promised_bytes = self._promised_bytes() if spare else 0
         return max(0, promised_bytes - self._spare_bytes(unmade, leaves=spare))
 
-    def give_back(self, slot_counts: Mapping[int, int]) -> None:
+    def give_back(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> None:
         """Give back reserved room that was not used."""
-        self._change_unmade(slot_counts, -1)
+        self._change_unmade(slot_counts, -1, lent=lent)
 
-    def _change_unmade(self, slot_counts: Mapping[int, int], sign: int) -> None:
+    def _change_unmade(self, slot_counts: Mapping[int, int], sign: int, *, lent: bool = False) -> None:
         for nbytes, count in slot_counts.items():
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
+            self._lent[nbytes] += sign * count * lent
 
     def hold(self, location: Location) -> bool:
         """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses reserved room."""
         if location in self._claimed:
-            self._claimed.remove(location)
+            self._written(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
         first = self._held[location] == 1
@@ -222,16 +321,18 @@ class TileIndex:
     # Going on from a checkpoint where it lies
 
     def take_over(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
-        """Replace a store that is still empty by one that an earlier session has written.
+        """Replace a store of which no slot is in use by one that an earlier session has written.
 
         Args:
             path: Its path's number.
             limit_bytes: How far it may grow.
             held: Slots that checkpoints name, and how many checkpoints do. The rest is cut into free slots.
         """
-        store = self._stores[path]
-        invariant(store.end == 0, "a store that is in use is exchanged")
-        store.limit_bytes = limit_bytes
+        invariant(self.is_empty(path), "a store that is in use is exchanged")
+        for nbytes, offsets in self._stores[path].free.items():
+            self._unmade[nbytes] += len(offsets)
+        store = self._stores[path] = _Store(limit_bytes, self._stores[path].share)
+        store.there = max((x.offset + x.nbytes + SECTOR_BYTES for x in held), default=0)
         sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
         for location in sorted(held, key=lambda location: location.offset):
             invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
@@ -255,8 +356,8 @@ class TileIndex:
         return self._stores[path].limit_bytes
 
     def is_empty(self, path: int) -> bool:
-        """Return whether a store has no slots yet."""
-        return self._stores[path].end == 0
+        """Return whether no slot of a store is in use."""
+        return not (self._stores[path].live_bytes or any(location.path == path for location in self._held))
 
     def adopt(self, tile: TileId, record: Record) -> None:
         """Make a slot that is held, or one of a foreign store, the newest version of `tile`."""
@@ -276,13 +377,24 @@ class TileIndex:
         record = self._records.get(tile)
         return record is not None and self._is_foreign(record.location)
 
-    def lose(self, location: Location) -> None:
-        """Never use a claimed slot again: its file may have no room for it."""
-        self._claimed.remove(location)
-        store = self._stores[location.path]
-        store.live_bytes -= location.nbytes + SECTOR_BYTES
-        store.lost_bytes += location.nbytes + SECTOR_BYTES
-        self._unmade[location.nbytes] += 1
+    def is_there(self, location: Location) -> bool:
+        """Return whether the room of a slot is known to be there, so that its path may be full and take it."""
+        return location.offset + location.nbytes + SECTOR_BYTES <= self._stores[location.path].there
+
+    def refuse(self, location: Location, *, is_full: bool) -> None:
+        """Take in that a claimed slot cannot be written: it is never used again, unless its path is full."""
+        store, nbytes = self._stores[location.path], location.nbytes
+        if is_full and self.is_there(location):
+            self.abandon(location)
+            return
+        if is_full:
+            store.is_full = True
+            store.absent.setdefault(nbytes, []).append(location.offset)
+        self.keep(location)
+        self._unclaim(location)
+        store.live_bytes -= nbytes + SECTOR_BYTES
+        store.lost_bytes += nbytes + SECTOR_BYTES
+        self._unmade[nbytes] += 1
 
     def _spare_bytes(self, unmade: Mapping[int, int], *, leaves: bool = False) -> int:
         """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few.
@@ -292,7 +404,8 @@ class TileIndex:
             leaves: Whether there is to be room for more, of any size, after that.
         """
         usable = [store for store in self._stores if store.usable]
-        todo = [(nbytes + SECTOR_BYTES, count) for nbytes, count in unmade.items() if count > 0]
+        absent = {nbytes: sum(len(store.absent.get(nbytes, ())) for store in usable) for nbytes in unmade}
+        todo = [(n + SECTOR_BYTES, count - absent[n]) for n, count in unmade.items() if count > absent[n]]
         # What is left at the end of each path may be too short for a slot.
         sizes = (nbytes + SECTOR_BYTES for nbytes in unmade) if leaves else (size for size, _ in todo)
         slack = max(sizes, default=0) * (len(usable) - 1)

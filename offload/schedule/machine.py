@@ -42,9 +42,11 @@ from offload.schedule.gradients import GradientBuffers
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import (
     Admit,
+    Allocated,
     AwaitPush,
     Begin,
     BeginSave,
+    Cut,
     Discard,
     Done,
     Drop,
@@ -53,6 +55,7 @@ from offload.schedule.operations import (
     Failed,
     Fill,
     GiveBack,
+    GiveUp,
     Hold,
     Leave,
     Lend,
@@ -268,6 +271,7 @@ class Machine:
         try:
             match event:
                 case Begin(sweep):
+                    self.index.try_again()
                     self._open(sweep) if sweep.is_open else self._begin(sweep)
                 case Admit(subgroups):
                     self._admit(subgroups)
@@ -293,6 +297,8 @@ class Machine:
                     self.activations.discard(tile)
                 case BeginSave(save):
                     self._begin_save(save)
+                case GiveUp(error):
+                    self.saver.abort(error)
                 case Taken(Sweep()):
                     self.finished_sweep = None
                     return
@@ -309,6 +315,10 @@ class Machine:
                         self._leaving.stays = True
                 case Extend(plan):
                     self._extend(plan)
+                case Cut():
+                    self.index.cut()
+                case Allocated(ends):
+                    self.index.allocated(ends)
                 case Lend(gpu_slots):
                     self._runs.lend(gpu_slots)
                 case Reshare(shares):
@@ -426,7 +436,7 @@ class Machine:
             if not (visit.speculative and is_streamed and is_plain):
                 raise InternalError(f"{visit} is speculative (this is a bug in offload)")
             room = self._slots_of(subgroup)
-            if self.broken is not None or not self.index.reserve(room, spare=True):
+            if self.broken is not None or not self.index.reserve(room, lent=True):
                 break
             self._reserved += room
             self._subgroups[subgroup].visit, self.staging.priorities[subgroup] = visit, (True, place)
@@ -467,6 +477,10 @@ class Machine:
             records = versions.pop(subgroup)
             if records is None:
                 self._flushes[subgroup].speculative = False
+                writes = (op for op in self._in_flight.values() if isinstance(op, WriteTile))
+                flying = (op.record for op in writes if op.what == "state" and op.tile.subgroup == subgroup)
+                for record in (*flying, *(record for _, record in self._flushes[subgroup].records)):
+                    self.index.keep(record.location)
             else:
                 self._commit(records)
         for subgroup, records in versions.items():
@@ -476,7 +490,7 @@ class Machine:
             if flush.speculative and not flush.reserved:  # revoked: its writes may still fail, and lose slots
                 flush.reserved = self._slots_of(subgroup)
                 self._reserved -= flush.reserved
-        self.index.give_back(self._reserved)
+        self.index.give_back(self._reserved, lent=True)
         self._reserved.clear()
 
     def _slots_of(self, subgroup: int) -> Counter[int]:
@@ -523,7 +537,7 @@ class Machine:
             self.finished_leave = leave, self.broken
             return
         room = sum((self._slots_of(number) for number in leave.subgroups), Counter[int]())
-        invariant(self.index.reserve(room, spare=True), "state leaves memory for stores without room")
+        invariant(self.index.reserve(room, lent=True), "state leaves memory for stores without room")
         self._leaving = _Leaving(leave, deque(leave.subgroups))
         for number in list(self.staging.dirty):
             if self.broken is None:
@@ -537,11 +551,13 @@ class Machine:
         while leaving.line and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
             number = leaving.line.popleft()
             if leaving.stays or leaving.error:
-                self.index.give_back(self._slots_of(number))
+                self.index.give_back(self._slots_of(number), lent=True)
                 continue
             records = self.saver.held_version(self.plan.layout.subgroups[number], self._subgroups[number].version)
             if records:
                 self.staging.to(number, Phase.FLUSHING)
+                self.index.give_back(self._slots_of(number), lent=True)
+                invariant(self.index.reserve(self._slots_of(number)), "room that was set aside is gone")
                 for tile, record in records.items():
                     self.index.adopt(tile, record)
                 self._left(number)
@@ -679,7 +695,7 @@ class Machine:
                 self.index.abandon(new.location)
             self._settle(subgroup, changed=True)
             if self.plan.is_resident(subgroup):
-                self.index.give_back(self._slots_of(subgroup))
+                self.index.give_back(self._slots_of(subgroup), lent=True)
                 if self._leaving is not None:  # else the machine has broken since
                     self._leaving.error = flush.error
             else:
@@ -688,7 +704,7 @@ class Machine:
 
     def _flushed_speculative(self, subgroup: int, flush: _Flush) -> None:
         """Take in that a speculative version has been written, or could not be."""
-        self.index.give_back(flush.reserved)
+        self.index.give_back(flush.reserved, lent=True)
         self.staging.to(subgroup, Phase.READY)
         if flush.error is None and subgroup in self.speculative_versions:
             self.speculative_versions[subgroup] = flush.records
@@ -764,14 +780,14 @@ class Machine:
                 self._break(error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
-            self.index.lose(operation.record.location)
+            self.index.refuse(operation.record.location, is_full=isinstance(error, TierFullError))
             self._give_up_version(operation.tile.subgroup, error)
             self._flushed_tile(operation.tile.subgroup)
             return
         if isinstance(operation, WriteTile) and operation.slot is None:
             # The state is still in memory, where it stays if no path takes it: each is tried once.
             flush, location = self._flushes[operation.tile.subgroup], operation.record.location
-            self.index.lose(location)
+            self.index.refuse(location, is_full=isinstance(error, TierFullError))
             flush.avoided.add(location.path)
             place = operation.buffer_offset, location.nbytes
             if flush.error is not None or not self._write(operation.tile, None, *place, avoid=flush.avoided):
@@ -781,7 +797,7 @@ class Machine:
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
             # Training can do without this flush, so the save may be given up and the path is not.
             location = operation.record.location
-            self.index.lose(location)
+            self.index.refuse(location, is_full=isinstance(error, TierFullError))
             where = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
             avoided = self.saver.retry(operation, error)
             if avoided is not None and self._write(*where, avoid=avoided):
@@ -804,13 +820,17 @@ class Machine:
         location = write.record.location
         if not isinstance(error, TierError):
             return False
-        self.index.retire(location.path)
-        self.index.abandon(location)
+        grows_no_more = isinstance(error, TierFullError) and not self.index.is_there(location)
+        if grows_no_more:  # what is there already can be written to
+            self.index.refuse(location, is_full=True)
+        else:
+            self.index.retire(location.path)
+            self.index.abandon(location)
         if self.broken is not None:
             return False
         again = (write.tile, write.slot, write.buffer_offset, location.nbytes)
         found = self.gradients.write_again(write) if write.what == "gradients" else self._write(*again)
-        if found:
+        if found and not grows_no_more:
             self._on_warning(f"{error}; tiles go to other paths from now on")
         return found
 
@@ -921,10 +941,11 @@ class Machine:
                 return
 
     def _write(self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
-        location = self.index.claim(nbytes, avoid)
+        flush = self._flushes[tile.subgroup]
+        location = self.index.claim(nbytes, avoid, lent=flush.speculative or slot is None)
         if location is None:
             return False
-        record = Record(location, self._flushes[tile.subgroup].step, 0)
+        record = Record(location, flush.step, 0)
         self._issue(WriteTile(self._new_op(), tile, slot, offset, record))
         return True
 

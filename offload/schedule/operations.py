@@ -346,6 +346,13 @@ class BeginSave:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Event: give up the save under way."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Event: have state leave memory for storage; between sweeps and saves.
 
@@ -379,6 +386,18 @@ class Extend:
     sweeps and saves, with nothing in flight."""
 
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Event: make the slots that plan and checkpoints need, so that their room can be allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Event: the room of the first bytes of each path is there; what is beyond those that are needed may be lent."""
+
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,10 +475,13 @@ Event = (
     | Unpacked
     | Discard
     | BeginSave
+    | GiveUp
     | Leave
     | Stay
     | Taken
     | Extend
+    | Cut
+    | Allocated
     | Lend
     | Reshare
     | TakeOver

@@ -204,13 +204,7 @@ class Saver:
             save.weights += to_write(subgroup.weight_tiles, versions[number], buffered=True, home=False)
         save.reserve = +counts
         if not self._index.reserve(save.reserve):
-            needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in save.reserve.items())
-            error = CheckpointError(
-                f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
-                "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path "
-                "(`offload gc --dry-run PATH` says what ended sessions have left there)"
-            )
-            self.finished_save = request, error
+            self.finished_save = request, no_room(save.reserve)
             return False
         self.under_way = save
         for tile, record in whole:
@@ -333,7 +327,7 @@ class Saver:
         """Take in that a write has ended; return whether it failed and was issued again."""
         location, to_path = done.record.location, save.request.sink is None
         if error is not None and to_path:
-            self._index.lose(location)
+            self._index.refuse(location, is_full=isinstance(error, TierFullError))
         if error is not None and self.retry(done, error) is not None:
             again = self._claim(save, location.nbytes)
             if again is not None:
@@ -392,3 +386,13 @@ class Saver:
         """Let the slots of a finished save go."""
         for tile, record in self.held_records.pop(number).items():
             self._index.let_go(tile, record.location)
+
+
+def no_room(slot_counts: Mapping[int, int]) -> CheckpointError:
+    """Return the error of a save for which the paths have too little room."""
+    needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
+    return CheckpointError(
+        f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
+        "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path "
+        "(`offload gc --dry-run PATH` says what ended sessions have left there)"
+    )

@@ -156,6 +156,7 @@ class Activations:
         self._use(None, 0)
         parts.memory.give_back(before)
         self._use(parts.memory.arena(nbytes), tile_bytes)
+        parts.allocate()
 
     def _use(self, arena: Any, tile_bytes: int) -> None:
         parts, nbytes = self._parts, arena.nbytes if arena is not None else 0

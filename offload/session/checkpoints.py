@@ -23,7 +23,8 @@ from offload.errors import CheckpointError, ConfigError, InternalError, OffloadE
 from offload.layout import Layout
 from offload.plan.budget import CHECKPOINT_BUFFERS
 from offload.schedule.loop import pump
-from offload.schedule.operations import BeginSave, Release, Sweep, TakeOver
+from offload.schedule.operations import BeginSave, GiveUp, Release, Sweep, TakeOver
+from offload.schedule.saving import no_room
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
@@ -177,6 +178,11 @@ class Checkpoints:
                 raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
             machine.handle(BeginSave(pending.save))
             saver = machine.saver
+            save = saver.under_way
+            # Steps write elsewhere than to what it holds.
+            if save is not None and save.request.sink is None and not parts.allocate():
+                parts.executor.submit(machine.take_operations())
+                machine.handle(GiveUp(no_room(save.reserve)))
             pump(
                 machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None
             )

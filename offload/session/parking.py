@@ -257,6 +257,7 @@ class Parking:
             self._copy_from_gpu(self._lend(batch))
         self._numbers += 1
         pending.leave = Leave(self._numbers, batch)
+        parts.allocate()
         parts.machine.handle(pending.leave)
         parts.executor.submit(parts.machine.take_operations())
 

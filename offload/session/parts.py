@@ -46,7 +46,7 @@ from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Extend
+from offload.schedule.operations import Allocated, Cut, Extend
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
@@ -96,7 +96,8 @@ class SessionParts:
         self.limits = limits = limits or Limits()
         self.state = StateSpec(rule, STATE_FORMATS[config.state_format])
         self.is_whole = False
-        self._told_nameless = False
+        self._told_nameless = self._told_missing = False
+        self._allocating: waits.BackgroundWork | None = None
         self.tables = Tables(config.seed)
         self.tiers: list[Tier] = []
         self.others: dict[int, Tier] = {}
@@ -328,6 +329,35 @@ class SessionParts:
         """Open a store on the path of a number; see `setup.open_path`."""
         path = self.config.path_configs[number]
         return open_path(self.config, path, store, self.queue, self.plan.storage_bytes, depth, used_bytes)
+
+    def allocate(self) -> bool:
+        """Have the room of all slots that the plan needs be there on the paths; return whether it is.
+
+        Nobody else takes it then. Where some is missing, nothing is lent that a step may need, and a step may fail.
+        """
+        index, work = self.machine.index, self._allocating
+        if index.is_whole or not self.tiers:
+            return True
+        if work is not None and not work.done:  # a path hangs, which its next transfer will say
+            return False
+        self.machine.handle(Cut())
+        ends = tuple(map(index.end_bytes, range(len(self.tiers))))
+
+        def allocate() -> None:
+            for tier, nbytes in zip(self.tiers, ends, strict=True):
+                tier.allocate(nbytes)
+
+        work = self._allocating = waits.BackgroundWork(allocate, "offload-allocate")
+        work.start()
+        waits.wait_for(work.wait, lambda: "room on the paths", self.config.stall_timeout_s)
+        if work.error is not None:
+            level = logging.DEBUG if self._told_missing else logging.WARNING
+            log.log(level, "room that steps may need is not there (%s): one of them may fail", work.error)
+            self._told_missing = True
+        elif work.done:
+            self._told_missing = False
+            self.machine.handle(Allocated(ends))
+        return index.is_whole
 
     def replace_tier(self, number: int, tier: Tier) -> None:
         """Have a path's requests go to another store of it; the one that they went to ends."""

@@ -146,6 +146,7 @@ class Visits:
         speculation.begin_step(active)
         self.open_account()
         with self._breaking():
+            parts.allocate()
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.choose_confirmed(subgroups, self.account)
             if self.placement_review.is_near:

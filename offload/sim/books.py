@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -148,7 +149,7 @@ class SaveUnderWay:
 class Extents:
     """Byte ranges in use on one path, none overlapping."""
 
-    __slots__ = ("end", "failed", "limit", "starts", "stops", "used")
+    __slots__ = ("allocated", "end", "failed", "lent", "limit", "starts", "stops", "there", "used")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -157,6 +158,8 @@ class Extents:
         self.used = 0
         self.end = 0
         self.failed = False
+        self.allocated = self.there = 0  # first bytes that were set aside for steps; those whose room is there
+        self.lent: dict[int, int] = {}  # payload bytes of slots that are lent, by where they start
 
     def overlaps(self, start: int, stop: int) -> bool:
         position = bisect_left(self.starts, stop)
@@ -171,6 +174,7 @@ class Extents:
     def leave(self, start: int) -> None:
         self.starts.pop(bisect_left(self.starts, start))
         self.used -= self.stops.pop(start) - start
+        self.lent.pop(start, None)
 
 
 class Ground:
@@ -216,6 +220,8 @@ class StorageBook:
         orphans: Places that are held, and no longer of a newest whole version.
         saving_bytes: What saves may take.
         lost_bytes: Of slots that a write has failed to fill, and that nobody uses again.
+        refused_bytes: Of those whose path was full: others have to take as much.
+        is_full: Whether that is why the write failed that is spoken of.
         most_away_bytes: Most that state at home in memory that has ever left may take.
         most_activation_bytes: Most that activations have taken at once.
         reshared: Whether tiles have been spread in other proportions.
@@ -227,14 +233,39 @@ class StorageBook:
         self.extents = [Extents(path.available_bytes) for path in ground.plan.budgets.paths]
         self.holds: dict[Location, int] = {}
         self.orphans: dict[Location, None] = {}
-        self.saving_bytes = self.lost_bytes = 0
+        self.saving_bytes = self.lost_bytes = self.refused_bytes = 0
+        self.is_full = False
         self.most_away_bytes = 0
         self.most_activation_bytes = 0
         self.reshared = False
         self.most_beside: Counter[int] = Counter()
+        self.grown: set[Location] = set()
+        """Slots beyond what was allocated."""
+        self.counts_lent = True
+        """Whether it is known how many slots a step may need, and how many there are."""
 
-    def take(self, location: Location) -> None:
-        """Verify that a write may go to these bytes, and take them."""
+    def allocated(self, ends: Sequence[int]) -> None:
+        """Take in that the room of each path's first bytes is there."""
+        for path, nbytes in zip(self.extents, ends, strict=True):
+            self.counts_lent &= not path.there  # else slots beyond what was allocated before are in it
+            path.allocated, path.there = nbytes, max(path.there, nbytes)
+
+    def written(self, location: Location) -> None:
+        """Take in that a write has ended well: its room is there."""
+        path = self.extents[location.path]
+        path.there = max(path.there, location.offset + SECTOR_BYTES + location.nbytes)
+
+    def fail(self, location: Location) -> None:
+        """Take in that a write has failed, so that its path is given up, or is only full beyond what is there."""
+        path = self.extents[location.path]
+        self.grown.discard(location)
+        if self.is_full and location.offset + SECTOR_BYTES + location.nbytes > path.there:
+            self.refused_bytes += location.nbytes + SECTOR_BYTES
+        else:
+            path.failed = True
+
+    def take(self, location: Location, *, lent: bool = False) -> None:
+        """Verify that a write may go to these bytes, and take them; `lent` if a step can do without."""
         extents = self.extents[location.path]
         start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
         self._require(start >= 0 and start % SECTOR_BYTES == 0, "7: a slot that is not aligned")
@@ -242,10 +273,21 @@ class StorageBook:
         self._require(not extents.failed, "7: a write to a path that has failed a write")
         self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
         extents.take(start, stop)
+        if stop > extents.allocated:
+            self.grown.add(location)
+        if lent:
+            extents.lent[start] = location.nbytes
+            sizes = [nbytes for path in self.extents for nbytes in path.lent.values()]
+            grown = sum(each.nbytes == location.nbytes for each in self.grown)
+            counts = self.counts_lent and not (
+                self.saving_bytes or self.most_away_bytes or any(path.failed for path in self.extents)
+            )
+            enough = not counts or grown >= sizes.count(location.nbytes)
+            self._require(enough, "31: a slot that a step may need is lent")
         bytes_used = sum(path.used if path.failed or self.reshared else path.end for path in self.extents)
         beside = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.most_beside.items())
         most = self.ground.plan.storage_bytes + self.saving_bytes + self.lost_bytes + beside + self.most_away_bytes
-        most += self.most_activation_bytes
+        most += self.most_activation_bytes + self.refused_bytes
         if bytes_used > most:
             # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
             bytes_used = sum(path.used for path in self.extents)
@@ -263,7 +305,15 @@ class StorageBook:
     def lose(self, location: Location) -> None:
         """Give up bytes that a write has failed to fill."""
         self.extents[location.path].leave(location.offset)
-        self.lost_bytes += location.nbytes + SECTOR_BYTES
+        self.give_up(location)
+        self.counts_lent &= location in self.grown
+        self.grown.discard(location)
+
+    def give_up(self, location: Location) -> None:
+        """Take in that bytes are not used again, or not before there is room on their path."""
+        nbytes = location.nbytes + SECTOR_BYTES
+        self.refused_bytes += nbytes * self.is_full
+        self.lost_bytes += nbytes * (not self.is_full)
 
     def hold(self, location: Location) -> None:
         """Have a checkpoint name a place."""
@@ -576,6 +626,11 @@ class SaveBook:
         if operation.record.location.path < len(self.storage.extents):
             self.storage.lose(operation.record.location)
 
+    def give_up(self) -> None:
+        """Take in that the save under way is given up."""
+        if self.now is not None:
+            self.now.failed = True
+
     def settle_again(self) -> None:
         """A failed write that has not been issued again by now never will be: fail its save."""
         if self.now is None or not self.now.again:
@@ -695,7 +750,7 @@ class BufferBook:
         self._require(known.in_buffer == known.version, "a write of what is not whole in its buffer")
         self._require(known.stored_version != known.version, "a write of what is on storage")
         self._require(not (tile in known.writes or tile in known.arriving), "a second write of a tile")
-        self.storage.take(operation.record.location)
+        self.storage.take(operation.record.location, lent=operation.what == "activations")
         known.writes[tile] = operation.op
 
     def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
@@ -721,6 +776,7 @@ class BufferBook:
             del known.reads[operation.tile]
             return False
         self.storage.extents[location.path].leave(location.offset)
+        self.storage.grown.discard(location)
         if self._is_useless(operation):
             return False
         del known.writes[operation.tile]
@@ -900,7 +956,7 @@ class ActivationBook(BufferBook):
         """See `BufferBook.failed`; a tile that cannot be read has no buffer, one that no path takes stays there."""
         known = self.of(self.owner_of(operation))
         if isinstance(operation, WriteTile):
-            self.storage.lost_bytes += operation.record.location.nbytes + SECTOR_BYTES
+            self.storage.give_up(operation.record.location)
         elif known.buffer is not None:
             del self._owners[known.buffer]
             known.buffer = None

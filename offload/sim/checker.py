@@ -14,7 +14,8 @@ Rules:
   6. A read takes a tile of the newest whole version from where it lies, by its step and checksum, into its place.
   7. A write takes a changed tile in its newest version from its place, under the step of its change, to bytes of
      a store that hold nothing of any newest whole version, nothing of a newer one that is arriving, and nothing
-     in flight; within the path's limit; not on a path that has failed a write.
+     in flight; within the path's limit; not on a path that has failed a write (otherwise than by being full beyond
+     what is there).
   8. Bytes in flight stay within the staging memory; bytes on the paths within `Plan.storage_bytes` (space on a
      path that has failed is given up: of it only what is live counts; after a `Reshare`, of all paths).
   9. After a fatal error (a failed run or read, `Stop`) nothing new is issued. A failed write is issued again
@@ -88,6 +89,11 @@ Rules:
      `Packed`, and read into it, as rules 6 and 7 have it. They take bytes beyond those of rule 8. A write that has
      failed is issued again elsewhere, or the tile stays in its buffer; no failure of these ends a session.
 
+Room that is there:
+ 31. Of each size, there are at least as many slots beyond those of `Allocated` as versions beside the live ones and
+     activations take, so that a step finds all that the plan has for it (while nothing was saved or taken up, has
+     left memory or failed to be written, and the plan is the first).
+
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
 """
@@ -97,13 +103,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
-from offload.errors import TierError
+from offload.errors import TierError, TierFullError
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record
 from offload.schedule.loop import Executor
 from offload.schedule.operations import (
     Admit,
+    Allocated,
     AwaitPush,
     Begin,
     BeginSave,
@@ -117,6 +124,7 @@ from offload.schedule.operations import (
     Failed,
     Fill,
     GiveBack,
+    GiveUp,
     Hold,
     Leave,
     Lend,
@@ -243,6 +251,8 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._saves.begin(save, amid_a_sweep=self._sweep is not None)
+            case GiveUp():
+                self._saves.give_up()
             case Leave():
                 busy = any(subgroup.busy for subgroup in self._subgroups)
                 amid = self._sweep is not None or busy or self._saves.now is not None
@@ -261,6 +271,8 @@ class CheckedExecutor:
                 self._extend(plan)
             case Lend(gpu_slots):
                 self._device.lent_slots = gpu_slots
+            case Allocated(ends):
+                self._storage.allocated(ends)
             case Reshare():
                 self._storage.reshared = True
             case TakeOver():
@@ -510,7 +522,7 @@ class CheckedExecutor:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
         self._require(self._saves.now is None, "16: state is exchanged during a save")
         self._require(not self._is_open, "20: state is exchanged during an open sweep")
-        self._taken_up = True
+        self._taken_up, self._storage.counts_lent = True, False
         for number, slot in [(n, s.slot) for n, s in enumerate(self._subgroups) if s.slot is not None]:
             if any(tile.subgroup == number for tile in event.records):
                 self._owners[slot] = None
@@ -599,7 +611,7 @@ class CheckedExecutor:
         self._require(write.record.step == beside.step, "21: a write under another step than that of its sweep")
         self._require(0 <= write.record.location.path < len(self._storage.extents), "21: there is no such path")
         self._beside_slots[nbytes] += 1
-        self._storage.take(write.record.location)
+        self._storage.take(write.record.location, lent=True)
         beside.writes[write.tile] = write.op
         if self._taken_up or any(path.failed for path in self._storage.extents):
             return
@@ -691,6 +703,9 @@ class CheckedExecutor:
             subgroup.version += 1
             subgroup.step, subgroup.held, subgroup.arriving = beside.step, beside.held, beside.arrived
             self._confirmed[number] = self._unpublished[number] = None
+            places = [record.location for record in beside.arrived.values()]
+            for place in (*places, *map(self._location_of, beside.writes.values())):
+                del self._storage.extents[place.path].lent[place.offset]
             self._arrived(number)
         for subgroup in self._subgroups:
             self._revoke(subgroup)
@@ -740,6 +755,8 @@ class CheckedExecutor:
         return operation
 
     def _done(self, operation: Operation, checksum: int) -> None:
+        if isinstance(operation, WriteTile):
+            self._storage.written(operation.record.location)
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.done(operation, checksum)
@@ -819,6 +836,7 @@ class CheckedExecutor:
                     self._unended.pop(operation.subgroup, None)
 
     def _failed(self, operation: Operation, error: Exception) -> None:
+        self._storage.is_full = isinstance(error, TierFullError)
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.failed(operation)
@@ -830,7 +848,7 @@ class CheckedExecutor:
             case WriteTile(what="gradients"):
                 is_useful = self._gradients.failed(operation)
                 if isinstance(error, TierError):
-                    self._storage.extents[operation.record.location.path].failed = True
+                    self._storage.fail(operation.record.location)
                     self._again |= dict.fromkeys([operation.tile] * is_useful)
                 else:
                     self._fatal = self._fatal or error
@@ -852,7 +870,7 @@ class CheckedExecutor:
                 del self._subgroups[tile.subgroup].writes[tile]
                 self._storage.extents[record.location.path].leave(record.location.offset)
                 if isinstance(error, TierError):
-                    self._storage.extents[record.location.path].failed = True
+                    self._storage.fail(record.location)
                     self._again[tile] = None
                 else:
                     self._fatal = self._fatal or error

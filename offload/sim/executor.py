@@ -22,6 +22,7 @@ from offload.errors import ConfigError, CorruptRecordError, InternalError, TierE
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
 from offload.predict.lanes import Lane, VirtualLanes, label
+from offload.protocols import SECTOR_BYTES
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
@@ -110,6 +111,10 @@ class SimExecutor(VirtualLanes):
         self._counts: Counter[str] = Counter()
         self._planned: dict[tuple[str, int], _OperationFault] = {}
         self._full: list[PathFull] = []
+        self.filled: set[int] = set()
+        """Paths that somebody else has filled: what is there takes writes, and nothing more is to be had."""
+        self.there: list[int] = [0] * len(plan.budgets.paths)
+        """Bytes of each path whose room is there: they were allocated, or written to."""
         self._slow: list[SlowLane] = []
         self._crash_at: int | None = None
         for fault in faults:
@@ -126,6 +131,15 @@ class SimExecutor(VirtualLanes):
                     self._planned["write", number] = fault
                 case FailOperation(kind, number) | ShortTransfer(kind, number) | StuckOperation(kind, number):
                     self._planned[kind, number] = fault
+
+    def allocate(self, ends: Sequence[int]) -> bool:
+        """Have the room of each path's first bytes be there; return whether it is."""
+        for path, nbytes in enumerate(ends):
+            if nbytes > self.there[path]:
+                if path in self.filled:
+                    return False
+                self.there[path] = nbytes
+        return True
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Give operations to their lanes, which take them up when the engine has reacted."""
@@ -155,6 +169,12 @@ class SimExecutor(VirtualLanes):
             path = operation.record.location.path
             full = (f for f in self._full if f.path == path and started_s >= f.from_s)
             fault = next(full, fault)
+            stop = operation.record.location.offset + SECTOR_BYTES + operation.record.location.nbytes
+            if path < len(self.there) and stop > self.there[path]:
+                if path in self.filled:
+                    fault = PathFull(path)
+                else:
+                    self.there[path] = stop
         if self.data is not None:
             match operation:
                 case ReadTile() | CopyTile():

@@ -177,6 +177,13 @@ class FileTier(Owned):
             self._engine.set_depth(depth)
         self.depth = depth
 
+    def allocate(self, nbytes: int) -> None:
+        """See `Tier.allocate`."""
+        self.check_open("allocate")
+        with self.answering_for("allocate"):
+            if error := self._file.reserve(nbytes, exact=True):
+                raise OSError(error, os.strerror(error))
+
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self.check_open("free_bytes")

@@ -177,6 +177,10 @@ class RemoteTier(Owned):
                 lane.set_threads(depth)
         self.depth = depth
 
+    def allocate(self, nbytes: int) -> None:
+        """Do nothing: there is no room to be set aside."""
+        self.check_open("allocate")
+
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self.check_open("free_bytes")

@@ -200,6 +200,10 @@ class TakingTurns(Owned):
         self.inner.set_depth(depth)
         self.depth = depth
 
+    def allocate(self, nbytes: int) -> None:
+        """See `Tier.allocate`."""
+        self.inner.allocate(nbytes)
+
     def free_bytes(self) -> int:
         """See `Tier.free_bytes`."""
         return self.inner.free_bytes()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +346,105 @@ def test_a_park_from_another_thread_while_steps_go_on(tmp_path: Path) -> None:
         optimizer.zero_grad()
     pair.check()
     pair.close()
+
+
+def in_another_thread(call: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_another_threads_park_leaves_gradients_as_they_are(tmp_path: Path, is_used: bool) -> None:
+    """It may come amid a backward pass, while torch changes `.grad`, which two threads may not touch."""
+    pair = Pair(tmp_path, **SETTINGS["half"])
+    pair.train()
+    for weights in pair.weights:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+    for optimizer in pair.optimizers if is_used else ():
+        optimizer.step()
+    before = [weight.grad for weight in pair.weights[0]]
+    assert None not in before
+    in_another_thread(pair.parking.park)
+    assert pair.parking.engine.is_parked
+    assert all(weight.grad is gradient for weight, gradient in zip(pair.weights[0], before, strict=True))
+    for optimizer in pair.optimizers:
+        optimizer.step()
+    pair.check()
+    pair.close()
+
+
+@pytest.mark.parametrize("place", ["first", "last", "between"])
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_another_threads_park_amid_a_backward_pass_changes_no_bit(tmp_path: Path, place: str, zeroes: bool) -> None:
+    """Before the first gradient of the pass, between two, and after the last: in their hooks."""
+    ends = []
+    for parks in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+        (folder := tmp_path / str(parks)).mkdir()
+        config = {"paths": [folder], "host_memory": 100_000, "subgroup_numel": 2048}
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
+            seen = 0
+
+            def park(gradient: torch.Tensor, parks: bool = parks, optimizer: Any = optimizer) -> None:
+                nonlocal seen
+                seen += 1
+                if parks and seen % 3:
+                    in_another_thread(lambda: optimizer.park(wait=seen % 2 == 0))
+
+            weight = list(model.parameters())[{"first": -1, "between": 2, "last": 0}[place]]
+            if place == "first":
+                weight.register_hook(park)
+            else:
+                weight.register_post_accumulate_grad_hook(park)
+            for step in range(8):
+                model(torch.full((2, 64), float(step % 3))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad() if zeroes else torch._foreach_zero_([p.grad for p in model.parameters()])
+            ends.append([p.detach().clone() for p in model.parameters()])
+            assert seen == 8
+    assert all(map(torch.equal, *ends))
+
+
+STORM = """
+import sys, threading, torch, offload
+torch.set_num_threads(1)
+weights = [torch.nn.Parameter(torch.randn(50)) for _ in range(40)]
+optimizer = offload.AdamW(weights, offload={"paths": [sys.argv[1]], "host_memory": 4096})
+done = threading.Event()
+
+def storm():
+    while not done.is_set():
+        optimizer.park(wait=False)
+
+thread = threading.Thread(target=storm)
+thread.start()
+for _ in range(60):
+    sum((weight * weight).sum() for weight in weights).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+done.set()
+thread.join()
+optimizer.close()
+"""
+
+
+@pytest.mark.slow
+def test_parks_beside_backward_passes_of_another_thread_end_no_process(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STORM, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_gradient_that_arrives_while_memory_is_given_back_stays(

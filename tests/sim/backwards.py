@@ -247,7 +247,9 @@ def random_plan(rng: random.Random, keep: int) -> Plan:
 def random_actions(rng: random.Random) -> list[saves.Action]:
     """Return what a caller does: iterations, and what else it asks for."""
     actions = [saves.Action("step")]
-    asks = ("sweep", "save", "save", "wait", "finish", "look", "extend", "forward", "nothing")
+    asks: tuple[str, ...] = ("sweep", "save", "save", "wait", "finish", "look", "extend", "forward", "nothing")
+    if rng.random() < 0.4:
+        asks = ("fill", "fill", "free", "sweep", "save", "wait", "finish", "look", "forward", "nothing")
     for _ in range(rng.randrange(4, 10)):
         while rng.random() < 0.15:
             actions.append(saves.Action(rng.choice(asks), True))
@@ -506,6 +508,24 @@ class Session(forwards.Session):
             for weights in (self.data.weights[chosen], self.twin.weights[chosen]):
                 weights += np.uint32(1)
 
+    def fill(self, flag: bool) -> None:
+        """Somebody else takes what is left of some paths."""
+        paths = range(len(self.plan.budgets.paths))
+        self.inner.filled = {path for path in paths if self.rng.random() < 0.7}
+        self.outcome.counts["filled"] += 1
+        self.allocate()
+
+    def free(self, flag: bool) -> None:
+        """Somebody else gives it back."""
+        self.inner.filled = set()
+
+    def allocate(self) -> bool:
+        """See `saves.Session.allocate`; what steps need and is not there may fail them."""
+        is_whole = super().allocate()
+        if not is_whole and self.inner.filled:
+            self.may_break = self.may_fail = True
+        return is_whole
+
     def skip(self, flag: bool) -> None:
         """Drop gradients, and say so."""
         self.arrived = {}
@@ -557,6 +577,7 @@ class Session(forwards.Session):
 
             def begin() -> Sweep:
                 self.thread.speculation.begin_step(active)
+                self.allocate()
                 done = self.thread.speculation.choose_confirmed(subgroups, self.account)
                 self.steps += 1
                 self.stands_for[number] = self.steps

@@ -26,7 +26,14 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.device.none import NO_LANES
 from offload.engine.executor import visit_nothing
-from offload.errors import InternalError, OffloadError, SessionBrokenError, StepAbortedError, TierError
+from offload.errors import (
+    CheckpointError,
+    InternalError,
+    OffloadError,
+    SessionBrokenError,
+    StepAbortedError,
+    TierError,
+)
 from offload.plan import Plan, visit_order
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
@@ -36,6 +43,7 @@ from offload.schedule.operations import (
     Done,
     Event,
     Failed,
+    GiveUp,
     Run,
     Save,
     Stop,
@@ -442,6 +450,10 @@ class Session(saves.Session):
             self.saving = Save(self.saves, len(self.plan.budgets.paths) if copies else None)
             self.expected[self.saves] = self.twin.tiles()
             machine.handle(BeginSave(self.saving))
+            if self.inner.filled and not copies and machine.saver.under_way and not saves.Session.allocate(self):
+                self.may_fail = True
+                executor.submit(machine.take_operations())
+                machine.handle(GiveUp(CheckpointError("there is no room")))
             pump(machine, executor, lambda m: not m.saver.has_unwritten_weights or m.saver.finished_save is not None)
 
         with self.thread.turn():

@@ -42,6 +42,7 @@ class Session(saves.Session):
             return
         self.parks += 1
         leave, has_stayed = Leave(self.parks, tuple(leaving)), False
+        self.allocate()
         self.tell(leave)
         if flag:
             events = self.inner.events + self.rng.randrange(6)

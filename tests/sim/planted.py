@@ -1046,8 +1046,13 @@ class ConfirmsWhatCouldNotBeWritten(BesideTheLive, IgnoresFailure):
 
 
 class TakesRoomOfCheckpoints(TileIndex):
-    def reserve(self, slot_counts, *, spare=False):
-        return super().reserve(slot_counts)
+    def missing_bytes(self, slot_counts, *, spare=False):
+        return super().missing_bytes(slot_counts)
+
+
+class LendsWhatStepsNeed(TileIndex):
+    def claim(self, nbytes, avoid=(), *, lent=False):
+        return super().claim(nbytes, avoid)
 
 
 class PublishesEarly(Speculation):
@@ -1357,6 +1362,7 @@ BACKWARDS = {
     BreaksForAWriteAhead: "it broke for too little",
     ConfirmsWhatCouldNotBeWritten: "rule 23:",
     TakesRoomOfCheckpoints: "rule 25:",
+    LendsWhatStepsNeed: "rule 31:",
     PublishesEarly: "rule 26:",
     PublishesWhatIsRevoked: "rule 26:",
     ForgetsToPublish: "rule 26:",

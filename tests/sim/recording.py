@@ -114,7 +114,11 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "release", number
         case ops.Leave():
             return "leave", event.number, event.subgroups
-        case ops.Stop() | ops.Extend() | ops.Hold() | ops.Stay():
+        case ops.GiveUp():
+            return ("give up",)
+        case ops.Allocated(ends):
+            return "allocated", ends
+        case ops.Stop() | ops.Extend() | ops.Hold() | ops.Stay() | ops.Cut():
             return (type(event).__name__.lower(),)
     raise AssertionError(f"{event} has no neutral words")
 

@@ -16,7 +16,7 @@ from offload.plan import make_plan
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
-from offload.schedule.operations import Begin, Discard, Pack, Packed, Run, Sweep, Unpack, Unpacked
+from offload.schedule.operations import Allocated, Begin, Cut, Discard, Pack, Packed, Run, Sweep, Unpack, Unpacked
 from offload.sim import CheckedExecutor, Crash, Disorder, Fault, SimData, SimExecutor, SimulatedCrash, mix
 from offload.sim import random_faults as draw_faults
 
@@ -24,13 +24,14 @@ MAX_EVENTS = 40_000
 TILE_BYTES = 8192
 
 Action = tuple[str, int]
-"""What the caller does: "pack", "read", "discard" with a tile; "step", "wait" (for the step)."""
+"""What the caller does: "pack", "read", "discard" with a tile; "step", "wait" (for the step). What others do:
+"fill" paths, by their bits, and free all else."""
 
 
 def random_actions(rng: random.Random) -> list[Action]:
     """Return forward and backward passes, some of them interrupted, read twice, or beside each other."""
     actions: list[Action] = []
-    number, alive = 0, list[int]()
+    number, alive, fills = 0, list[int](), rng.random() < 0.4
     for _ in range(rng.randrange(1, 5)):
         for _ in range(rng.choice((3, 10, 40, 60))):
             actions.append(("pack", number))
@@ -38,6 +39,8 @@ def random_actions(rng: random.Random) -> list[Action]:
             number += 1
             if rng.random() < 0.05:
                 actions.append(rng.choice((("step", 0), ("wait", 0))))
+            if fills and rng.random() < 0.05:
+                actions.append(("fill", rng.randrange(16)))
             if rng.random() < 0.03 and alive:
                 actions.append(("read", rng.choice(alive)))
         while alive and rng.random() < 0.995:
@@ -113,10 +116,15 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
 
         pump(machine, executor, ended)
 
-    def tell(event: Pack | Packed | Unpack | Unpacked | Discard) -> None:
+    def tell(event: Allocated | Cut | Pack | Packed | Unpack | Unpacked | Discard) -> None:
         executor.observe(event)
         machine.handle(event)
         executor.submit(machine.take_operations())
+
+    tell(Cut())
+    ends = tuple(map(index.end_bytes, range(len(plan.budgets.paths))))
+    inner.allocate(ends)
+    tell(Allocated(ends))
 
     def content(tile: int) -> np.ndarray:
         return np.arange(TILE_BYTES // 4, dtype=np.uint32) * np.uint32(747796405) + np.uint32(tile)
@@ -141,6 +149,8 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
                     until(lambda m: not m.idle)
             elif what == "wait":
                 wait()
+            elif what == "fill":
+                inner.filled = {path for path in range(len(ends)) if tile >> path & 1}
             elif what == "pack":
                 tell(Pack(tile))
                 until(lambda m, t=tile: m.activations.is_filling(t) or m.activations.finds_none(t))

@@ -17,7 +17,19 @@ from offload.protocols import TileId
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
-from offload.schedule.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeOver, Visit
+from offload.schedule.operations import (
+    Allocated,
+    Begin,
+    BeginSave,
+    Cut,
+    Event,
+    Release,
+    Run,
+    Save,
+    Sweep,
+    TakeOver,
+    Visit,
+)
 from offload.schedule.staging import Phase
 from offload.sim import (
     CheckedExecutor,
@@ -179,6 +191,16 @@ class Session:
         """Tell the machine, and the checker, of something that no lane reports."""
         self.executor.observe(event)
         self.machine.handle(event)
+
+    def allocate(self) -> bool:
+        """Have the room of planned slots be there, as `SessionParts.allocate` does; return whether it is."""
+        index = self.machine.index
+        if not index.is_whole:
+            self.tell(Cut())
+            ends = tuple(map(index.end_bytes, range(len(self.plan.budgets.paths))))
+            if self.inner.allocate(ends):
+                self.tell(Allocated(ends))
+        return index.is_whole
 
     def resume(self, before: Session) -> bool:
         """Go on from the newest checkpoint that another session, which was killed, has left; False if there is none.

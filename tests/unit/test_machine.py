@@ -17,8 +17,10 @@ from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import (
     Admit,
+    Allocated,
     AwaitPush,
     Begin,
+    Cut,
     Done,
     Extend,
     Failed,
@@ -53,6 +55,13 @@ def make(subgroups: int, slots: int, resident: int = 0, limits: tuple[int, ...] 
 def machine_for(plan: Plan, *told) -> Machine:
     stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
     return Machine(plan, TileIndex(stores, plan.slot_counts), *told)
+
+
+def allocated(machine: Machine) -> Machine:
+    """Return a machine on whose paths the room of all planned slots is there."""
+    machine.handle(Cut())
+    machine.handle(Allocated(tuple(machine.index.end_bytes(n) for n in range(len(machine.plan.budgets.paths)))))
+    return machine
 
 
 def give(machine: Machine, *events) -> list:
@@ -543,7 +552,7 @@ def test_copies_out_of_slots_that_are_not_lent_any_more_go_on():
 
 @pytest.mark.parametrize("fails_before", [False, True])
 def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_well(fails_before: bool) -> None:
-    machine = make(2, 1)
+    machine = allocated(make(2, 1))
     finish(machine, give(machine, sweep(1, 0, 1)))
     give(machine, Taken(machine.finished_sweep))
     reads = give(machine, Begin(Sweep(2, 2, (Visit(0, speculative=True),), is_open=True)), Admit((0,)))
@@ -562,7 +571,7 @@ def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_wel
 
 
 def test_state_that_comes_back_from_the_gpu_behind_its_step_is_flushed_before_a_version_is_made() -> None:
-    machine = make_gpu([True], resident=0)
+    machine = allocated(make_gpu([True], resident=0))
     (run,) = give(machine, step(machine, 1))
     (out,) = give(machine, Done(run.op))
     machine.take_finished_sweep()
@@ -591,7 +600,7 @@ def test_memory_is_vacated_only_when_what_an_open_sweep_fetched_has_come():
 
 
 def test_state_that_leaves_memory_while_the_machine_breaks_is_somewhere():
-    machine = make(3, 1, resident=2)
+    machine = allocated(make(3, 1, resident=2))
     finish(machine, give(machine, sweep(1, 0, 1, 2)))
     machine.take_finished_sweep()
     writes = give(machine, Leave(1, (0, 1)))
@@ -612,7 +621,7 @@ def test_a_leave_that_finds_no_room_for_changed_slots_breaks_and_issues_nothing(
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished_sweep()
     while (location := machine.index.claim(large - SECTOR_BYTES)) is not None:
-        machine.index.lose(location)
+        machine.index.refuse(location, is_full=False)
     assert not give(machine, Leave(1, ()))
     assert isinstance(machine.broken, TierFullError)
     assert machine.take_finished_leave() == (Leave(1, ()), machine.broken)

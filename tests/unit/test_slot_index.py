@@ -203,8 +203,8 @@ def test_straying_leaves_checkpoints_what_the_ends_of_paths_cannot_hold():
 def test_versions_that_nobody_needs_leave_checkpoints_room_for_slots_of_any_size():
     stores = TileIndex([(13 * SECTOR_BYTES, 0.5)] * 2, {SECTOR_BYTES: 1, 4 * SECTOR_BYTES: 1}, 10 * SECTOR_BYTES)
     stores.abandon(stores.claim(4 * SECTOR_BYTES))
-    assert not stores.reserve({SECTOR_BYTES: 3}, spare=True)
-    assert stores.reserve({SECTOR_BYTES: 2}, spare=True)
+    assert not stores.reserve({SECTOR_BYTES: 3}, lent=True)
+    assert stores.reserve({SECTOR_BYTES: 2}, lent=True)
 
 
 def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_held():
