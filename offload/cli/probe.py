@@ -91,7 +91,7 @@ def _can_write(file: Path, *, makes_folder: bool) -> bool:
 
 
 def _say_unkept(why: str) -> None:
-    """Say that this machine's own file cannot be had, as in a container that runs as another user: nobody named it."""
+    """Say that this machine's own file cannot be had, as in a container that runs as another user."""
     print(f"offload probe: warning: {why}: the rates are not kept; --out FILE keeps them", file=sys.stderr)
 
 

@@ -105,7 +105,7 @@ def test_whatever_trains_without_homes_trains_without_a_setting(
             step(optimizer)
     assert homes[:2] == [0, 0]
     assert homes == sorted(homes)
-    assert 0 < homes[-1]
+    assert homes[-1] > 0
 
 
 def test_what_is_added_stays_within_what_is_left(tmp_path: Path, limited: Callable[[int], None]) -> None:
@@ -134,6 +134,6 @@ def test_advice_names_what_was_given(tmp_path: Path, limited: Callable[[int], No
         with pytest.raises(offload.InfeasiblePlanError, match=words):
             make(tmp_path, **config)
     with pytest.raises(
-        offload.InfeasiblePlanError, match="there is host memory: .*; give paths to stream state from"
+        offload.InfeasiblePlanError, match=r"there is host memory: .*; give paths to stream state from"
     ):
         offload.AdamW(weights(), offload={"subgroup_numel": 1 << 16})
