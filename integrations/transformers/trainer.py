@@ -119,7 +119,10 @@ def _choose(
         _say_other(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
     if getattr(args, "deepspeed", None):
-        allowed = 'leave it out, and give DeepSpeed\'s config a "multi_tier_offload" object'
+        allowed = (
+            'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by '
+            "`python -m offload.integrations.deepspeed`, without which DeepSpeed ignores it"
+        )
         raise ConfigError("optim", name, allowed)
     kind, taken = OPTIMIZERS[name]
     given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
