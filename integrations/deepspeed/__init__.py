@@ -6,8 +6,8 @@
     python -m offload.integrations.deepspeed train.py ARGUMENT...
 
 The launcher needs no line in the script; `deepspeed --module offload.integrations.deepspeed train.py` and torchrun's
-`-m` do the same. `--config FILE` before the script has the object for a script that writes its config itself. A script
-may make the call in place of the launcher:
+`-m` do the same. `--config FILE` before the script has the object for a script that writes its config itself. Or a
+script makes the call in place of the launcher:
 
     import offload.integrations.deepspeed as offload_deepspeed
     offload_deepspeed.enable()  # then deepspeed.initialize(...) as always

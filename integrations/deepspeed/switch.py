@@ -341,8 +341,8 @@ def _say_ignored(engine: Any) -> None:
     if engine.global_rank == 0 and not _said_ignored:
         _said_ignored = True
         log.warning(
-            "a DeepSpeed config has %s, which DeepSpeed ignores: all state stays where its own optimizer keeps it; run "
-            "the script by `python -m offload.integrations.deepspeed`, or call enable() before "
+            "a DeepSpeed config has %s, which DeepSpeed ignores: all state stays where its own optimizer keeps it; "
+            "run the script by `python -m offload.integrations.deepspeed`, or call enable() before "
             "deepspeed.initialize (said once)",
             KEY,
         )

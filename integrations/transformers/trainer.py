@@ -239,7 +239,7 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
     """Stand in for `Trainer.log`: what a step took goes where the loss goes."""
     ours = _ours(trainer) if "loss" in logs else None
     if ours is not None:
-        logs = {**logs, **shared.logged(ours)}
+        logs = {**logs, **shared.logged(ours, trainer.model)}
     original(trainer, logs, *arguments, **options)
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from importlib import import_module
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # too late once DeepSpeed has been imported
 
@@ -28,7 +29,7 @@ def main() -> int:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("offload").addHandler(handler)
     if arguments.forget:
-        import offload.integrations.deepspeed
+        import_module("offload.integrations.deepspeed")
     if arguments.enable:
         import offload.integrations.deepspeed as offload_deepspeed
 

@@ -38,6 +38,7 @@ PUBLIC = (
     "offload",
     "offload.optim.auto",
     "offload.optim.exchange",
+    "offload.optim.frozen",
     "offload.optim.overlap",
     "offload.optim.pace",
     "offload.rules",
