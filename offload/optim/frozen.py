@@ -14,7 +14,7 @@ LITTLE = 0.25
 """State that takes a smaller part of what the frozen weights take is little."""
 
 _log = logging.getLogger("offload")
-_is_told = False
+is_told = False
 
 
 def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:
@@ -24,13 +24,13 @@ def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:
         state_bytes: Of the optimizer's state, on this rank.
         parameters: Parameters of the model, as far as they are known; sharded ones count by what lies here.
     """
-    global _is_told
-    if _is_told:
+    global is_told
+    if is_told:
         return
     local = (shards.local(parameter) for parameter in parameters if not parameter.requires_grad)
     frozen_bytes = sum(piece.numel() * piece.element_size() for piece in local)
     if 0 < state_bytes < LITTLE * frozen_bytes:
-        _is_told = True
+        is_told = True
         _log.info(
             "there is little to offload: %s of optimizer state beside %s of frozen weights, which stay where they "
             "are (said once)",

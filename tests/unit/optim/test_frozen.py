@@ -18,7 +18,7 @@ def weights(frozen_numel: int) -> list[torch.nn.Parameter]:
 def test_little_state_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, frozen_numel: int, is_told: bool
 ) -> None:
-    monkeypatch.setattr(frozen, "_is_told", False)
+    monkeypatch.setattr(frozen, "is_told", False)
     caplog.set_level("INFO", "offload")
     for _ in range(2):
         with offload.AdamW(weights(frozen_numel), offload={}):
@@ -33,7 +33,7 @@ def test_little_state_is_said_once(
 def test_a_base_of_quantised_weights_counts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(frozen, "_is_told", False)
+    monkeypatch.setattr(frozen, "is_told", False)
     caplog.set_level("INFO", "offload")
     base = torch.nn.Parameter(torch.ones(1 << 20, dtype=torch.uint8), requires_grad=False)
     frozen.tell_little(0, [base])  # what does not train at all has no state
