@@ -350,8 +350,8 @@ def _say_ignored(engine: Any) -> None:
 
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _mode, _original, for_all, _said_stock
-    for_all, _said_stock, _mode = None, False, _Mode.OFF
+    global _mode, _original, for_all, _said_stock, _said_ignored
+    for_all, _said_stock, _said_ignored, _mode = None, False, False, _Mode.OFF
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AtImport)]
     if _original is None:
         return

@@ -86,7 +86,7 @@ def test_a_user_without_a_home_writes_none_beside_the_program(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda name: name)  # as without HOME and an entry in /etc/passwd
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("offload.cli.probe._can_write", lambda *_, **__: False)  # "/", for whoever is not root
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # "/", for whoever is not root
     assert cli.main(["probe", "--seconds", "0.05", "--quiet"]) == 0
     assert "/~/.cache/offload" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -1523,19 +1523,18 @@ def an_object_that_is_ignored_is_said_once(folder: Path) -> None:
     assert made() == (stock, 0)  # a config without the object is none of our business
     assert made(**ours) == (stock, speaks)
     assert made(**ours) == (stock, 0)
-    with unittest.mock.patch("offload.integrations.deepspeed.switch._said_ignored", False):
-        offload_deepspeed.enable()
-        assert made(**ours) == ("OffloadedStage3", 0)
-        offload_deepspeed.disable()
-        assert made(**ours) == (stock, 0)  # somebody has said that he does not want it
-        offload_deepspeed.watch()
-        model = case.model()
-        engine, *_ = offload_deepspeed.initialize(
-            model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**case.ds_config(), **ours}
-        )
-        assert type(engine.optimizer).__name__ == "OffloadedStage3"
-        engine.destroy()
-        assert made(**ours) == (stock, speaks)  # the call was for that engine alone
+    offload_deepspeed.enable()
+    assert made(**ours) == ("OffloadedStage3", 0)
+    offload_deepspeed.disable()
+    assert made(**ours) == (stock, 0)  # somebody has said that he does not want it
+    offload_deepspeed.watch()
+    model = case.model()
+    engine, *_ = offload_deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**case.ds_config(), **ours}
+    )
+    assert type(engine.optimizer).__name__ == "OffloadedStage3"
+    engine.destroy()
+    assert made(**ours) == (stock, speaks)  # the call was for that engine alone
     offload_deepspeed.disable()
     assert DeepSpeedEngine._configure_optimizer is original
 
