@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import ConfigError, OffloadError
+from offload.optim.frozen import tell_little
 
 KINDS: tuple[type[torch.optim.Optimizer], ...] = (
     offload.AdamW,
@@ -123,9 +124,10 @@ def overlap_forward(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
                     raise
 
 
-def logged(optimizer: Any) -> dict[str, float]:
-    """Return what is logged of the last step."""
+def logged(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
+    """Return what is logged of the last step; of a model that is mostly frozen that is said, once."""
     metrics = optimizer.metrics()
+    tell_little(int(metrics["state_bytes"]), model.parameters())
     return {f"offload_{name}": metrics[name] for name in LOGGED}
 
 

@@ -194,9 +194,11 @@ class OffloadConfig:
     Attributes:
         host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
             otherwise up to half of the memory that is available (its part of that, where a launcher has started
-            several ranks on the node). Where host memory is of several kinds (sockets, CXL cards), a size for each
-            memory node, by Linux's numbers: {"node0": "200GiB", "node2": "400GiB"}. Homes then lie where the step is
-            shortest, and all other memory of the session on the fastest of these nodes; memory is bound there.
+            several ranks on the node), and no more than buffers and gradients leave of all of it beside 2 GiB, or
+            half where that is less, for forward and backward: all state streams where there is no more. Where host
+            memory is of several kinds (sockets, CXL cards), a size for each memory node, by Linux's numbers:
+            {"node0": "200GiB", "node2": "400GiB"}. Homes then lie where the step is shortest, and all other memory of
+            the session on the fastest of these nodes; memory is bound there.
         gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
             after the first backward pass; nothing if the state is asked for before that. "borrow": no state is at
             home there, and what the step needs of it (staging slots, as many as pay of those that the first backward

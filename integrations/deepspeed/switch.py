@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -92,10 +93,24 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
 }
 """Methods that are overridden or called, with the parameters that they must begin with."""
 
+
+class _Mode(Enum):
+    """What becomes of an engine whose config has our object: OFF <-> WATCHING -> ON -> OFF."""
+
+    OFF = auto()
+    """Nothing: DeepSpeed's method is its own."""
+    WATCHING = auto()
+    """It stays stock's, and that is said: this package has been imported, and `enable` not called."""
+    ON = auto()
+    """It is ours."""
+
+
+_mode = _Mode.OFF
 _original: Callable[..., Any] | None = None
+"""DeepSpeed's method, where ours stands in for it."""
 for_all: Mapping[str, Any] | None = None
 """Our object for configs that have none."""
-_said_own = _said_stock = False
+_said_own = _said_stock = _said_ignored = False
 
 
 def check_deepspeed() -> None:
@@ -274,14 +289,32 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     Raises:
         ConfigError: If the DeepSpeed that is installed cannot be used, or the object; names what is missing or wrong.
     """
-    global _original, for_all, _said_own
+    global _mode, for_all, _said_own
     if config is None and for_all is None:
         config = os.environ.get(VARIABLE) or None
     given = for_all if config is None else settings.load(config)
-    if _original is None:
+    if _mode is not _Mode.ON:
         check_deepspeed()
     if given is not for_all:
         for_all, _said_own = given, False
+    _mode = _Mode.ON
+    _stand_in()
+
+
+def watch() -> None:
+    """Have DeepSpeed say which engines' configs have an object that it ignores, until `enable` is called. Idempotent.
+
+    Nothing else changes. A DeepSpeed that cannot be watched is left alone.
+    """
+    global _mode
+    if _mode is _Mode.OFF:
+        _mode = _Mode.WATCHING
+        _when_imported()
+
+
+def _stand_in() -> None:
+    """Put our method in the place of DeepSpeed's."""
+    global _original
     if _original is not None:
         return
     kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
@@ -289,22 +322,37 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
 
     @functools.wraps(original)
     def configure(engine: Any, client_optimizer: Any, model_parameters: list[Any]) -> None:
-        if _original is not None:
+        if _mode is _Mode.ON:
             inject(engine)
-        if _original is None or KEY not in (engine.config or {}):
-            original(engine, client_optimizer, model_parameters)
-        else:
+        has_object = KEY in (engine.config or {})
+        if _mode is _Mode.ON and has_object:
             _configure(engine, original, client_optimizer, model_parameters)
+            return
+        if _mode is _Mode.WATCHING and has_object:
+            _say_ignored(engine)
+        original(engine, client_optimizer, model_parameters)
 
     kind._configure_optimizer = configure
     _original = original
 
 
+def _say_ignored(engine: Any) -> None:
+    global _said_ignored
+    if engine.global_rank == 0 and not _said_ignored:
+        _said_ignored = True
+        log.warning(
+            "a DeepSpeed config has %s, which DeepSpeed ignores: all state stays where its own optimizer keeps it; "
+            "run the script by `python -m offload.integrations.deepspeed`, or call enable() before "
+            "deepspeed.initialize (said once)",
+            KEY,
+        )
+
+
 def disable() -> None:
     """Undo `enable`; engines that were made stay as they are. Idempotent."""
-    global _original, for_all, _said_stock
-    for_all, _said_stock = None, False
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _EnableAtImport)]
+    global _mode, _original, for_all, _said_stock, _said_ignored
+    for_all, _said_stock, _said_ignored, _mode = None, False, False, _Mode.OFF
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AtImport)]
     if _original is None:
         return
     kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
@@ -313,8 +361,11 @@ def disable() -> None:
     _original = None
 
 
-class _EnableAtImport(MetaPathFinder):
+class _AtImport(MetaPathFinder):
     """Switches the backend on when DeepSpeed has been imported, so that what a script sets before still counts."""
+
+    enables = False
+    """Whether `enable` is to be called then; else engines are watched."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != "deepspeed":
@@ -326,10 +377,25 @@ class _EnableAtImport(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                enable()
+                _when_imported(enables=self.enables)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _when_imported(*, enables: bool = False) -> None:
+    """Switch on, or watch, when DeepSpeed is imported, or now if it has been."""
+    if "deepspeed" not in sys.modules:
+        finder = next((finder for finder in sys.meta_path if isinstance(finder, _AtImport)), None)
+        if finder is None:
+            finder = _AtImport()
+            sys.meta_path.insert(0, finder)
+        finder.enables |= enables
+    elif enables:
+        enable()
+    elif _mode is _Mode.WATCHING:
+        with contextlib.suppress(ImportError, AttributeError):  # of another kind, or in the middle of its import
+            _stand_in()
 
 
 def enable_at_import() -> None:
@@ -337,21 +403,20 @@ def enable_at_import() -> None:
 
     For what starts processes that may never import it, and that may set its variables before they do.
     """
-    if "deepspeed" in sys.modules:
-        enable()
-    elif not any(isinstance(finder, _EnableAtImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _EnableAtImport())
+    _when_imported(enables=True)
 
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[None]:
-    was_on = _original is not None
+    before = _mode
     enable()
     try:
         yield
     finally:
-        if not was_on:
+        if before is not _Mode.ON:
             disable()
+        if before is _Mode.WATCHING:
+            watch()
 
 
 def initialize(*arguments: Any, **keywords: Any) -> Any:

@@ -89,7 +89,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         """See Lightning."""
         every = trainer.log_every_n_steps
         if trainer.loggers and every and trainer.global_step and trainer.global_step % every == 0:
-            pl_module.log_dict(logged(ours(trainer.optimizers[0])), on_step=True, on_epoch=False, batch_size=1)
+            values = logged(ours(trainer.optimizers[0]), pl_module)
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _save(self, strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Stand in for `Strategy.save_checkpoint`, on all ranks.

@@ -119,7 +119,10 @@ def _choose(
         _say_other(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
     if getattr(args, "deepspeed", None):
-        allowed = 'leave it out, and give DeepSpeed\'s config a "multi_tier_offload" object'
+        allowed = (
+            'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by '
+            "`python -m offload.integrations.deepspeed`, without which DeepSpeed ignores it"
+        )
         raise ConfigError("optim", name, allowed)
     kind, taken = OPTIMIZERS[name]
     given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
@@ -236,7 +239,7 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
     """Stand in for `Trainer.log`: what a step took goes where the loss goes."""
     ours = _ours(trainer) if "loss" in logs else None
     if ours is not None:
-        logs = {**logs, **shared.logged(ours)}
+        logs = {**logs, **shared.logged(ours, trainer.model)}
     original(trainer, logs, *arguments, **options)
 
 

@@ -66,6 +66,7 @@ from offload.checkpoint.stores import (
     Standing,
     begun_name,
     delete_free,
+    delete_released,
     delete_unused,
     folders_above,
     is_read,
@@ -135,6 +136,8 @@ class CommitJob:
         told: Called on other ranks, before anything is released, with the id that `claim` has returned.
         is_needed: Returns whether somebody needs the slots of an older checkpoint, which then stays.
         on_commit: Called once there is a checkpoint; older ones stay where it raises.
+        read: Checkpoints that this session has resumed from, with their stores that have no lock and that it has only
+            read. It reads them no more. Those whose stores are gone now leave this list.
         doubtful: Checkpoints of this session that were in doubt so far.
         abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
         released: Those of `older` and `doubtful` that were released.
@@ -158,6 +161,7 @@ class CommitJob:
     told: Callable[[str], object] = str
     is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
     on_commit: Callable[[], object] = tuple
+    read: list[KeptCheckpoint] = field(default_factory=list)
     doubtful: Sequence[KeptCheckpoint] = ()
     abandoned_ids: Sequence[str] = ()
     released: list[KeptCheckpoint] = field(default_factory=list)
@@ -349,6 +353,9 @@ class CommitJob:
             self._release(checkpoint)
         # The folder may have a copy's store from before.
         delete_free([*([path] if own.rank == 0 else ()), *self.paths])
+        for checkpoint in [*self.read]:
+            if not self.is_needed(checkpoint) and delete_released(checkpoint.stores):
+                self.read.remove(checkpoint)
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"

@@ -210,6 +210,8 @@ class Saves:
         """The folder of the checkpoint that was committed or loaded last."""
         self.kept: list[KeptCheckpoint] = []
         """The checkpoints that are kept, oldest first."""
+        self._read: list[KeptCheckpoint] = []
+        """See `CommitJob.read`."""
         self._newer: list[KeptCheckpoint] = []
         """Checkpoints newer than the one loaded. Each is released when its folder is saved to again."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
@@ -506,6 +508,7 @@ class Saves:
             told=self._mirror.told,
             is_needed=self._mirror.is_needed,
             on_commit=snapshot.on_commit,
+            read=self._read if not snapshot.copy else [],
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != snapshot.id),
         )
@@ -627,6 +630,10 @@ class Saves:
                 locked.give_up()
             raise
         self.stores += [place for place in others if numbers[place] in foreign]
+        read = [place for place in others if numbers[place] in foreign]
+        without_locks = tuple(place for place in read if not parse_place(place[0]).has_locks)
+        if without_locks:
+            self._read.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
         self._others.update(foreign)
         for number, (store, tier, _) in tiers.items():
             reuse.install(number, tier)

@@ -259,7 +259,8 @@ class Leftover:
         pins: Pins of checkpoints that are in their folders.
         missing: Pins of checkpoints that may be deleted, never committed, moved, or hidden by a mount.
         problem: Why it cannot be judged; "" if it can.
-        opened_by: In an object store, who has opened it, and may use it still. "" elsewhere.
+        opened_by: In an object store, who has opened it, and may use it still; "" once that is known to have ended.
+            "" elsewhere.
         folder: Its folder.
     """
 
@@ -280,8 +281,17 @@ class Leftover:
 
     @property
     def is_free(self) -> bool:
-        """Whether it may be deleted by itself: nobody uses or reads it, and every pin was released."""
-        return self.is_unused and not self.missing
+        """Whether it may be deleted by itself: nobody uses or reads it, or may, and every pin was released."""
+        return self.may_go()
+
+    def may_go(self, *, missing: bool = False, ended: bool = False) -> bool:
+        """Return whether it may be deleted, by what the caller knows besides.
+
+        Args:
+            missing: The checkpoints of missing pins are gone.
+            ended: The session that has opened it has ended, where nothing tells.
+        """
+        return self.is_unused and (missing or not self.missing) and (ended or not self.opened_by)
 
 
 def find_stores(path: str) -> list[Leftover]:
@@ -358,23 +368,23 @@ def _implied_pins(store: str) -> list[Pin]:
     return [Pin(id, HERE)] if any(ref.path is None and f"offload-{ref.store}" == name for ref in refs) else []
 
 
-def remove(leftover: Leftover, *, missing: bool = False) -> bool:
+def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) -> bool:
     """Delete a store that may be freed, holding its lock meanwhile; return whether it is gone.
 
     It is judged again under its lock. A store is left alone if it has no lock file: it may just be in the making, or
-    on a file system without locks. Only files that stores are made of are deleted. In an object store nothing tells
-    whether somebody uses a store: whoever calls this knows that nobody does.
+    on a file system without locks. Only files that stores are made of are deleted.
 
     Args:
         leftover: The store.
-        missing: Delete it even if some of its pins are missing: the caller knows that their checkpoints are gone.
+        missing: See `Leftover.may_go`.
+        ended: See `Leftover.may_go`.
     """
     store = leftover.folder
     lock = store.take_lock()
     if lock is None and store.has_locks:
         return False
     try:
-        return delete_unused(store, missing=missing)
+        return delete_unused(store, missing=missing, ended=ended)
     finally:
         if lock is not None:
             release_lock(lock)
@@ -394,10 +404,31 @@ def delete_free(places: Iterable[str]) -> None:
                 _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
 
-def delete_unused(store: Folder, *, missing: bool = False) -> bool:
+def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
+    """Delete those of some stores without locks that no checkpoint needs any more, if their sessions have ended.
+
+    Returns:
+        Whether all are gone.
+
+    Raises:
+        CheckpointError: Pins cannot be read or written.
+    """
+    left = 0
+    for path, store in stores:
+        unpin_released(path, store)
+        place = store_folder(path, store)
+        if not place.names():
+            continue
+        if not read_pins(place) and delete_unused(place):
+            _log.info("deleted %s, which a session that has ended left behind", place.path)
+        else:
+            left += 1
+    return not left
+
+
+def delete_unused(store: Folder, *, missing: bool = False, ended: bool = False) -> bool:
     """Delete a store whose lock the caller has, if it may be freed; return whether it is gone. See `remove`."""
-    leftover = judge(store, locked=True)
-    if not (leftover.is_free or (missing and leftover.is_unused)):
+    if not judge(store, locked=True).may_go(missing=missing, ended=ended):
         return False
     try:
         store.remove()

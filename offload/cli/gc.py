@@ -16,8 +16,9 @@ def add_parser(commands: Any) -> None:
         "gc",
         help="delete stores that killed sessions have left on a path",
         description="Delete stores (offload-<uuid>) that no process uses and no checkpoint needs. What checkpoints "
-        "refer to stays, as does what a missing checkpoint may refer to, and everything else there. Nobody can tell "
-        "whether a process uses a store in a bucket, so there a store is deleted only if --store names it.",
+        "refer to stays, as does what a missing checkpoint may refer to, and everything else there. A bucket does "
+        "not tell whether a process uses a store: there one is deleted if its session has noted its end, if its "
+        "process was of this machine and is gone, or if --store names it.",
     )
     where = "directory or s3://bucket/prefix that was given as a path to train with"
     add_value(parser, "PATH", parse_path, where, nargs="+")
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             verdict = f"kept: {store.opened_by} has opened it and may use it; if it does not, --store deletes it"
         elif arguments.dry_run:
             verdict = "would be deleted"
-        elif remove(store, missing=arguments.really):
+        elif remove(store, missing=arguments.really, ended=arguments.store is not None):
             verdict = "deleted"
         else:
             verdict = "kept: it cannot be deleted, or has no lock file; delete it by hand if nobody uses it"

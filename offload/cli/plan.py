@@ -833,7 +833,7 @@ def _say_least(question: Question, choices: Choices) -> str:
 
 def _machine(arguments: argparse.Namespace) -> RatesFile:
     """Return the rates of the machine that is asked about: described, named, or this one."""
-    from offload.measure import default_rates_file, find_rates, load_rates
+    from offload.measure import default_rates_file, find_rates, has_default_rates, load_rates
 
     if is_described(arguments):
         if arguments.rates is not None:
@@ -842,13 +842,12 @@ def _machine(arguments: argparse.Namespace) -> RatesFile:
         return described(arguments)
     if arguments.rates is not None:
         return find_rates(arguments.rates)
-    file = default_rates_file()
-    if not file.exists():
+    if not has_default_rates():
         arguments.refuse(
             "give the machine: in words (--host 64GiB --gpu 24GiB --drive 3.5GB/s:2TB --cores 16), by --rates FILE, "
             "or measure this one with `offload probe`"
         )
-    return load_rates(file)
+    return load_rates(default_rates_file())
 
 
 def _question(arguments: argparse.Namespace) -> tuple[Question, Choices]:

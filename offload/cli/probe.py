@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.progress import Progress
 from offload.cli.values import add_output, add_value, in_columns, parse_number, parse_output, parse_path, tell
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.units import DAY_S, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -59,24 +59,40 @@ def run(arguments: argparse.Namespace) -> int:
     # Loads native code and numpy: bad values should not wait for it.
     from offload.measure import default_rates_file, full_probe, save_rates
 
-    file = Path(arguments.out) if arguments.out is not None else default_rates_file()
-    _check_writable(file, makes_folder=arguments.out is None)
+    is_named = arguments.out is not None
+    file = Path(arguments.out) if is_named else default_rates_file()
+    keeps = _can_write(file, makes_folder=not is_named)
+    if is_named and not keeps:
+        raise ConfigError("--out", str(file), "name a file in a folder that is there and can be written")
+    if not keeps:
+        _say_unkept(f"{file} cannot be written")
     with closing(Progress(1, title="probe", quiet=arguments.quiet, unit="run")) as progress:
         found = full_probe(arguments.paths, seconds=arguments.seconds, report=progress.show)
-    save_rates(file, found)
-    tell(arguments, found.to_dict(), f"{describe(found)}\nwritten to {file}")
+    try:
+        if keeps:
+            save_rates(file, found)
+    except OffloadError as error:
+        if is_named:
+            raise
+        keeps = False
+        _say_unkept(str(error))
+    tell(arguments, found.to_dict(), describe(found) + (f"\nwritten to {file}" if keeps else ""))
     for warning in found.warnings:
         print(f"offload probe: warning: {warning}", file=sys.stderr)
     return 0
 
 
-def _check_writable(file: Path, *, makes_folder: bool) -> None:
-    """Refuse a file that could not be written when all is measured."""
+def _can_write(file: Path, *, makes_folder: bool) -> bool:
+    """Return whether a file can be written when all is measured, as far as that can be seen before."""
     folder = file.parent
-    while makes_folder and not folder.exists() and folder != folder.parent:
+    while makes_folder and not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
-    if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("--out", str(file), "name a file in a folder that is there and can be written")
+    return not os.path.isdir(file) and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _say_unkept(why: str) -> None:
+    """Say that this machine's own file cannot be had, as in a container that runs as another user."""
+    print(f"offload probe: warning: {why}: the rates are not kept; --out FILE keeps them", file=sys.stderr)
 
 
 def gpu_of(machine: Mapping[str, Any]) -> str:

@@ -300,11 +300,19 @@ def _measurements(values: Mapping[str, Any]) -> dict[str, Measurement]:
 
 
 def default_rates_file() -> Path:
-    """Return where this machine's rates are kept: machines that share a home directory have a file each."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    """Return where this machine's rates are kept: machines that share a home directory have a file each.
+
+    A user without a home directory gets a name below "/", where no file is, not one below the working directory.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("/", os.path.expanduser("~"), ".cache")
     facts = machine_facts()
     key = hashlib.sha256(json.dumps([facts["cpu"], facts["cores"], facts["gpu"]]).encode()).hexdigest()[:12]
     return Path(cache) / "offload" / f"rates-{key}.json"
+
+
+def has_default_rates() -> bool:
+    """Return whether there is such a file that this process may read: a home that it may not enter has none."""
+    return os.access(default_rates_file(), os.R_OK)
 
 
 def save_rates(file: str | os.PathLike[str], found: RatesFile) -> None:
@@ -367,7 +375,7 @@ def session_rates(wanted: str, paths: Sequence[str], threads: int, numels: Mappi
         ConfigError: If a file was named and cannot be used.
     """
     file = default_rates_file() if wanted == "auto" else Path(wanted)
-    if wanted == "auto" and not file.exists():
+    if wanted == "auto" and not has_default_rates():
         _log.info("rates from a short probe; `offload probe` measures them better")
         return None
     try:

@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
 from typing import Any, overload
@@ -33,6 +34,7 @@ from offload.optim import ranks, shards
 from offload.optim.activations import LEAST_BYTES, ActivationsOnPaths, check_model
 from offload.optim.auto import AutoOverlap
 from offload.optim.buckets import CommHook, attach
+from offload.optim.frozen import tell_little
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel, Overlap
@@ -47,6 +49,9 @@ from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.setup import gradient_budget
 from offload.session.speculation import Foreseen
+
+HEADLINES = "step_s", "predicted_step_s", "hidden_s", "resident_share", "gradient_norm"
+"""The metrics that `log_to` writes where nobody says which."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
@@ -114,6 +119,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
             self._widen_gradients(self._parameters())
             self._attach(trainable, descriptions)
+        tell_little(self.engine.plan.state_bytes, self._parameters())
 
     def _speculate(self) -> None:
         """Have the engine update during backward from now on."""
@@ -734,19 +740,19 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
 
         Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
-        `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
-        Where gradients leave for the paths, `predicted_gradients_s`: what writing those of one pass takes, beside
-        backward.
+        `gradient_norm`, that of the last `clip_grad_norm_`, and `hidden_s`. Predictions are those that were due
+        before the step. Where gradients leave for the paths, `predicted_gradients_s`: what writing those of one pass
+        takes, beside backward.
         Where the step is hidden in forward or backward, `forward_s` and `backward_s` of the last iterations,
         `waited_s` (what the caller has waited for the last step, in `step` and after it), `hidden_s` (seconds beyond
-        those in which a lane worked for it), and `predicted_iteration_s`.
+        those in which a lane worked for it; else 0), and `predicted_iteration_s`.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
         if self.engine.plan.gradient_buffers:
             predicted["predicted_gradients_s"] = prediction.gradients_s
-        metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
+        metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm, "hidden_s": 0.0}
         pace = self._overlap.pace
         if pace.typical_s is not None and self._is_hidden:
             metrics["forward_s"], metrics["backward_s"] = pace.typical_s
@@ -795,7 +801,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
-    def log_to(self, writer: Any, *, every: int = 1, prefix: str = "offload/") -> None:
+    def log_to(
+        self, writer: Any, *, every: int = 1, prefix: str = "offload/", names: str | Iterable[str] = HEADLINES
+    ) -> None:
         """Log `metrics` after each step from now on; a writer that raises ends the step, which has been taken then.
 
         Args:
@@ -803,9 +811,12 @@ class OffloadedOptimizer(StatefulOptimizer):
                 with `log(values, step=step)`), or a function of values and step.
             every: Steps between two entries.
             prefix: Before each name.
+            names: Which of `metrics`: names, or patterns of `fnmatch` such as "path/*"; "*" for all. Those that a
+                step does not have are left out. By default five: what the step took and was expected to take, what of
+                it was hidden, the share of the state that is resident, and the norm of the gradients.
 
         Raises:
-            ConfigError: `writer` is none of these, or `every` is no count of steps.
+            ConfigError: `writer` is none of these, `every` is no count of steps, or `names` are no names.
         """
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError("every", every, "log every step, or less often")
@@ -813,8 +824,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not any(map(callable, (add_scalar, log, writer))):
             raise ConfigError("writer", type(writer).__name__, "give a SummaryWriter, a W&B run, or a function")
 
+        patterns = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError("names", names, 'give names of metrics, or "*" for all')
+
         def write(metrics: Mapping[str, float], step: int) -> None:
-            values = {f"{prefix}{name}": value for name, value in metrics.items()}
+            wanted = (name for name in metrics if any(fnmatchcase(name, pattern) for pattern in patterns))
+            values = {f"{prefix}{name}": metrics[name] for name in wanted}
             if callable(add_scalar):
                 for name, value in values.items():
                     add_scalar(name, value, step)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +13,7 @@ import torch
 
 from offload.errors import CheckpointError
 from offload.layout import bare_names
+from offload.processes import Process
 
 if TYPE_CHECKING:
     from offload.optim.weights import BoundParameter
@@ -111,46 +110,9 @@ def agree_on_load(error: Exception | None) -> None:
         raise AnotherRankFailedError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
 
 
-class Process(NamedTuple):
-    """Identifies a process, so that processes on its machine can tell when it has ended.
-
-    Attributes:
-        machine: The running kernel, and the name space of its pids.
-        pid: Its number there.
-        start_time: When it was started: numbers are used again.
-    """
-
-    machine: str
-    pid: int
-    start_time: str
-
-    @classmethod
-    def this(cls) -> Process | None:
-        """Return this process; None where the kernel does not say."""
-        try:
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-                machine = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-        except OSError:
-            return None
-        return cls(machine, os.getpid(), _start_time(os.getpid()))
-
-
-def _start_time(pid: int) -> str:
-    """Return when a process was started; "" if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        state, *others = file.read().rpartition(")")[2].split()
-        return "" if state in "ZX" else others[18]
-    return ""
-
-
 def _ended_ranks(processes: Sequence[Process | None]) -> list[int]:
     """Return the ranks whose processes have ended; those on other machines cannot be seen."""
-    this = Process.this()
-    return [
-        rank
-        for rank, process in enumerate(processes)
-        if this and process and process.machine == this.machine and _start_time(process.pid) != process.start_time
-    ]
+    return [rank for rank, process in enumerate(processes) if process is not None and process.has_ended()]
 
 
 def _is_of_its_rank(bound: BoundParameter) -> bool:

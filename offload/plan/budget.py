@@ -806,7 +806,7 @@ def _refuse_without_room(plan: Plan) -> None:
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)
     if needed > sum(path.available_bytes for path in budgets.paths):
         what = "state on storage (with the versions in flight)"
-        advice = "raise host_memory, free space on a path, or add a path"
+        advice = "free space on a path, add a path, or give state more host_memory"
         if budgets.leftover_bytes:
             advice += f"; stores of ended sessions take {format_bytes(budgets.leftover_bytes)}: {_WHO_NEEDS_STORES}"
         raise InfeasiblePlanError(what, needed, offers, advice)

@@ -51,7 +51,9 @@ from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
     first_budgets,
+    fitted,
     gpu_staging_bytes,
+    less_memory_advice,
     named_error,
     on_cpu_alone,
     open_path,
@@ -250,11 +252,16 @@ class SessionParts:
         layout = extend_layout(Layout((), (), self.state), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
-        if known_rates is None:
-            self.plan = make_plan(layout, in_order(budgets, Rates(1.0, nodes=self._nodes)))
-        else:
-            self.plan = choose_plan(layout, budgets, known_rates, config.placement)
-        self.plan = self.plan.counting_buffers(self.lanes.bounces)
+
+        def planned(budgets: Budgets) -> Plan:
+            if known_rates is None:
+                plan = make_plan(layout, in_order(budgets, Rates(1.0, nodes=self._nodes)))
+            else:
+                plan = choose_plan(layout, budgets, known_rates, config.placement)
+            return plan.counting_buffers(self.lanes.bounces)
+
+        available = available_bytes()
+        self.plan = fitted(config, budgets, planned, available)
         budgets = self.plan.budgets
         log.info("%s", self.plan)
         if paths and not self.plan.has_room_for_checkpoints:
@@ -263,13 +270,11 @@ class SessionParts:
                 "save_checkpoint raises then",
                 self.plan.checkpoint_bytes,
             )
-        available = available_bytes()
         if self.plan.host_bytes > available:
-            offers = {"host memory": available}
-            advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
-            if self.plan.host_bytes - self.plan.image_bytes <= available:
-                advice = 'use overlap="auto", which takes for new weights what is left, or lower host_memory'
-            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
+            advice = less_memory_advice(config, self.plan, available)
+            raise InfeasiblePlanError(
+                "the plan's host memory", self.plan.host_bytes, {"host memory": available}, advice
+            )
         check_free(self.plan.bound_bytes, "lower host_memory there, or free some")
         self.memory.buffer_node = self.plan.buffer_node
         return budgets
@@ -408,13 +413,14 @@ class SessionParts:
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
         try:
-            return self._place(layout, budgets)
+            return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
             most = int(before.slot_bytes / before.layout.state.item_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
-            return self._place(extend_layout(before.layout, parameters, most, self._tile_bytes), budgets)
+            layout = extend_layout(before.layout, parameters, most, self._tile_bytes)
+            return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
 
     def _place(self, layout: Layout, budgets: Budgets) -> Plan:
         before = self.plan

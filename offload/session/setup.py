@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import starmap
 
 import torch
@@ -19,7 +19,7 @@ from offload.device.none import Lanes
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
-from offload.plan import Budgets, NodeBudget, PathBudget
+from offload.plan import Budgets, Home, NodeBudget, PathBudget, Plan
 from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
 from offload.protocols import Completion, Device, Tier, TileRequest
 from offload.tiers import StoreOptions, Turns, free_bytes, innermost, open_tier, tier_error
@@ -32,6 +32,10 @@ CORES_BESIDE = 2
 
 LEAST_GPU_BYTES = 4096
 """Not worth asking a GPU for."""
+
+BESIDE_BYTES = 2 << 30
+"""Host memory that state leaves to forward and backward where nobody says what it may take; half of what is available
+where that is less."""
 
 LEAST_TILE_BYTES = 1 << 20
 """A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
@@ -139,6 +143,60 @@ def first_budgets(
         leftover_bytes=leftover_bytes,
         nodes=tuple(starmap(NodeBudget, config.node_bytes.items())),
     )
+
+
+def fitted(
+    config: OffloadConfig,
+    budgets: Budgets,
+    planned: Callable[[Budgets], Plan],
+    available: int,
+    before: Plan | None = None,
+) -> Plan:
+    """Return a plan; where nobody says what `host_memory` is, state takes no more than the rest of the plan leaves.
+
+    `first_budgets` gives it half of what is available. Buffers, gradients and `BESIDE_BYTES` for forward and backward
+    come first, so that whatever trains with `host_memory=0` trains without a setting.
+
+    Args:
+        config: The user's.
+        budgets: What a plan may use, with `first_budgets`' choice of `host_bytes`.
+        planned: Makes a plan of budgets.
+        available: Host memory that all ranks of this node may still take.
+        before: The plan that this session has so far: what is at home stays.
+    """
+    plan = planned(budgets)
+    if config.host_memory is not None or not config.paths:
+        return plan
+    available //= _local_ranks()
+    available -= min(BESIDE_BYTES, available // 2)
+    kept_bytes = 0
+    if before is not None:
+        available, kept_bytes = available + before.host_bytes, before.home_bytes[Home.HOST]
+    while True:  # with less at home there may be more buffers
+        at_home = plan.home_bytes[Home.HOST]
+        most = max(kept_bytes, available - (plan.host_bytes - at_home))
+        if at_home <= most:
+            return plan
+        plan = planned(dataclasses.replace(budgets, host_bytes=most))
+
+
+def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str:
+    """Return what to do where a plan needs more host memory than is available, in settings that were given."""
+    if not config.paths:
+        return "give paths to stream state from"
+    if plan.image_bytes > 0 and plan.host_bytes - plan.image_bytes <= available:
+        return 'use overlap="auto", which takes for new weights what is left'
+    given = {
+        "host_memory": plan.home_bytes[Home.HOST],
+        "gradient_memory": plan.gradient_buffers and config.gradient_memory,
+        "staging_memory": config.staging_memory and plan.staging_bytes,
+        "subgroup_numel": config.subgroup_numel,
+    }
+    lowered = [name for name, value in given.items() if value and value != "auto"]
+    advice = [f"lower {' or '.join(lowered)}"] if lowered else []
+    if config.gradient_memory is None and plan.budgets.gradient_bytes and not config.overlaps_backward:
+        advice.append("give gradient_memory=0, with which gradients leave for the paths")
+    return ", or ".join([*advice, "free some"])
 
 
 def gradient_budget(config: OffloadConfig) -> int | None:

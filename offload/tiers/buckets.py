@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError
+from offload.processes import Process
 from offload.protocols import Tier
 from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
@@ -159,12 +160,16 @@ class BucketFolder(Folder):
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """See `Folder.opened_by`."""
+        """See `Folder.opened_by`: nobody, if the session has noted its end, or its process is seen to have ended."""
         try:
             opened = json.loads(self.read(RECORD_NAME) or b"{}")
-            return f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
+            process, whose = opened.get("process"), f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
         except (ValueError, AttributeError, RecursionError) as cause:
             raise CheckpointError(str(cause)) from cause
+        has_ended = opened.get("ended") is True
+        if isinstance(process, list) and list(map(type, process)) == [str, int, str]:
+            has_ended |= Process(*process).has_ended()
+        return "" if has_ended else whose
 
     def remove(self) -> None:
         """See `Folder.remove`.

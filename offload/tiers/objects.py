@@ -11,6 +11,7 @@ multipart upload; readers verify what they get.
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import http.client
 import logging
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -175,6 +176,40 @@ def split_url(path: str, field: str = "paths") -> tuple[str, str]:
     return found[1], (found[2] or "").strip("/")
 
 
+class Quiet(logging.Filter):
+    """Drops what botocore says at INFO and below while one of our clients uses it, on that client's thread alone.
+
+    It says where it has found credentials and endpoint, for each client: twice a checkpoint and path.
+    """
+
+    loggers = "client", "configprovider", "credentials", "endpoint_provider", "tokens", "utils"
+    """Those of botocore that say anything at INFO; a filter of a logger does not reach those below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = threading.local()
+        for name in self.loggers:
+            logging.getLogger(f"botocore.{name}").addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        return record.levelno > logging.INFO or not getattr(self._threads, "ours", False)
+
+    @contextlib.contextmanager
+    def ours(self) -> Iterator[None]:
+        """While this lasts, the thread uses botocore for us."""
+        self._threads.ours = True
+        try:
+            yield
+        finally:
+            self._threads.ours = False
+
+
+quiet = Quiet()
+_loaders: list[Any] = []
+"""botocore's own, which has the descriptions of services: reading them takes six times as long as making a client."""
+
+
 def import_botocore(path: str, field: str = "paths") -> ModuleType:
     """Return botocore, with its parts loaded.
 
@@ -254,17 +289,20 @@ class S3Client:
         self._lock = threading.Lock()
         self._botocore = import_botocore(path)
         try:
-            session = self._botocore.session.get_session()
-            configured = (session.get_scoped_config().get("s3") or {}).get("addressing_style")
-            style = configured or ("path" if any(name in os.environ for name in ENDPOINT_VARIABLES) else "auto")
-            self._client = self._make_client(session, style)
-            host = urlsplit(self._client.meta.endpoint_url).hostname or ""
-            aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-            wanted = configured or ("auto" if aws else "path")
-            if wanted != style:  # only a client knows where it goes: a profile may name an endpoint too
-                self._client = self._make_client(session, wanted)
-            self.endpoint = str(self._client.meta.endpoint_url)
-            bundle = session.get_config_variable("ca_bundle")
+            with quiet.ours():
+                session = self._botocore.session.get_session()
+                _loaders[:] = _loaders or [session.get_component("data_loader")]
+                session.register_component("data_loader", _loaders[0])
+                configured = (session.get_scoped_config().get("s3") or {}).get("addressing_style")
+                style = configured or ("path" if any(name in os.environ for name in ENDPOINT_VARIABLES) else "auto")
+                self._client = self._make_client(session, style)
+                host = urlsplit(self._client.meta.endpoint_url).hostname or ""
+                aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+                wanted = configured or ("auto" if aws else "path")
+                if wanted != style:  # only a client knows where it goes: a profile may name an endpoint too
+                    self._client = self._make_client(session, wanted)
+                self.endpoint = str(self._client.meta.endpoint_url)
+                bundle = session.get_config_variable("ca_bundle")
             self._tls = ssl.create_default_context(cafile=bundle) if self.endpoint.startswith("https") else None
         except (self._botocore.exceptions.BotoCoreError, OSError, ValueError) as cause:
             raise ConfigError("paths", path, f"the S3 client refuses its settings: {cause}") from cause
@@ -374,7 +412,8 @@ class S3Client:
 
         def attempt() -> dict[str, Any]:
             try:
-                answer: dict[str, Any] = getattr(self._client, method)(Bucket=self._bucket, **arguments)
+                with quiet.ours():  # credentials may be renewed by any request
+                    answer: dict[str, Any] = getattr(self._client, method)(Bucket=self._bucket, **arguments)
             except exceptions.ClientError as cause:
                 found = cause.response
                 status = int(found.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -389,9 +428,10 @@ class S3Client:
 
     def _url(self, method: str, arguments: dict[str, Any]) -> SplitResult:
         try:
-            url: str = self._client.generate_presigned_url(
-                method, Params={"Bucket": self._bucket, **arguments}, ExpiresIn=URL_SECONDS
-            )
+            with quiet.ours():
+                url: str = self._client.generate_presigned_url(
+                    method, Params={"Bucket": self._bucket, **arguments}, ExpiresIn=URL_SECONDS
+                )
         except self._botocore.exceptions.BotoCoreError as cause:
             # A provider of credentials may be out of order for a while, missing ones stay missing.
             missing = isinstance(cause, self._botocore.exceptions.NoCredentialsError)

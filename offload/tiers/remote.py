@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import errno
 import json
@@ -22,6 +23,7 @@ import uuid
 
 from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError, invariant
+from offload.processes import Process
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import (
     DEFAULTS,
@@ -210,8 +212,8 @@ class RemoteTier(Owned):
     def _open(self, store: uuid.UUID, bucket: str) -> None:
         """Make the store, and find out whether the bucket can be used."""
         # "opened_as" tells this attempt from any other, so that ours can be recognised.
-        record = {**describe_store(store), "opened_as": uuid.uuid4().hex}
-        content = json.dumps(record).encode()
+        self._record = {**describe_store(store), "process": Process.this(), "opened_as": uuid.uuid4().hex}
+        content = json.dumps(self._record).encode()
         key, found = self.store_prefix + RECORD_NAME, bytearray(len(content))
         trial = self.store_prefix + "trial"
         try:
@@ -264,10 +266,18 @@ class RemoteTier(Owned):
                 kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
                 left = {key: None for key in left if key not in kept}
             self._client.delete(list(left))
+            if self.kept is not None:
+                self._say_ended()
         except ObjectError as error:
             _log.warning(
                 "left %d objects in place below %s of %s: %s", len(left), self.store_prefix, self.path, error
             )
+
+    def _say_ended(self) -> None:
+        """Write into the record of a store that stays that its session will not use it any more; see `opened_by`."""
+        content = json.dumps({**self._record, "ended": True}).encode()
+        with contextlib.suppress(ObjectError):  # then its process tells, on its machine
+            self._client.put(self.store_prefix + RECORD_NAME, [memoryview(content)])
 
     # On the lanes' threads
 

@@ -12,6 +12,7 @@ from s3_server import BUCKET, S3Server
 
 import offload
 from offload import cli
+from offload.tiers.buckets import Bucket
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -64,6 +65,11 @@ def test_resuming_from_a_bucket_copies_nothing_and_gc_takes_only_what_is_named(
         step(weight, optimizer, 1)
     (first,) = gc()
     assert "needed by" in first["verdict"]
+    (store,) = Bucket(path).stores()
+    record = json.loads(store.read("store.json") or b"")
+    assert record.pop("ended")
+    assert record.pop("process")
+    store.write("store.json", json.dumps(record).encode())  # as of a session elsewhere that was killed
     other = torch.nn.Parameter(torch.zeros(2000).bfloat16())
     with offload.AdamW([("weight", other)], offload=config) as optimizer:
         optimizer.load_checkpoint(folder)

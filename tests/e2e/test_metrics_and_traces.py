@@ -49,18 +49,28 @@ class Run:
 
 
 def test_metrics_go_to_loggers_after_every_step_or_less_often(tmp_path: Path) -> None:
-    board, run, rows = Board(), Run(), []
+    board, few, run, rows = Board(), Board(), Run(), []
     parameter, optimizer = make(tmp_path)
     with optimizer:
-        optimizer.log_to(board)
-        optimizer.log_to(run, every=2, prefix="o/")
-        optimizer.log_to(lambda values, step: rows.append((step, values)))
+        optimizer.log_to(board, names="*")
+        optimizer.log_to(few)
+        optimizer.log_to(run, every=2, prefix="o/", names=["step_s", "path/*", "nothing"])
+        optimizer.log_to(lambda values, step: rows.append((step, values)), names="*")
         for _ in range(4):
             step(parameter, optimizer)
         assert board.scalars["offload/step"] == [(n, n) for n in (1, 2, 3, 4)]
         assert board.scalars["offload/path/0/write_bytes"][-1][1] > 0
         assert [number for number, _ in run.rows] == [2, 4]
         assert run.rows[0][1]["o/step_s"] > 0
+        parts = "read_bytes", "write_bytes", "live_bytes", "written_bytes"
+        assert set(run.rows[0][1]) == {"o/step_s", *(f"o/path/0/{part}" for part in parts)}
+        assert set(few.scalars) == {
+            f"offload/{name}"
+            for name in ("step_s", "predicted_step_s", "hidden_s", "resident_share", "gradient_norm")
+        }
+        assert len(board.scalars) > 15
+        assert few.scalars["offload/step_s"] == board.scalars["offload/step_s"]
+        assert few.scalars["offload/hidden_s"] == [(n, 0.0) for n in (1, 2, 3, 4)]
         assert rows[-1] == (
             4,
             {f"offload/{name}": pytest.approx(v, nan_ok=True) for name, v in optimizer.metrics().items()},
@@ -69,6 +79,9 @@ def test_metrics_go_to_loggers_after_every_step_or_less_often(tmp_path: Path) ->
         for writer, every in ((object(), 1), (board, 0), (board, math.nan), (board, 1.5), (board, True)):
             with pytest.raises(offload.ConfigError):
                 optimizer.log_to(writer, every=every)
+        for names in ((), 5, [1], None):
+            with pytest.raises(offload.ConfigError, match="names"):
+                optimizer.log_to(board, names=names)  # type: ignore[arg-type]
 
 
 def test_a_trace_is_written_from_any_session(tmp_path: Path) -> None:

@@ -754,7 +754,7 @@ def test_a_model_that_is_none_is_refused(config: Callable[..., offload.OffloadCo
 def test_what_is_hidden_can_be_seen(config: Callable[..., offload.OffloadConfig]) -> None:
     model, told = Model(), []
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
-        optimizer.log_to(lambda values, step: told.append((step, values, optimizer.timeline())))
+        optimizer.log_to(lambda values, step: told.append((step, values, optimizer.timeline())), names="*")
         optimizer.overlap_forward(model)
         for step in range(5):
             loss_of(model, step).backward()

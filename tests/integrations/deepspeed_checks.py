@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import faulthandler
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -1498,7 +1499,7 @@ def nothing_changes_without_our_object(folder: Path) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed_runs import Case, ReferenceAdam, offload_deepspeed
 
-    before = DeepSpeedEngine._configure_optimizer
+    before = inspect.unwrap(DeepSpeedEngine._configure_optimizer)  # the import watches
     offload_deepspeed.enable()
     offload_deepspeed.enable()
     case = Case(3, config={"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True})
@@ -1515,6 +1516,54 @@ def nothing_changes_without_our_object(folder: Path) -> None:
     offload_deepspeed.disable()
     offload_deepspeed.disable()
     assert DeepSpeedEngine._configure_optimizer is before
+
+
+@check
+def an_object_that_is_ignored_is_said_once(folder: Path) -> None:
+    import logging
+    import unittest.mock
+
+    import deepspeed
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed_runs import Case, offload_deepspeed
+
+    original = inspect.unwrap(DeepSpeedEngine._configure_optimizer)
+    offload_deepspeed.disable()
+    assert DeepSpeedEngine._configure_optimizer is original
+    offload_deepspeed.watch()
+    offload_deepspeed.watch()
+    config = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    case = Case(3, config=config)
+
+    def made(**ours: Any) -> tuple[str, int]:
+        model = case.model()
+        with unittest.mock.patch.object(logging.getLogger("offload"), "warning") as warning:
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**case.ds_config(), **ours}
+            )
+        engine.destroy()
+        return type(engine.optimizer).__name__, sum("ignores" in call.args[0] for call in warning.call_args_list)
+
+    stock, ours = "DeepSpeedZeroOptimizer_Stage3", {"multi_tier_offload": paths(folder)}
+    speaks = torch.distributed.get_rank() == 0
+    assert made() == (stock, 0)  # a config without the object is none of our business
+    assert made(**ours) == (stock, speaks)
+    assert made(**ours) == (stock, 0)
+    offload_deepspeed.enable()
+    assert made(**ours) == ("OffloadedStage3", 0)
+    offload_deepspeed.disable()
+    assert made(**ours) == (stock, 0)  # somebody has said that he does not want it
+    offload_deepspeed.watch()
+    model = case.model()
+    engine, *_ = offload_deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config={**case.ds_config(), **ours}
+    )
+    assert type(engine.optimizer).__name__ == "OffloadedStage3"
+    engine.destroy()
+    assert made(**ours) == (stock, speaks)  # the call was for that engine alone
+    offload_deepspeed.disable()
+    assert DeepSpeedEngine._configure_optimizer is original
 
 
 @check

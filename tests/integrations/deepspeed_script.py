@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
+from importlib import import_module
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # too late once DeepSpeed has been imported
 
@@ -18,9 +20,16 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("results")
     parser.add_argument("--enable", action="store_true")
+    parser.add_argument("--forget", action="store_true", help="import the package, and do not make the call")
     parser.add_argument("--local_rank", type=int)
     arguments = parser.parse_args()
     early = "deepspeed" in sys.modules
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offload").addHandler(handler)
+    if arguments.forget:
+        import_module("offload.integrations.deepspeed")
     if arguments.enable:
         import offload.integrations.deepspeed as offload_deepspeed
 
@@ -47,6 +56,7 @@ def main() -> int:
         "resident": engine.optimizer.metrics()["resident_share"] if hasattr(engine.optimizer, "metrics") else None,
         "argv": sys.argv,
         "early": early,
+        "said": said,
         "local_rank": arguments.local_rank,
     }
     with open(f"{arguments.results}-{engine.global_rank}.json", "w") as file:

@@ -121,11 +121,19 @@ def test_a_script_that_cannot_be_edited_is_offloaded(tmp_path: Path) -> None:
     """Without the call or the launcher the object is ignored; with either of them losses are the same."""
     (stock,) = trained(tmp_path, "stock", "{script}", ranks=1)
     assert stock["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
+    assert stock["said"] == []  # nothing of ours is there to say it
+    forgot = trained(tmp_path, "forgot", "{script}", "--forget")
+    for rank, found in enumerate(forgot):
+        assert found["optimizer"] == "DeepSpeedZeroOptimizer_Stage3"
+        assert [text.count("multi_tier_offload, which DeepSpeed ignores") for text in found["said"]] == [1] * (
+            not rank
+        )
     edited = trained(tmp_path, "edited", "{script}", "--enable")
     launched = trained(tmp_path, "launched", *LAUNCHER, "{script}")
     assert [rank["losses"] for rank in launched] == [rank["losses"] for rank in edited]
     for rank in (*edited, *launched):
         assert (rank["optimizer"], rank["resident"]) == ("OffloadedStage3", 0)
+        assert not any("ignores" in text for text in rank["said"])
     assert not any(
         rank["early"] for rank in launched
     )  # the launcher itself imports nothing that reads the environment

@@ -143,6 +143,33 @@ def test_objects_above_a_size_go_in_parts(s3: S3Server) -> None:
     client.close()
 
 
+def test_botocore_is_quiet_at_info_for_our_clients_alone(
+    s3: S3Server, open_remote: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    harness = open_remote()
+    harness.fill(NBYTES)
+    assert harness.write(harness.request(0, NBYTES)).error == 0
+    client = S3Client(f"s3://{BUCKET}", BUCKET, retry=QUICK)
+    client.list("nothing/")
+    client.close()
+
+    def theirs() -> list[str]:
+        return [record.name for record in caplog.records if record.name.startswith("botocore")]
+
+    assert theirs() == []
+    botocore_session.get_session().create_client("s3").close()  # somebody else's, on this thread
+    assert "botocore.credentials" in theirs()
+    with objects_module.quiet.ours():
+        logging.getLogger("botocore.credentials").info("not said")
+        logging.getLogger("botocore.credentials").warning("said")
+        other = threading.Thread(target=logging.getLogger("botocore.credentials").info, args=("said, too",))
+        other.start()
+        other.join()
+    said = [record.getMessage() for record in caplog.records if record.name == "botocore.credentials"]
+    assert said[-2:] == ["said", "said, too"]
+
+
 def test_an_upload_in_parts_that_fails_leaves_nothing(s3: S3Server, proxy: FaultProxy) -> None:
     client = S3Client(f"s3://{BUCKET}", BUCKET, retry=QUICK, multipart_bytes=6 << 20, part_bytes=5 << 20)
     proxy.add(kind="status", method="PUT", match="partNumber=2", times=99)

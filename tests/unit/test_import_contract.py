@@ -27,7 +27,7 @@ ROWS: list[tuple[str, ...]] = [
     ("formats",),
     ("rules",),
     ("protocols", "backends", "limits"),
-    ("errors", "waits", "dtypes"),
+    ("errors", "waits", "dtypes", "processes"),
     ("units",),
 ]
 LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
@@ -38,6 +38,7 @@ PUBLIC = (
     "offload",
     "offload.optim.auto",
     "offload.optim.exchange",
+    "offload.optim.frozen",
     "offload.optim.overlap",
     "offload.optim.pace",
     "offload.rules",
