@@ -21,8 +21,12 @@ from offload.config import OffloadConfig, parse_bytes
 from offload.errors import ConfigError, OffloadError
 from offload.units import format_bytes
 
-SEEN, TENSOR, MADE = "seen", "tensor.pt", "made"
-"""Files of a run: what was seen, the tensor that was asked for, and which folders were made on paths."""
+SEEN, TENSOR, MADE = "seen", "tensor-{}.pt", "made"
+"""Files of a run: what was seen, the tensors that were asked for, and which folders were made on paths."""
+MOST_OBJECTS = 100_000
+"""So many objects of a script's are looked at for its own tensors."""
+MOST_SHOWN = 8
+"""So many of the script's own tensors that differ are compared by element; the rest is named."""
 DRIFT_A_STEP = 2.0**-22
 """And how far for each step, as a part of its norm, beside its format's `drift`: four roundings of fp32."""
 REPEATABLE = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -38,9 +42,10 @@ examples:
   offload check-run offload.json                    settings (OffloadConfig's fields, in JSON) under `offload train`
 
 The script runs as it is, and again with state in memory and nothing hidden: gradients and weights of each step, and
-state after the last, must have the same bits. Torch's own optimizer, given the gradients of the second run over fp32
-masters, rounds otherwise: a master may be apart by 1/10,000 of how far it has moved (more where the state's format
-rounds), and four roundings a step. If anything differs, both run again, to tell a script that differs from itself.
+state and the script's own tensors (an EMA, a loss) after the last, must have the same bits. Torch's own optimizer,
+given the gradients of the second run over fp32 masters, rounds otherwise: a master may be apart by 1/10,000 of how
+far it has moved (more where the state's format rounds), and four roundings a step. If anything differs, both run
+again, to tell a script that differs from itself.
 State lies in folders of its own on the script's paths, checkpoints in a temporary one; all are removed. What else the
 script writes it writes each time. Exit status: 0 the same, 1 something differs, 2 bad input.
 """
@@ -52,7 +57,7 @@ _TAIL_CHARACTERS = 4000
 class Request(msgspec.Struct):
     """One run: of a script (None: `offload train`) with its arguments.
 
-    Settings and host memory take the place of the script's, if given. `dump`: step and name of a tensor to keep.
+    Settings and host memory take the place of the script's, if given. `dump`: steps and names of tensors to keep.
     `on_cpu`: `ON_CPU` takes the place of what the settings say of a GPU, and no CUDA device is seen.
     """
 
@@ -62,7 +67,7 @@ class Request(msgspec.Struct):
     host_memory: int | None
     reference: bool
     steps: int
-    dump: tuple[int, str] | None = None
+    dump: list[tuple[int, str]] = []
     on_cpu: bool = False
 
 
@@ -72,12 +77,16 @@ class Seen(msgspec.Struct):
     Attributes:
         steps: How many were taken.
         tensors: In order: step, name, and a digest of the bits.
+        own: The same of the script's own tensors, as the last step ends.
+        is_whole: Whether these are all that the script has.
         beside: Of each step and parameter: its master's distance from torch's, and the room for that.
         metrics: Of the optimizer, after the last step.
     """
 
     steps: int = 0
     tensors: list[tuple[int, str, str]] = []
+    own: dict[str, str] = {}
+    is_whole: bool = True
     beside: list[tuple[int, str, float, float]] = []
     metrics: dict[str, float] = {}
 
@@ -157,17 +166,35 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         return seen
 
     seen = both(0, 2)
-    first = request.dump = _first_difference(*seen)
+    first, own = _first_difference(*seen), _own_differences(*seen)
     beyond = next((row for row in seen[1].beside if not row[2] <= row[3]), None)
-    found = [
-        f"as it is and in memory: the same bits in {len(seen[0].tensors)} gradients, weights and tensors of state"
-    ]
-    if first is not None or beyond is not None:
+    same = f"{len(seen[0].tensors)} gradients, weights and tensors of state"
+    found = [f"as it is and in memory: the same bits in {same}"]
+    if not own:
+        found[0] += f", and {len(seen[0].own)} tensors of the script's own"
+    if not seen[0].is_whole:
+        found.append(f"the script has more tensors: those of the nearest {MOST_OBJECTS:,} objects are compared")
+    if first is not None or own or beyond is not None:
+        request.dump = [*([first] if first else []), *((request.steps, name) for name in own[:MOST_SHOWN])]
         again = both(2, 4)
         unlike = {name: _first_difference(*pair) for name, *pair in zip(kinds, seen, again, strict=True)}
+        changing = {
+            n for n in own for pair in zip(seen, again, strict=True) if len({one.own.get(n) for one in pair}) > 1
+        }
         if first is not None:
-            apart = "" if any(unlike.values()) else _distance(folder / "2" / TENSOR, folder / "3" / TENSOR)
-            found = [f"as it is and in memory DIFFER, first in {first[1]} in step {first[0]}{apart}"]
+            apart = "" if any(unlike.values()) else _distance(folder, 0)
+            found[0] = f"as it is and in memory DIFFER, first in {first[1]} in step {first[0]}{apart}"
+        for number, name in enumerate(own[:MOST_SHOWN], first is not None):
+            apart = ", and so it does between two runs of one kind" if name in changing else _distance(folder, number)
+            found.append(f"the script's {name} DIFFERS at the end{apart}")
+        if own[MOST_SHOWN:]:
+            found.append(f"and so do {', '.join(own[MOST_SHOWN:])}")
+        if changing:
+            found.append("what differs between two runs of one kind (no seed? a time?) says nothing of offloading")
+        elif own and first is None:
+            found.append(
+                "a weight that is read between step() and its module's next use needs optimizer.finish() first"
+            )
         for name, tensor in unlike.items():
             if tensor is not None:
                 why = (
@@ -182,7 +209,7 @@ def _compare(request: Request, folder: Path, progress: Progress) -> dict[str, An
         found.append(f"torch's optimizer: no master is further apart than {share:.2g} of what is allowed")
     else:
         found.append("torch has no such optimizer to compare with")
-    different = first is not None or beyond is not None
+    different = first is not None or bool(own) or beyond is not None
     return {"different": different, "found": found, "share_of_allowed": share, "metrics": seen[0].metrics}
 
 
@@ -221,11 +248,20 @@ def _first_difference(left: Seen, right: Seen) -> tuple[int, str] | None:
     return None
 
 
-def _distance(left: Path, right: Path) -> str:
-    """Return how far two tensors are apart, in words."""
+def _own_differences(left: Seen, right: Seen) -> list[str]:
+    """Return the names of the script's own tensors that both have, with other bits."""
+    return [name for name, digest in left.own.items() if right.own.get(name, digest) != digest]
+
+
+def _distance(folder: Path, number: int) -> str:
+    """Return how far a tensor is apart in the two runs that kept it, in words."""
     import torch
 
-    ours, theirs = (torch.load(file, weights_only=True).double().reshape(-1) for file in (left, right))
+    kept = [torch.load(folder / run / TENSOR.format(number), weights_only=True) for run in ("2", "3")]
+    if kept[0].shape != kept[1].shape:
+        return f": it is {' by '.join(map(str, kept[0].shape))}, and in memory {' by '.join(map(str, kept[1].shape))}"
+    parts = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in kept)
+    ours, theirs = (tensor.double().reshape(-1) for tensor in parts)
     different = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     at = int(different.int().argmax())
     apart = float((ours - theirs).abs().nan_to_num(torch.inf).max())

@@ -29,6 +29,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from offload.cli.check_run import DRIFT_A_STEP, MADE, ON_CPU, SEEN, TENSOR, Request, Seen
+from offload.cli.script_tensors import script_tensors
 from offload.config import OffloadConfig
 from offload.errors import OffloadError
 from offload.formats import STATE_FORMATS
@@ -183,9 +184,12 @@ class _Watch:
         if optimizer in self._beside:
             self.seen.beside += self._beside[optimizer].compare(optimizer, step)
         if step == self._request.steps:
-            optimizer.finish()
+            for each in [*self._steps]:
+                each.finish()
             for kind in ("weight", *optimizer.rule.names):
                 self._note(optimizer, step, kind)
+            if self._request.script is not None:
+                self._note_script(self._request.script, step)
             self.seen.metrics = optimizer.metrics()
             raise _Enough
 
@@ -206,10 +210,22 @@ class _Watch:
             if tensor is None:
                 continue
             about = f"{kind} of {name}{f' of optimizer {number + 1}' if number else ''}"
-            digest = hashlib.blake2b(shards.content(tensor).numpy().data, digest_size=16)
-            self.seen.tensors.append((step, about, digest.hexdigest()))
-            if self._request.dump == (step, about):
-                torch.save(shards.local(tensor).detach().cpu().clone(), self._folder / TENSOR)
+            self.seen.tensors.append((step, about, self._digest(tensor, (step, about))))
+
+    def _note_script(self, script: str, step: int) -> None:
+        """Note the bits of the script's own tensors, but for weights, which have been noted."""
+        weights = {id(p) for optimizer in self._steps for group in optimizer.param_groups for p in group["params"]}
+        own, self.seen.is_whole = script_tensors(script, sys._getframe())
+        for name, tensor in own.items():
+            if id(tensor) not in weights:
+                self.seen.own[name] = self._digest(tensor, (step, name))
+
+    def _digest(self, tensor: torch.Tensor, about: tuple[int, str]) -> str:
+        """Return a digest of a tensor's bits; keep the tensor if that is asked for."""
+        if about in self._request.dump:
+            file = self._folder / TENSOR.format(self._request.dump.index(about))
+            torch.save(shards.local(tensor).detach().cpu().clone(), file)
+        return hashlib.blake2b(shards.content(tensor).numpy().data, digest_size=16).hexdigest()
 
 
 def main(file: str) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import prepared
 import pytest
+import torch
 
-from offload.cli import check_run, main
+from offload.cli import check_run, main, script_tensors
 
 SCRIPT = """
 import argparse, pathlib, torch, offload
@@ -112,6 +115,96 @@ def test_a_weight_that_is_used_before_it_has_come_shows(check: Any) -> None:
     assert outcome["found"][0].startswith("as it is and in memory DIFFER, first in gradient of 0.weight in step 2: ")
     assert "is nan, and in memory " in outcome["found"][0]
     assert "deterministic" not in " ".join(outcome["found"])
+
+
+AVERAGES = """
+import beside
+class Average:
+    def __init__(self):
+        self.kept = {name: weight.detach().float() for name, weight in model.named_parameters()}
+def shadow_of(weight):
+    shadow = weight.detach().clone()
+    def update():
+        shadow.copy_(weight.detach())
+    return update
+average, swa, update = Average(), torch.optim.swa_utils.AveragedModel(model), shadow_of(model[2].bias)
+beside.seen = torch.optim.SGD([torch.nn.Parameter(torch.zeros(64))], lr=0.1, momentum=0.5)
+def main():
+    local = [weight.detach().clone() for weight in model.parameters()]
+    for step in range(9):
+        x = torch.randn(8, 64).bfloat16()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if options.settings.get("overlap") == "both" and options.steps:
+            optimizer.finish()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                average.kept[name].lerp_(weight.float(), 0.1)
+            local[1].copy_(model[0].bias)
+            beside.seen.param_groups[0]["params"][0].grad = model[1].bias.float()
+        swa.update_parameters(model)
+        update()
+        beside.seen.step()
+main()
+"""
+
+
+def test_an_average_of_weights_that_have_not_come_is_named(check: Any, tmp_path: Path) -> None:
+    """Wherever the script has it; no gradient and no weight differs."""
+    (tmp_path / "beside.py").write_text("")
+    text = SCRIPT.partition("extra = ")[0] + AVERAGES
+    status, outcome, _ = check("--steps", "0", "--settings", "{'overlap': 'both'}", text=text)
+    assert (status, outcome["different"]) == (1, True)
+    assert outcome["found"][0].startswith("as it is and in memory: the same bits in ")
+    assert "element 0 is nan, and in memory " in outcome["found"][1]
+    said = " ".join(outcome["found"])
+    places = ("average.kept['0.weight']", "swa.module.1.weight", "update.shadow", "local[1] in main()")
+    for name in (*places, "beside.seen.state[0]['momentum_buffer']"):
+        assert name in said
+    assert "optimizer.finish() first" in said
+    assert "two runs" not in said
+    status, outcome, _ = check("--steps", "1", "--settings", "{'overlap': 'both'}", text=text)
+    assert (status, outcome["different"]) == (0, False), outcome["found"]
+
+
+def test_a_tensor_without_a_seed_is_named_as_such(check: Any) -> None:
+    added = "drawn = torch.rand(3, generator=torch.Generator().manual_seed(torch.Generator().seed()))\n    #end"
+    status, outcome, _ = check(text=SCRIPT.replace("#end", added))
+    assert (status, outcome["different"]) == (1, True)
+    assert outcome["found"][1] == "the script's drawn DIFFERS at the end, and so it does between two runs of one kind"
+    assert outcome["found"][2].endswith("(no seed? a time?) says nothing of offloading")
+
+
+def test_what_a_script_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cycles end, nothing is looked into that the standard library has made, and there is a bound that is told."""
+    tensors = [torch.full((2,), number) for number in range(6)]
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "train.py")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    holder = SimpleNamespace(slots=(tensors[0], {1: tensors[1]}, {tensors[2]: tensors[2]}), again=tensors[0])
+    holder.itself = holder
+    model = torch.nn.ModuleDict({"part": torch.nn.Linear(1, 1, bias=False)})
+    model.kept = tensors[3]
+    logger = logging.Logger("name")
+    logger.tensor = tensors[4]
+    kind = type("Kind", (), {"shared": tensors[5], "__module__": "__main__"})
+    vars(script).update(holder=holder, model=model, logger=logger, Kind=kind, torch=torch, none=None)
+    found, is_whole = script_tensors.script_tensors(str(tmp_path / "train.py"), None)
+    assert is_whole
+    names = {
+        "holder.again",
+        "holder.slots[1][1]",
+        "holder.slots[2][0]",
+        "model.part.weight",
+        "model.kept",
+        "Kind.shared",
+    }
+    assert {*found} == names
+    monkeypatch.setattr(script_tensors, "MOST_OBJECTS", 6)
+    fewer, is_whole = script_tensors.script_tensors(str(tmp_path / "train.py"), None)
+    assert not is_whole
+    assert {*fewer} < names
 
 
 def test_a_script_that_differs_from_itself_is_told(check: Any) -> None:
