@@ -68,6 +68,7 @@ from offload.checkpoint.stores import (
     delete_free,
     delete_released,
     delete_unused,
+    drop_notes,
     folders_above,
     is_read,
     is_same,
@@ -138,6 +139,7 @@ class CommitJob:
         on_commit: Called once there is a checkpoint; older ones stay where it raises.
         read: Checkpoints that this session has resumed from, with their stores that have no lock and that it has only
             read. It reads them no more. Those whose stores are gone now leave this list.
+        reader: What this session's notes of that are called there; see `note_reading`.
         doubtful: Checkpoints of this session that were in doubt so far.
         abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
         released: Those of `older` and `doubtful` that were released.
@@ -162,6 +164,7 @@ class CommitJob:
     is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
     on_commit: Callable[[], object] = tuple
     read: list[KeptCheckpoint] = field(default_factory=list)
+    reader: str = ""
     doubtful: Sequence[KeptCheckpoint] = ()
     abandoned_ids: Sequence[str] = ()
     released: list[KeptCheckpoint] = field(default_factory=list)
@@ -354,8 +357,10 @@ class CommitJob:
         # The folder may have a copy's store from before.
         delete_free([*([path] if own.rank == 0 else ()), *self.paths])
         for checkpoint in [*self.read]:
-            if not self.is_needed(checkpoint) and delete_released(checkpoint.stores):
-                self.read.remove(checkpoint)
+            if not self.is_needed(checkpoint):
+                drop_notes(checkpoint.stores, self.reader)
+                if delete_released(checkpoint.stores):
+                    self.read.remove(checkpoint)
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"

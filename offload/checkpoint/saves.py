@@ -28,8 +28,10 @@ from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import (
     Standing,
+    drop_notes,
     is_elsewhere,
     note_move,
+    note_reading,
     standing,
     store_folder,
     unpin_released,
@@ -44,6 +46,7 @@ from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
 from offload.tiers.remote import crc32c_of
+from offload.tiers.store import READER_NAME
 
 log = logging.getLogger("offload")
 
@@ -212,6 +215,7 @@ class Saves:
         """The checkpoints that are kept, oldest first."""
         self._read: list[KeptCheckpoint] = []
         """See `CommitJob.read`."""
+        self._reader = f"{READER_NAME}{uuid.uuid4().hex}.json"
         self._newer: list[KeptCheckpoint] = []
         """Checkpoints newer than the one loaded. Each is released when its folder is saved to again."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
@@ -509,6 +513,7 @@ class Saves:
             is_needed=self._mirror.is_needed,
             on_commit=snapshot.on_commit,
             read=self._read if not snapshot.copy else [],
+            reader=self._reader,
             doubtful=tuple(self._doubtful),
             abandoned_ids=tuple(id for id in self._undecided_ids if id != snapshot.id),
         )
@@ -633,6 +638,7 @@ class Saves:
         read = [place for place in others if numbers[place] in foreign]
         without_locks = tuple(place for place in read if not parse_place(place[0]).has_locks)
         if without_locks:
+            note_reading(without_locks, self._reader)
             self._read.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
         self._others.update(foreign)
         for number, (store, tier, _) in tiers.items():
@@ -669,6 +675,8 @@ class Saves:
         """Close other stores, and give locks back; no save begins any more."""
         for number in list(self._others):
             self._others.pop(number).close()
+        for checkpoint in self._read:
+            drop_notes(checkpoint.stores, self._reader)
         for checkpoint in self.kept:
             for _, _, lock in checkpoint.locks:
                 release_lock(lock)

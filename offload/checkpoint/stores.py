@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import logging
 import os
 import reprlib
@@ -34,6 +35,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.tiers import parse_place
 from offload.tiers.filesystem import PINS_NAME, release_lock
 from offload.tiers.place import TEMPORARY, Folder
+from offload.tiers.store import describe_user
 
 _log = logging.getLogger("offload")
 
@@ -404,8 +406,23 @@ def delete_free(places: Iterable[str]) -> None:
                 _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
 
+def note_reading(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
+    """Write into stores without locks that this session reads them; where it may not write, it reads all the same."""
+    content = json.dumps(describe_user()).encode()
+    for path, store in stores:
+        with contextlib.suppress(CheckpointError):
+            store_folder(path, store).write(reader, content)
+
+
+def drop_notes(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
+    """Take back what `note_reading` has written."""
+    for path, store in stores:
+        with contextlib.suppress(CheckpointError):
+            store_folder(path, store).delete(reader)
+
+
 def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
-    """Delete those of some stores without locks that no checkpoint needs any more, if their sessions have ended.
+    """Delete those of some stores without locks that no checkpoint needs any more, if nobody may use them.
 
     Returns:
         Whether all are gone.

@@ -17,7 +17,7 @@ from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
 from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
-from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME
+from offload.tiers.store import RANK_NAME, READER_NAME, RECORD_NAME, STORE_NAME
 
 _STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
 
@@ -160,16 +160,24 @@ class BucketFolder(Folder):
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """See `Folder.opened_by`: nobody, if the session has noted its end, or its process is seen to have ended."""
-        try:
-            opened = json.loads(self.read(RECORD_NAME) or b"{}")
-            process, whose = opened.get("process"), f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
-        except (ValueError, AttributeError, RecursionError) as cause:
-            raise CheckpointError(str(cause)) from cause
-        has_ended = opened.get("ended") is True
-        if isinstance(process, list) and list(map(type, process)) == [str, int, str]:
-            has_ended |= Process(*process).has_ended()
-        return "" if has_ended else whose
+        """See `Folder.opened_by`: its session, or one that has noted that it reads it, unless that has ended."""
+        with saying("list", f"{self.path}/"):
+            notes = self._client.list(self._prefix + READER_NAME)
+        for name in (RECORD_NAME, *(key.removeprefix(self._prefix) for key in notes)):
+            try:
+                opened = json.loads(self.read(name) or b'{"ended": true}')
+                process, whose = (
+                    opened.get("process"),
+                    f"process {opened.get('pid', '?')} on {opened.get('host', '?')}",
+                )
+            except (ValueError, AttributeError, RecursionError) as cause:
+                raise CheckpointError(str(cause)) from cause
+            has_ended = opened.get("ended") is True
+            if isinstance(process, list) and list(map(type, process)) == [str, int, str]:
+                has_ended |= Process(*process).has_ended()
+            if not has_ended:
+                return whose
+        return ""
 
     def remove(self) -> None:
         """See `Folder.remove`.

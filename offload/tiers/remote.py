@@ -23,7 +23,6 @@ import uuid
 
 from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError, invariant
-from offload.processes import Process
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import (
     DEFAULTS,
@@ -51,7 +50,7 @@ from offload.tiers.objects import (
     advice,
     split_url,
 )
-from offload.tiers.store import RECORD_NAME, describe_store
+from offload.tiers.store import RECORD_NAME, describe_store, describe_user
 
 DEFAULT_DEPTH = 8
 """A store answers late but many at once."""
@@ -212,7 +211,7 @@ class RemoteTier(Owned):
     def _open(self, store: uuid.UUID, bucket: str) -> None:
         """Make the store, and find out whether the bucket can be used."""
         # "opened_as" tells this attempt from any other, so that ours can be recognised.
-        self._record = {**describe_store(store), "process": Process.this(), "opened_as": uuid.uuid4().hex}
+        self._record = {**describe_store(store), **describe_user(), "opened_as": uuid.uuid4().hex}
         content = json.dumps(self._record).encode()
         key, found = self.store_prefix + RECORD_NAME, bytearray(len(content))
         trial = self.store_prefix + "trial"

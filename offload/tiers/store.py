@@ -13,8 +13,10 @@ import tempfile
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from offload.errors import ConfigError
+from offload.processes import Process
 from offload.tiers.filesystem import LOCK_NAME, PINS_NAME, hold_lock, release_lock, sync_directory
 
 DATA_NAME = "tiles"
@@ -22,6 +24,9 @@ RECORD_NAME = "store.json"
 STORE_FORMAT = 1
 
 STORE_NAME = re.compile(r"offload-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+READER_NAME = "reader-"
+"""How the names of notes begin, in a store that has no lock, of sessions that read it."""
+
 RANK_NAME = re.compile(r"rank-\d+")
 """What a rank's own directory, or prefix, on a path is called."""
 
@@ -162,6 +167,11 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def describe_store(store: uuid.UUID) -> dict[str, str | int]:
     """Return what a store's record says: format, uuid, and who opened it."""
     return {"format": STORE_FORMAT, "uuid": str(store), "pid": os.getpid(), "host": socket.gethostname()}
+
+
+def describe_user() -> dict[str, Any]:
+    """Return what says who uses a store that has no lock, so that others on this machine see when that has ended."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "process": Process.this()}
 
 
 def check_directory(path: str) -> None:

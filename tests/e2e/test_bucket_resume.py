@@ -152,6 +152,37 @@ def test_a_store_that_a_checkpoint_needs_stays(run: Run) -> None:
         run.check(folder)
 
 
+@pytest.mark.slow
+def test_a_store_that_another_resume_reads_stays(run: Run) -> None:
+    """Two sessions go on from one checkpoint, and one of them replaces it."""
+    assert run.begin("close").wait() == 0
+    (first,) = run.gc()
+
+    def resumed() -> tuple[torch.nn.Parameter, offload.AdamW]:
+        weight = torch.nn.Parameter(torch.zeros(5000).bfloat16())
+        config = offload.OffloadConfig(host_memory=0, paths=[run.path], subgroup_numel=1024, staging_memory="64KiB")
+        optimizer = offload.AdamW([("weight", weight)], offload=config)
+        optimizer.load_checkpoint(run.folder)
+        return weight, optimizer
+
+    weight, fork = resumed()
+    run.resume()
+    assert "may use it" in run.gc()[first]
+    weight.grad = torch.ones(5000).bfloat16()
+    fork.step()
+    fork.save_checkpoint(f"{run.folder}-fork")
+    fork.wait_checkpoint()  # nobody reads it any more
+    assert first not in run.gc()
+    fork.close()
+    run.check(f"{run.folder}-fork")
+    _, idle = resumed()
+    (second,) = [store for store, verdict in run.gc().items() if run.folder in verdict.split(", ")[0].split(" by ")]
+    run.resume()
+    assert "may use it" in run.gc()[second]
+    idle.close()
+    assert run.gc()[second] == "deleted"
+
+
 def test_a_process_is_seen_to_have_ended(tmp_path: Path) -> None:
     this = Process.this()
     assert this is not None
