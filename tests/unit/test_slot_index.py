@@ -246,3 +246,58 @@ def test_foreign_tiles_are_live_until_they_are_written_here():
     stores.check()
     with pytest.raises(InternalError, match="no checkpoint holds"):
         stores.adopt(TILE, Record(Location(0, 99 * WHOLE, SECTOR_BYTES), 5, 1))
+
+
+def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
+    stores = index(1 << 20, 1 << 20, slots=5)
+    assert stores.reserve({SECTOR_BYTES: 3}, lent=True)
+    assert stores.claim(SECTOR_BYTES, lent=True) is None, "nothing is there"
+    stores.cut()
+    ends = stores.end_bytes(0), stores.end_bytes(1)
+    assert sum(ends) == 5 * WHOLE
+    assert stores.claim(SECTOR_BYTES, lent=True) is None, "the room is not there"
+    stores.allocated(ends)
+    lent = [stores.claim(SECTOR_BYTES, lent=True) for _ in range(3)]
+    assert all(location.offset >= ends[location.path] for location in lent)
+    assert stores.claim(SECTOR_BYTES, lent=True) is None, "no more were reserved"
+    own = [stores.claim(SECTOR_BYTES) for _ in range(6)]
+    assert all(location.offset < ends[location.path] for location in own[:5])
+    assert own[5] is None
+    stores.commit(TILE, Record(own[0], 1, 0))
+    stores.commit(TILE, Record(lent[0], 2, 0))  # confirmed: the slot of the version before is the plan's
+    for location in lent[1:]:
+        stores.abandon(location)
+    stores.give_back({SECTOR_BYTES: 3}, lent=True)
+    stores.check()
+    assert stores.reserve({SECTOR_BYTES: 3}, lent=True)
+    again = {stores.claim(SECTOR_BYTES, lent=True) for _ in range(3)}
+    assert len(again) == 3
+    assert stores.end_bytes(0) + stores.end_bytes(1) == 8 * WHOLE, "slots that nobody needs are lent again"
+    stores.check()
+
+
+def test_a_path_that_is_full_takes_what_is_there_and_grows_again_later():
+    stores = index(1 << 20, slots=2)
+    stores.cut()
+    stores.allocated((stores.end_bytes(0),))
+    assert stores.reserve({SECTOR_BYTES: 1}, lent=True)
+    lent = stores.claim(SECTOR_BYTES, lent=True)
+    assert not stores.is_there(lent)
+    stores.refuse(lent, is_full=True)
+    stores.check()
+    assert stores.claim(SECTOR_BYTES, lent=True) is None
+    own = stores.claim(SECTOR_BYTES)
+    stores.refuse(own, is_full=True)  # as on a file system that writes elsewhere each time
+    assert stores.claim(SECTOR_BYTES) == own, "its room is there"
+    stores.try_again()
+    assert stores.claim(SECTOR_BYTES, lent=True) == lent, "no room is lost by asking for it"
+    stores.check()
+
+
+def test_no_more_slots_are_cut_than_are_planned():
+    shares = (0.1, 0.7, 0.2, 1 / 3)
+    for slots in range(1, 60):
+        stores = index(*[1 << 20] * len(shares), slots=slots, shares=shares)
+        stores.cut()
+        assert sum(map(stores.end_bytes, range(len(shares)))) == slots * WHOLE
+        stores.check()
