@@ -104,15 +104,16 @@ class Tables:
         self._layout = layout
 
     def take_master(self, parameter: int, how: SegmentFlag) -> None:
-        """Take the master from the weight with the parameter's next update; no effect where the weight is the master.
+        """Take the master from the weight with the parameter's next update.
+
+        Where the weight is the master nothing is taken, but a saved version of it is old (`is_rewritten`).
 
         Args:
             parameter: Its position.
             how: LOAD_MASTER, or MATCH_MASTER, which adds nothing to that.
         """
-        if self._layout.parameters[parameter].dtype is not DtypeCode.FLOAT32:
-            for subgroup, position in self._layout.places[parameter]:
-                self._due[subgroup][position] |= how
+        for subgroup, position in self._layout.places[parameter]:
+            self._due[subgroup][position] |= how
 
     def rows(
         self,
@@ -311,10 +312,18 @@ class Tables:
 
     def is_due(self, subgroup: int, parameters: Parameters | None = None) -> bool:
         """Return whether a master of this subgroup, or of some parameters in it, is to be taken from its weight."""
+        if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
+            return False
         chosen = slice(None) if parameters is None else parameters[self._columns[subgroup][0]]
         return bool(self._due[subgroup][chosen].any())
 
+    def is_rewritten(self, subgroup: int) -> bool:
+        """Return whether a weight of this subgroup was written to since its master was last taken from it, or saved."""
+        return bool(self._due[subgroup].any())
+
     def due(self, subgroup: int, segment: Segment) -> SegmentFlag:
         """Return how the master of a segment is to be taken from its weight; no flag if it stays."""
+        if self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32:
+            return SegmentFlag(0)
         position = dict(self._layout.places[segment.parameter])[subgroup]
         return SegmentFlag(int(self._due[subgroup][position]))

@@ -306,6 +306,17 @@ class StateView(MutableMapping[Any, Any]):
             self._holder.engine.state.reset([bound.position for bound in bounds])
             self.write_start_values(bounds)
 
+    def note_loaded(self, bounds: Iterable[BoundParameter]) -> None:
+        """Take in that a checkpoint's state has taken the place of all state; these have none there."""
+        anew = {*bounds}
+        engine, own = self._holder.engine, self._weights.bound.values()
+        self._left_masters = {
+            bound.parameter
+            for bound in own
+            if bound not in anew and self._has_master(bound) and not engine.step_count(bound.position)
+        }
+        self.write_start_values(anew)
+
     def _replace(self, entries: Mapping[BoundParameter, Entry]) -> None:
         """Write whole entries; masters that they lack are read from the weights."""
         self._write(entries)

@@ -558,7 +558,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._state.changed()
         self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world, anew=anew)
         self._weights.note_written(bounds)
-        self._state.write_start_values(bound for bound in bounds if bound.name in anew)
+        self._state.note_loaded(bound for bound in bounds if bound.name in anew)
         if groups is not None:
             set_hyperparameters(self.param_groups, groups)
 

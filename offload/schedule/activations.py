@@ -85,7 +85,7 @@ class ActivationBuffers(Buffers):
         return (self._line,)
 
     def _claim(self, nbytes: int) -> Location | None:
-        if not self._index.reserve({nbytes: 1}, lent=True):
+        if not (self._index.is_whole and self._index.reserve({nbytes: 1}, lent=True)):
             return None
         location = self._index.claim(nbytes, self._avoided, lent=True)
         if location is None:

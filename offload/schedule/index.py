@@ -125,8 +125,6 @@ class TileIndex:
         Returns:
             The slot, or None if no usable path has room.
         """
-        if lent and not self.is_whole:
-            return None
         whole = nbytes + SECTOR_BYTES
         own = self._own_unmade(nbytes)
         unmade = self._unmade.get(nbytes, 0) if lent else own

@@ -198,11 +198,15 @@ class Checkpoints:
         """Return subgroups with state that is nowhere yet, as it is still to be taken from weights.
 
         Args:
-            is_replica: Whether state that was never changed may stay so.
+            is_replica: Whether state that was never changed may stay so, as may weights that are masters.
         """
         machine, tables = self._parts.machine, self._parts.tables
         subgroups = range(len(self._parts.plan.layout.subgroups))
-        return [n for n in subgroups if (not is_replica and machine.is_fresh(n)) or tables.is_due(n)]
+        return [
+            n
+            for n in subgroups
+            if tables.is_due(n) or (not is_replica and (machine.is_fresh(n) or tables.is_rewritten(n)))
+        ]
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
         """Have the engine thread do a part of a save; tell its failure from the session's.
