@@ -62,7 +62,7 @@ class _Store:
     lost_bytes: int = 0
     credit_bytes: float = 0.0
     usable: bool = True
-    is_full: bool = False  # whether it has just refused to grow
+    is_full: bool = False  # whether it is not asked to grow
     there: int = 0  # bytes whose room is known to be there
     due: int = 0  # bytes that are to be there before slots are lent
     free: dict[int, list[int]] = field(default_factory=dict)
@@ -207,8 +207,12 @@ class TileIndex:
         """Return where the slots of a store end."""
         return self._stores[path].end
 
+    def stop_growing(self, path: int) -> None:
+        """Have a store that has refused to grow not be asked again before `try_again`."""
+        self._stores[path].is_full = True
+
     def try_again(self) -> None:
-        """Take in that stores that have refused to grow may have room now."""
+        """Have all stores be asked again for room."""
         for store in self._stores:
             store.is_full = False
 
@@ -219,7 +223,7 @@ class TileIndex:
         before = self._records.get(tile)
         if before is not None:
             self.keep(record.location)
-        self._written(record.location)
+        self._unclaim(record.location)
         self._records[tile] = record
         if before is not None:
             self._release(before.location)
@@ -234,10 +238,11 @@ class TileIndex:
         self._claimed.remove(location)
         self._lent_out.discard(location)
 
-    def _written(self, location: Location) -> None:
-        self._unclaim(location)
-        store = self._stores[location.path]
-        store.there = max(store.there, location.offset + location.nbytes + SECTOR_BYTES)
+    def written(self, location: Location) -> None:
+        """Take in that a write has ended well, so that its room is there."""
+        if not self._is_foreign(location):
+            store = self._stores[location.path]
+            store.there = max(store.there, location.offset + location.nbytes + SECTOR_BYTES)
 
     def forget(self, tile: TileId) -> None:
         """Free the slot of a tile's newest version, and the room that was reserved for it: it is in memory again."""
@@ -296,7 +301,7 @@ class TileIndex:
     def hold(self, location: Location) -> bool:
         """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses reserved room."""
         if location in self._claimed:
-            self._written(location)
+            self._unclaim(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
         first = self._held[location] == 1
@@ -386,7 +391,6 @@ class TileIndex:
             self.abandon(location)
             return
         if is_full:
-            store.is_full = True
             store.absent.setdefault(nbytes, []).append(location.offset)
         self.keep(location)
         self._unclaim(location)

@@ -68,6 +68,7 @@ from offload.schedule.operations import (
     Run,
     Save,
     SaveOperation,
+    SaveTile,
     Seal,
     Stay,
     Stop,
@@ -633,6 +634,8 @@ class Machine:
 
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
+        if isinstance(operation, WriteTile | SaveTile):
+            self.index.written(operation.record.location)
         match operation:
             case ReadTile(what="gradients") | WriteTile(what="gradients"):
                 number = operation.tile.subgroup
@@ -823,6 +826,7 @@ class Machine:
         grows_no_more = isinstance(error, TierFullError) and not self.index.is_there(location)
         if grows_no_more:  # what is there already can be written to
             self.index.refuse(location, is_full=True)
+            self.index.stop_growing(location.path)
         else:
             self.index.retire(location.path)
             self.index.abandon(location)

@@ -252,6 +252,8 @@ class StorageBook:
 
     def written(self, location: Location) -> None:
         """Take in that a write has ended well: its room is there."""
+        if location.path == len(self.extents):  # the store that takes copies
+            return
         path = self.extents[location.path]
         path.there = max(path.there, location.offset + SECTOR_BYTES + location.nbytes)
 
@@ -306,8 +308,10 @@ class StorageBook:
         """Give up bytes that a write has failed to fill."""
         self.extents[location.path].leave(location.offset)
         self.give_up(location)
-        self.counts_lent &= location in self.grown
-        self.grown.discard(location)
+        path = self.extents[location.path]
+        if not self.is_full or location.offset + SECTOR_BYTES + location.nbytes > path.there:
+            self.counts_lent &= location in self.grown
+            self.grown.discard(location)
 
     def give_up(self, location: Location) -> None:
         """Take in that bytes are not used again, or not before there is room on their path."""

@@ -755,7 +755,7 @@ class CheckedExecutor:
         return operation
 
     def _done(self, operation: Operation, checksum: int) -> None:
-        if isinstance(operation, WriteTile):
+        if isinstance(operation, WriteTile | SaveTile):
             self._storage.written(operation.record.location)
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():

@@ -249,7 +249,7 @@ def random_actions(rng: random.Random) -> list[saves.Action]:
     actions = [saves.Action("step")]
     asks: tuple[str, ...] = ("sweep", "save", "save", "wait", "finish", "look", "extend", "forward", "nothing")
     if rng.random() < 0.4:
-        asks = ("fill", "fill", "free", "sweep", "save", "wait", "finish", "look", "forward", "nothing")
+        asks = ("fill", "fill", "free", "sweep", "save", "save", "wait", "finish", "extend", "forward", "nothing")
     for _ in range(rng.randrange(4, 10)):
         while rng.random() < 0.15:
             actions.append(saves.Action(rng.choice(asks), True))

@@ -547,9 +547,9 @@ class IndexThatLosesSlotsWhenReshared(TileIndex):
         self.freed[record.location.nbytes] += self.get(tile) is not None
         super().commit(tile, record)
 
-    def claim(self, nbytes, avoid=()):
+    def claim(self, nbytes, avoid=(), *, lent=False):
         self.freed[nbytes] -= self.freed[nbytes] > 0
-        return super().claim(nbytes, avoid)
+        return super().claim(nbytes, avoid, lent=lent)
 
     def reshare(self, shares):
         super().reshare(shares)

@@ -27,7 +27,7 @@ def test_bits_and_failures_are_those_of_steps_that_make_nothing_ahead() -> None:
     assert found["confirmed"] > 500
     assert found["revoked"] > 300
     assert found["writes ahead failed"] > 100
-    assert found["saved"] > 40
+    assert found["saved"] > 30
     assert found["let on beside a sweep"] > 3000
 
 
@@ -50,7 +50,7 @@ def test_a_version_that_finds_no_room_is_given_up() -> None:
                 refused.append(nbytes)
             return location
 
-    assert backwards.run_seed(13951, Machine, Counting).how == "done"
+    assert backwards.run_seed(9, Machine, Counting).how == "done"
     assert refused
 
 
@@ -65,7 +65,7 @@ def test_a_planted_bug_is_found(wrong: type) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [112, 229])
+@pytest.mark.parametrize("seed", [119, 384])
 def test_a_crash_at_every_event_leaves_a_whole_checkpoint(seed: int) -> None:
     """What is left is compared byte for byte, and the session that goes on from it is like others."""
     whole = backwards.run_seed(seed, faulty=False)

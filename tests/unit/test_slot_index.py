@@ -286,6 +286,7 @@ def test_a_path_that_is_full_takes_what_is_there_and_grows_again_later():
     assert not stores.is_there(lent)
     stores.refuse(lent, is_full=True)
     stores.check()
+    stores.stop_growing(0)
     assert stores.claim(SECTOR_BYTES, lent=True) is None
     own = stores.claim(SECTOR_BYTES)
     stores.refuse(own, is_full=True)  # as on a file system that writes elsewhere each time
