@@ -318,7 +318,7 @@ class Tables:
         return bool(self._due[subgroup][chosen].any())
 
     def is_rewritten(self, subgroup: int) -> bool:
-        """Return whether a weight of this subgroup was written to since its master was last taken from it, or saved."""
+        """Return whether a weight of this subgroup was written to after its master was last taken from it."""
         return bool(self._due[subgroup].any())
 
     def due(self, subgroup: int, segment: Segment) -> SegmentFlag:

@@ -85,9 +85,9 @@ class ActivationBuffers(Buffers):
         return (self._line,)
 
     def _claim(self, nbytes: int) -> Location | None:
-        if not (self._index.is_whole and self._index.reserve({nbytes: 1}, lent=True)):
+        if not self._index.reserve({nbytes: 1}, lent=True):
             return None
-        location = self._index.claim(nbytes, self._avoided, lent=True)
+        location = self._index.lend(nbytes, self._avoided)
         if location is None:
             self._index.give_back({nbytes: 1}, lent=True)
         return location

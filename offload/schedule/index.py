@@ -166,6 +166,10 @@ class TileIndex:
         self._claimed.add(location)
         return location
 
+    def lend(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+        """Claim a slot that can be done without; None, too, while slots that plan and checkpoints need are missing."""
+        return self.claim(nbytes, avoid, lent=True) if self.is_whole else None
+
     def _own_unmade(self, nbytes: int) -> int:
         """Return how many slots of a size plan and checkpoints need beside those that are made; < 0 for too many."""
         return self._unmade.get(nbytes, 0) - self._lent[nbytes]

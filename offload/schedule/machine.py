@@ -946,9 +946,10 @@ class Machine:
 
     def _write(self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
         flush = self._flushes[tile.subgroup]
-        if flush.speculative and not self.index.is_whole:
-            return False
-        location = self.index.claim(nbytes, avoid, lent=flush.speculative or slot is None)
+        if flush.speculative:
+            location = self.index.lend(nbytes, avoid)
+        else:
+            location = self.index.claim(nbytes, avoid, lent=slot is None)
         if location is None:
             return False
         record = Record(location, flush.step, 0)

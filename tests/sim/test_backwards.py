@@ -44,8 +44,8 @@ def test_a_version_that_finds_no_room_is_given_up() -> None:
     refused = []
 
     class Counting(TileIndex):
-        def claim(self, nbytes: int, avoid: Collection[int] = (), *, lent: bool = False) -> Location | None:
-            location = super().claim(nbytes, avoid, lent=lent)
+        def lend(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+            location = super().lend(nbytes, avoid)
             if location is None:
                 refused.append(nbytes)
             return location

@@ -251,14 +251,13 @@ def test_foreign_tiles_are_live_until_they_are_written_here():
 def test_slots_that_a_step_may_need_are_there_and_are_not_lent():
     stores = index(1 << 20, 1 << 20, slots=5)
     assert stores.reserve({SECTOR_BYTES: 3}, lent=True)
-    assert not stores.is_whole, "nothing is there"
+    assert stores.lend(SECTOR_BYTES) is None, "nothing is there"
     stores.cut()
     ends = stores.end_bytes(0), stores.end_bytes(1)
     assert sum(ends) == 5 * WHOLE
-    assert not stores.is_whole, "the room is not there"
+    assert stores.lend(SECTOR_BYTES) is None, "the room is not there"
     stores.allocated(ends)
-    assert stores.is_whole
-    lent = [stores.claim(SECTOR_BYTES, lent=True) for _ in range(3)]
+    lent = [stores.lend(SECTOR_BYTES) for _ in range(3)]
     assert all(location.offset >= ends[location.path] for location in lent)
     assert stores.claim(SECTOR_BYTES, lent=True) is None, "no more were reserved"
     own = [stores.claim(SECTOR_BYTES) for _ in range(6)]
