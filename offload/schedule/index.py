@@ -167,7 +167,7 @@ class TileIndex:
         return location
 
     def lend(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
-        """Claim a slot that can be done without; None, too, while slots that plan and checkpoints need are missing."""
+        """Claim a slot that can be done without; None while slots that plan and checkpoints need are missing, too."""
         return self.claim(nbytes, avoid, lent=True) if self.is_whole else None
 
     def _own_unmade(self, nbytes: int) -> int:
