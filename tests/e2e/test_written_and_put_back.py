@@ -366,7 +366,7 @@ def test_shards_that_are_written_and_put_back(shard: bool, tmp_path: Path) -> No
 def test_an_fp32_weight_that_was_written_to_is_in_the_next_checkpoint(tmp_path: Path) -> None:
     """It is its master: the version that the checkpoint before holds is old."""
     weight, loaded = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
-    settings = {"host_memory": 0, "paths": [str(tmp_path / "path")], "checkpoints_kept": 2}
+    settings = {"host_memory": 0, "paths": [str(tmp_path)], "checkpoints_kept": 2}
     with offload.AdamW([("w", weight)], offload=settings) as optimizer:
         for value in (0.0, 7.0):
             with torch.no_grad():
@@ -380,7 +380,7 @@ def test_an_fp32_weight_that_was_written_to_is_in_the_next_checkpoint(tmp_path: 
 
 def test_a_resume_keeps_masters_that_a_reset_has_left_for_state_dicts(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(64).bfloat16())
-    settings = {"host_memory": 0, "paths": [str(tmp_path / "path")]}
+    settings = {"host_memory": 0, "paths": [str(tmp_path)]}
     with offload.AdamW([("w", weight)], lr=1e-3, offload=settings) as optimizer:
         weight.grad = torch.ones_like(weight)
         optimizer.step()
