@@ -287,7 +287,6 @@ def test_an_assignment_is_written_where_the_state_lives(make: Callable[..., Any]
             lambda: optimizer.state.update({parameters[0]: {"step": 1}}),
             lambda: optimizer.state.update({torch.zeros(3): {}}),
             lambda: setattr(optimizer, "state", {parameters[0]: {}}),
-            lambda: setattr(optimizer, "state", optimizer.state),
             lambda: setattr(optimizer, "state", None),
         ):
             with pytest.raises(offload.ConfigError):
@@ -338,16 +337,11 @@ def test_an_optimizer_is_not_made_in_inference_mode(tmp_path: Path) -> None:
     config = offload.OffloadConfig(host_memory=0, paths=[tmp_path])
     parameters = weights(torch.bfloat16)
     with torch.inference_mode():
-        made_there = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
         with pytest.raises(offload.ConfigError, match=r"inference_mode.*outside"):
             offload.AdamW(parameters, offload=config)
-    with pytest.raises(offload.ConfigError, match=r"inference tensor.*outside"):
-        offload.AdamW([made_there], offload=config)
     with offload.AdamW(parameters, offload=config) as optimizer:
         with torch.inference_mode(), pytest.raises(offload.ConfigError, match="inference_mode"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-        with pytest.raises(offload.ConfigError, match="inference tensor"):
-            optimizer.add_param_group({"params": [made_there]})
         assert len(optimizer.param_groups) == 1
     assert not list(tmp_path.iterdir())
 

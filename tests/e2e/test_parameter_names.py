@@ -203,7 +203,7 @@ def test_names_that_cannot_be_saved_are_refused_when_they_are_given(kind: str, n
 
     frozen = named(name)
     frozen[1].requires_grad_(False)
-    told = re.escape(f"{name!r} cannot be used; give it a name that can be saved")
+    told = re.escape(f"{name!r} cannot be used; give a name of Unicode text")
     for given in (named(name), frozen):
         with pytest.raises(ConfigError, match=told):
             KINDS[kind]([given, named("other")])
