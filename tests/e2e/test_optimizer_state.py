@@ -336,9 +336,8 @@ def test_state_is_loaded_before_the_first_step_on_a_gpu() -> None:
 def test_an_optimizer_is_not_made_in_inference_mode(tmp_path: Path) -> None:
     config = offload.OffloadConfig(host_memory=0, paths=[tmp_path])
     parameters = weights(torch.bfloat16)
-    with torch.inference_mode():
-        with pytest.raises(offload.ConfigError, match=r"inference_mode.*outside"):
-            offload.AdamW(parameters, offload=config)
+    with torch.inference_mode(), pytest.raises(offload.ConfigError, match=r"inference_mode.*outside"):
+        offload.AdamW(parameters, offload=config)
     with offload.AdamW(parameters, offload=config) as optimizer:
         with torch.inference_mode(), pytest.raises(offload.ConfigError, match="inference_mode"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
