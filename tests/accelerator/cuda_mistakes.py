@@ -35,14 +35,12 @@ class CudaMistake:
         wrong: What is done wrong.
         on_a_gpu: What a real one would make of it.
         plant: Makes it, as long as the context lasts.
-        tests: Those that find it: arguments of pytest.
     """
 
     name: str
     wrong: str
     on_a_gpu: str
     plant: Callable[[], AbstractContextManager[Any]]
-    tests: tuple[str, ...] = ()
 
 
 def in_cuda_row(**changed: Any) -> Callable[[], AbstractContextManager[Any]]:
