@@ -7,6 +7,7 @@ time, so that what an update takes meanwhile is that of the largest one; then th
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -73,9 +74,20 @@ class WholeUpdate:
         self._parameters = parameters
         self._groups = groups
 
-    @torch.no_grad()
     def __call__(self) -> None:
         """Update."""
+        try:
+            self._update()
+        except BaseException as error:
+            # Whoever prints what variables a frame had, as loggers of errors do, may come when this memory is gone.
+            failed: BaseException | None = error
+            while failed is not None:
+                traceback.clear_frames(failed.__traceback__)
+                failed = failed.__cause__ or failed.__context__
+            raise
+
+    @torch.no_grad()
+    def _update(self) -> None:
         rule, active = self._state.rule, active_rows(self.table).tolist()
         update: Callable[..., None] = _UPDATES.get(rule.name, rule.update)
         for number, row in enumerate(self.table):

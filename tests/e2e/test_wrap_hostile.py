@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,29 @@ def test_what_fails_in_training_names_class_and_parameter(tmp_path: Path) -> Non
             optimizer.step()
         with pytest.raises(SessionBrokenError):
             optimizer.step()
+
+
+def test_what_failed_can_be_printed_with_its_variables_after_the_end(tmp_path: Path) -> None:
+    ours = [weight for _, weight in pair()]
+    named = [("first", ours[0]), ("second", ours[1])]
+    with offload.wrap(Fails, named, at=7, offload=streamed(tmp_path)) as optimizer:
+        for step in range(6):
+            draw(ours, step)
+            optimizer.step()
+        draw(ours, 7)
+        with pytest.raises(StepAbortedError) as caught:
+            optimizer.step()
+    failed, classes = caught.value, []
+    while failed is not None:
+        classes.append(type(failed))
+        for frame, _ in traceback.walk_tb(failed.__traceback__):
+            assert frame.f_code.co_name
+            for value in list(frame.f_locals.values()):
+                repr(value)
+                if isinstance(value, torch.Tensor):
+                    value.sum()
+        failed = failed.__cause__ or failed.__context__
+    assert ZeroDivisionError in classes
 
 
 class Hashes(Plain):
