@@ -275,12 +275,6 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
         machine = ["--rates", rates] if random_.random() < 0.7 else described()
         words = [*model, *machine, *some(plan_numbers, number)]
         words += flags("--advise") + (["--target", number()] if random_.random() < 0.1 else [])
-        if random_.random() < 0.2:
-            name = random_.choice(
-                ("host_memory", "gpu_memory", "path_count", "subgroup_numel", "gpu_share", "ranks", "x")
-            )
-            words += ["--sweep", f"{name}={','.join(number() for _ in range(random_.randint(1, 3)))}"]
-            words += some(("--out",), place)
         return words + flags("--json", "--recompute", "--keep-grads")
 
     def train() -> list[str]:

@@ -36,7 +36,6 @@ from offload.cli.values import (
     MAX_RANKS,
     add_output,
     add_value,
-    in_columns,
     parse_count,
     parse_memory,
     parse_number,
@@ -70,8 +69,6 @@ MOST_NUMEL = 5 * 10**11
 """Parameters of a rank that are planned for: 5.5 TiB of Adam's state."""
 MOST_TILES = 1 << 17
 """Of a rank, if a step is to be simulated: some ten seconds' work."""
-MOST_SWEPT = 100
-"""Values of a sweep."""
 MOST_LAYERS, MOST_MODULES = 1_000, 70_000
 """Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
 
@@ -91,7 +88,6 @@ examples:
   offload plan --params 13e9 --ranks 4 --rates h100-node --host-memory 40GiB
   offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192 \\
       --flops 400e12
-  offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
 
 A machine is described in words, or by --rates; without either it is this one, as `offload probe` measured it. --rates
 takes a file that `offload probe` or `offload machine` wrote, or the name of a machine that ships with the package:
@@ -160,8 +156,6 @@ def add_parser(commands: Any) -> None:
     add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet")
     reads = partial(parse_number, least=1e-3, most=1e9)
     add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
-    parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
-    add_value(parser, "--out", parse_output, "where the sweep's picture goes (default: no picture)")
     add_value(parser, "--picture", parse_output, "where the plan's picture goes: tiers and lanes, as .png or .html")
     add_output(parser, "print everything as JSON on stdout, and nothing else there")
 
@@ -192,17 +186,6 @@ def _parse_placement(field: str, value: str) -> str | float:
     if value.startswith("stride:"):
         return f"stride:{parse_count(field, value.removeprefix('stride:'))}"
     return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
-
-
-_SWEEPS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
-    "host_memory": ("host_memory", parse_bytes),
-    "gpu_memory": ("gpu_memory", parse_bytes),
-    "path_count": ("path_count", lambda field, value: value),  # read when the rates are known
-    "subgroup_numel": ("subgroup_numel", parse_count),
-    "gpu_share": ("placement", _parse_placement),
-    "ranks": ("ranks", _parse_ranks),
-}
-"""What may be swept: the field of a `Question`, and how its values are read, as where it is an option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -621,63 +604,6 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     yield "CPU and memory twice as fast", replace(question, rates=cpu)
 
 
-# Sweeps
-
-
-def _changed(question: Question, name: str, value: str) -> Question:
-    """Return a question with one value of a sweep."""
-    field, read = _SWEEPS[name]
-    found = read(f"--sweep {name}", value)
-    if field == "path_count":
-        return replace(question, rates=_first_paths(question.rates, "--sweep path_count", found))
-    return replace(question, **{field: found})
-
-
-def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each value: the predicted step, its bound, or why there is no plan."""
-    rows: list[dict[str, Any]] = []
-    for value in values:
-        row: dict[str, Any] = {name: value}
-        try:
-            answer = ask(_changed(question, name, value))
-        except (ConfigError, PlanError) as error:
-            row["error"] = str(error)
-        else:
-            row |= {
-                "step_s": answer.step_s,
-                "iteration_s": answer.iteration_s,
-                "bound_s": answer.estimate.bound_s,
-                "bound_by": answer.estimate.bound_by,
-                "updated_on_gpu": _share_on_gpu(answer.plan),
-            }
-        rows.append(row)
-    return rows
-
-
-def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: str) -> None:
-    from offload.pictures.draw import new_figure
-
-    try:
-        figure, axes = new_figure(7.0, 4.0)
-    except ImportError as cause:
-        raise OffloadError("the picture needs matplotlib: pip install matplotlib") from cause
-    drawn = [row for row in rows if "step_s" in row]
-    places = range(len(drawn))
-    axes.plot(places, [row["step_s"] for row in drawn], "o-", label="step, simulated")
-    axes.plot(places, [row["bound_s"] for row in drawn], "_--", color="#888888", label="busiest resource alone")
-    for place, row in zip(places, drawn, strict=True):
-        axes.annotate(row["bound_by"], (place, row["bound_s"]), fontsize=7, color="#888888", va="top", ha="center")
-    axes.set_xticks(places, [str(row[name]) for row in drawn])
-    axes.set_xlabel(name)
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as cause:  # ValueError: a format that matplotlib does not know
-        raise ConfigError("--out", file, f"the picture cannot be written there: {cause}") from cause
-
-
 def _picture(answer: Answer, text: str, file: str) -> None:
     from offload.pictures.draw import LANES_TITLE, draw_plan, lanes_figure, svg, tiers_figure
     from offload.pictures.page import Page
@@ -742,12 +668,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.params is None and arguments.config is None and arguments.model is None:
         arguments.refuse("give a model, by --model NAME, --params N or --config FILE")
-    options = {"--target": arguments.target, "--advise": arguments.advise, "--sweep": arguments.sweep}
+    options = {"--target": arguments.target, "--advise": arguments.advise}
     searches = [name for name, value in options.items() if value not in (None, False)]
     if len(searches) > 1:
         arguments.refuse(f"give {searches[0]} or {searches[1]}, not both")
-    if arguments.out is not None and arguments.sweep is None:
-        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep; --picture FILE draws the plan")
     if arguments.picture is not None and not arguments.picture.lower().endswith((".png", ".svg", ".html")):
         raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
     if arguments.picture is not None and searches:
@@ -756,14 +680,7 @@ def run(arguments: argparse.Namespace) -> int:
     collects = gc.isenabled()
     gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
     try:
-        if arguments.sweep is not None:
-            name, values = _parse_sweep(arguments.sweep)
-            rows = sweep(choices.settle(question), name, values)
-            table = "\n".join([_sweep_table(rows, name, question.mark), *question.marked(question.warnings)])
-            tell(arguments, {"sweep": name, "rows": rows}, table)
-            if arguments.out is not None:
-                _draw(rows, name, arguments.out)
-        elif searches:
+        if searches:
             _search(arguments, question, choices)
         else:
             _predict(arguments, question, choices)
@@ -981,17 +898,6 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
     paths = [*rates.paths]
     paths[number] = path.part(part)
     return replace(rates, paths=tuple(paths))
-
-
-def _parse_sweep(text: str) -> tuple[str, list[str]]:
-    name, equals, values = text.partition("=")
-    name = name.strip().replace("-", "_")
-    if name not in _SWEEPS or not equals or not values.strip():
-        raise ConfigError("--sweep", text, f"give NAME=VALUE,VALUE,... with one of {', '.join(_SWEEPS)}")
-    found = [value.strip() for value in values.split(",")]
-    if len(found) > MOST_SWEPT:
-        raise ConfigError("--sweep", text, f"give at most {MOST_SWEPT} values")
-    return name, found
 
 
 def _params_of(file: str) -> tuple[int, int, Shape | None]:
@@ -1273,14 +1179,3 @@ def _activation_lines(answer: Answer) -> list[str]:
     if found["advice"] != "paths":
         line += "; the paths are too slow to take all behind forward: recompute, and take both where memory is short"
     return [line]
-
-
-def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str, mark: str) -> str:
-    cells = [(name, "step", "bound", "on the GPU", "bound by")]
-    for row in rows:
-        if "error" in row:
-            cells.append((row[name], "", "", "", row["error"]))
-        else:
-            step, bound = f"{format_seconds(row['step_s'])}{mark}", format_seconds(row["bound_s"])
-            cells.append((row[name], step, bound, f"{row['updated_on_gpu']:.0%}", row["bound_by"]))
-    return in_columns(cells, right=range(4))
