@@ -241,11 +241,11 @@ class Shard:
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)
 
-    def park(self, host_bytes: int, *, wait: bool) -> None:
+    def park(self, *, wait: bool) -> None:
         """See `Engine.park`; gradients that a step has used go first, as the engine's memory for them does."""
         if not self._open:
             self.gradients.begin(None)
-        self.engine.park(host_bytes, wait=wait)
+        self.engine.park(keep_host=True, wait=wait)
 
     # State in memory
 

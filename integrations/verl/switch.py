@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from offload import CheckpointError, ConfigError, OffloadConfig
+from offload import CheckpointError, ConfigError
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
+from offload.session.parking import check_keep_host
 
 log = logging.getLogger("offload")
 
@@ -75,27 +76,26 @@ def check_verl() -> None:
         log.info("verl %s has all that is relied on, but only %s is tested", version, ", ".join(TESTED))
 
 
-def enable(host_memory: int | str | None = None, gpu_memory: int | str = 0) -> None:
+def enable(keep_host: bool = True, **sizes: Any) -> None:
     """Have verl's FSDP engines park optimizers of ours, and save them into folders of their own.
 
     In each process that trains, before or after verl's modules have been imported. A second call takes the place of
     the first.
 
     Args:
-        host_memory: State that may stay in host memory while an optimizer is parked: bytes, or a size such as "8GiB".
-            None: as much as each optimizer's own `host_memory`.
-        gpu_memory: State that may stay on the GPU.
+        keep_host: Whether state stays in host memory while an optimizer is parked, up to its own `host_memory`.
+        sizes: None: how much stays is not said in bytes.
 
     Raises:
-        ConfigError: A size is none, or the verl that is installed cannot be used; names what is missing.
+        ConfigError: `keep_host` is not a bool, or the verl that is installed cannot be used; names what is missing.
     """
     global _undo
-    OffloadConfig(host_memory=host_memory or 0, gpu_memory=gpu_memory)  # refuses now what `park` would refuse
+    check_keep_host(keep_host, sizes)
     disable()
     check_verl()
     utils, manager = import_module(_UTILS), getattr(import_module(_MANAGER[0]), _MANAGER[1])
     helpers: dict[str, Callable[..., None]] = {
-        "offload_fsdp_optimizer": functools.partial(_offload, host_memory, gpu_memory, utils.offload_fsdp_optimizer),
+        "offload_fsdp_optimizer": functools.partial(_offload, keep_host, utils.offload_fsdp_optimizer),
         "load_fsdp_optimizer": functools.partial(_load, utils.load_fsdp_optimizer),
     }
     wrappers = {"__init__": _init, "save_checkpoint": _save_checkpoint, "load_checkpoint": _load_checkpoint}
@@ -121,16 +121,14 @@ def _replace_everywhere(name: str, present: Any, other: Any) -> None:
             setattr(module, name, other)
 
 
-def _offload(
-    host_memory: int | str | None, gpu_memory: int | str, original: Callable[[Any], None], optimizer: Any
-) -> None:
+def _offload(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -> None:
     """Stand in for `offload_fsdp_optimizer`."""
     found = shared.ours(optimizer)
     if found is None:
         original(optimizer)
         return
     try:
-        found.park(found.engine.plan.budgets.host_bytes if host_memory is None else host_memory, gpu_memory)
+        found.park(keep_host)
     except ConfigError as error:
         if error.field != "park":
             raise

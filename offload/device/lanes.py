@@ -156,13 +156,12 @@ class GpuLanes(Lanes):
             self._homes[subgroup.index] = address
             address += subgroup.state_bytes
 
-    def park(self, *, keeps_homes: bool) -> None:
-        """Give back device memory; only homes may stay. Until `unpark` nothing is put on lanes but single copies."""
+    def park(self) -> None:
+        """Give back device memory. Until `unpark` nothing is put on lanes but single copies."""
         self.wait()
         released = [self._slots_address] if self._slots_address else []
-        if not keeps_homes:
-            released += [address for address, _ in self._home_blocks]
-            self._homes.clear()
+        released += [address for address, _ in self._home_blocks]
+        self._homes.clear()
         self._parked_piece_bytes, self._slots_address = self.pieces.buffer_bytes, 0
         if pieces := self.pieces.adopt(0, 0):
             released.append(pieces)
@@ -170,22 +169,21 @@ class GpuLanes(Lanes):
             self.device.release(address)
 
     def unpark(self) -> None:
-        """Take device memory again; what homes hold is undefined, unless they have stayed.
+        """Take device memory again; what homes hold is undefined.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
         """
-        blocks = [] if self._homes else [subgroups for _, subgroups in self._home_blocks]
+        blocks = [subgroups for _, subgroups in self._home_blocks]
         with contextlib.ExitStack() as undo:
             homes = [self._allocate(sum(s.state_bytes for s in subgroups), undo) for subgroups in blocks]
             slots = self._allocate(self._slots_bytes, undo)
             pieces = self._allocate(PIECE_BUFFERS * self._parked_piece_bytes, undo)
             undo.pop_all()
         self._slots_address = slots
-        if blocks:
-            self._home_blocks.clear()
-            for address, subgroups in zip(homes, blocks, strict=True):
-                self._place_homes(address, subgroups)
+        self._home_blocks.clear()
+        for address, subgroups in zip(homes, blocks, strict=True):
+            self._place_homes(address, subgroups)
         if pieces:
             self.pieces.adopt(pieces, self._parked_piece_bytes)
 

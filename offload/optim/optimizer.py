@@ -47,6 +47,7 @@ from offload.predict import Explanation, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
+from offload.session.parking import check_keep_host
 from offload.session.setup import gradient_budget
 from offload.session.speculation import Foreseen
 
@@ -618,7 +619,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._holder.check_open()
         self._preemption.use(self, folder, model, extra)
 
-    def park(self, host_memory: int | str = 0, gpu_memory: int | str = 0, *, wait: bool = True) -> None:
+    def park(self, keep_host: bool = False, *, wait: bool = True, **sizes: Any) -> None:
         """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
 
         State at home in memory leaves it for the paths, beyond what may stay; state on paths is not moved. Then
@@ -632,23 +633,25 @@ class OffloadedOptimizer(StatefulOptimizer):
         `backward` to `zero_grad`, and around `park`.
 
         Args:
-            host_memory: State that may stay in host memory: bytes, or a size such as "8GiB".
-            gpu_memory: State that may stay on the GPU.
+            keep_host: Whether state stays in host memory, up to the `host_memory` that it was planned with: what
+                lies there, and of what lies on the GPU as much as there is room for.
             wait: Wait until memory has been given back. False: that goes on behind the caller, and ends early where
                 the optimizer is used.
+            sizes: None: how much stays is not said in bytes.
 
         Raises:
-            ConfigError: A gradient is there that no step has used (and this thread took the last step), or a size is
-                none; nothing has changed then.
+            ConfigError: A gradient is there that no step has used (and this thread took the last step), or
+                `keep_host` is not a bool; nothing has changed then.
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
             OffloadError: Paths have failed. State of homes that they did not take is still in memory, and training
                 goes on; changed state in staging slots breaks the session, as in a step.
             SessionBrokenError: The optimizer was closed or its session is broken.
         """
+        check_keep_host(keep_host, sizes)
         trains = threading.get_ident() == self._training_thread
         accepted = self._let_go_of_gradients if trains else self._route.held_slots
         with self._lock:
-            self._holder.open().park(host_memory, gpu_memory, wait=wait, accepted=accepted)
+            self._holder.open().park(keep_host=keep_host, wait=wait, accepted=accepted)
 
     def _let_go_of_gradients(self) -> list[tuple[int, int]]:
         """Drop gradients that a step has used, or refuse; return address and size of those that somebody holds."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.config import OffloadConfig, parse_bytes
+from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Parameter
@@ -234,9 +234,8 @@ class Engine:
 
     def park(
         self,
-        host_memory: int | str = 0,
-        gpu_memory: int | str = 0,
         *,
+        keep_host: bool = False,
         wait: bool = True,
         accepted: Callable[[], Sequence[tuple[int, int]]] = tuple,
     ) -> None:
@@ -246,8 +245,7 @@ class Engine:
         state that stays, including gradient slots. State on paths is not moved. No number changes by it.
 
         Args:
-            host_memory: State that may stay at home in host memory, as a size; whole subgroups, in their order.
-            gpu_memory: The same for the GPU.
+            keep_host: Whether state stays in host memory, up to the budget; whole subgroups, in their order.
             wait: Wait until memory has been given back, and for a checkpoint that is being written before. False:
                 this goes on behind the caller, and ends early where the session is used.
             accepted: Called on the engine thread when nothing else stands against it, before any memory goes: the
@@ -255,12 +253,11 @@ class Engine:
                 still holds, whose memory stays.
 
         Raises:
-            ConfigError: A size is none, gradients have left a GPU and no step has used them, or tensors are saved for
-                a backward pass (`activations`).
+            ConfigError: Gradients have left a GPU and no step has used them, or tensors are saved for a backward pass
+                (`activations`).
             InfeasiblePlanError: The paths have no room for what has to leave memory; nothing has changed then.
             OffloadError: Paths have failed; what they did not take of homes is still in memory, and training goes on.
         """
-        host_bytes, gpu_bytes = parse_bytes("host_memory", host_memory), parse_bytes("gpu_memory", gpu_memory)
         parts, thread = self._parts, self._thread
         self.activations.rest()
         with thread.turn():
@@ -268,7 +265,7 @@ class Engine:
                 parts.saves.wait_for_pending()
 
             def begin() -> None:
-                pending.append(thread.parking.begin(host_bytes, gpu_bytes, accepted))
+                pending.append(thread.parking.begin(accepted, keep_host=keep_host))
 
             pending: list[PendingPark] = []
             if self.activations.are_in_use():

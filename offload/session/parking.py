@@ -35,6 +35,18 @@ from offload.units import format_bytes, format_seconds
 log = logging.getLogger("offload")
 
 
+def check_keep_host(keep_host: object, sizes: Mapping[str, object]) -> None:
+    """Refuse what says in bytes how much stays, which is either nothing or what fits the budget.
+
+    Raises:
+        ConfigError: Names both.
+    """
+    for name, value in (*sizes.items(), ("keep_host", keep_host)):
+        if not isinstance(value, bool) or name != "keep_host":
+            allowed = "nothing stays by park(), and what host_memory has room for by park(keep_host=True)"
+            raise ConfigError(name, value, allowed)
+
+
 @dataclass(slots=True)
 class PendingPark:
     """A park that is under way.
@@ -42,7 +54,6 @@ class PendingPark:
     Attributes:
         batches: What leaves memory for the paths, one after another: first from host memory, then from the GPU.
         to_host: Subgroups at home on the GPU whose state stays in host memory.
-        keeps_gpu: Whether state at home on the GPU stays there.
         moves_bytes: State that leaves memory for the paths, or is flushed from staging slots.
         started_s: When it was asked for (`time.monotonic`).
         kept: Address and size of memory that stays, as somebody holds gradients in it.
@@ -53,7 +64,6 @@ class PendingPark:
 
     batches: deque[tuple[int, ...]]
     to_host: tuple[int, ...]
-    keeps_gpu: bool
     moves_bytes: int
     started_s: float
     kept: Sequence[tuple[int, int]] = ()
@@ -92,7 +102,6 @@ class Parking:
         self._pending: PendingPark | None = None
         self._numbers = 0
         self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
-        self._keeps_gpu = False  # whether it has left state at home on the GPU
         self._staged: tuple[int, ...] = ()
         """Subgroups that lay in staging slots before memory was given back: the next step has to fetch them."""
         self._on_host: tuple[Arena, Mapping[int, int]] | None = None
@@ -115,15 +124,12 @@ class Parking:
 
     # Memory is given back
 
-    def begin(
-        self, host_bytes: int, gpu_bytes: int, accepted: Callable[[], Sequence[tuple[int, int]]]
-    ) -> PendingPark:
+    def begin(self, accepted: Callable[[], Sequence[tuple[int, int]]], *, keep_host: bool) -> PendingPark:
         """Begin to park: it goes on between requests.
 
         Args:
-            host_bytes: State that may stay in host memory.
-            gpu_bytes: State that may stay at home on the GPU: all that is there, or nothing.
             accepted: See `Engine.park`.
+            keep_host: See there.
 
         Raises:
             ConfigError: A gradient is there that no step has used, or a backward pass has not been taken.
@@ -141,15 +147,14 @@ class Parking:
             numbers = (number for number, place in enumerate(plan.homes) if place is home)
             return [number for number in numbers if not machine.is_fresh(number) and not machine.is_away(number)]
 
-        on_gpu = at(Home.GPU)
-        keeps_gpu = sum(subgroups[number].state_bytes for number in on_gpu) <= gpu_bytes
+        on_gpu, host_bytes = at(Home.GPU), plan.budgets.host_bytes if keep_host else 0
         leaving, staying = self._split(at(Home.HOST), host_bytes)
         host_bytes -= sum(subgroups[number].state_bytes for number in staying)
-        leaving_gpu, to_host = self._split([] if keeps_gpu else on_gpu, host_bytes)
+        leaving_gpu, to_host = self._split(on_gpu, host_bytes)
         self._check_room((*leaving, *leaving_gpu))
         if self.is_parked and on_gpu:
             on_host = tuple(self._on_host[1]) if self._on_host is not None else ()
-            if (keeps_gpu, to_host) == (self._keeps_gpu, on_host):
+            if to_host == on_host:
                 leaving_gpu = to_host = ()  # which are where they may stay
             else:
                 self._take_memory()
@@ -159,7 +164,6 @@ class Parking:
         self._pending = pending = PendingPark(
             deque((leaving, *self._batches(leaving_gpu))),
             to_host,
-            keeps_gpu,
             sum(subgroups[number].state_bytes for number in moving),
             time.monotonic(),
         )
@@ -184,9 +188,9 @@ class Parking:
         parts = self._parts
         tiles = [tile for number in leaving for tile in parts.plan.layout.subgroups[number].tiles]
         needed = sum(nbytes for _, _, nbytes in tiles)
-        advice = "free space, raise max_bytes, add a path, or let more stay: park(host_memory=...)"
+        advice = "free space, raise max_bytes, add a path, or let host memory stay: park(keep_host=True)"
         if needed and not parts.plan.budgets.paths:
-            advice = "give paths, or let it stay: park(host_memory=...)"
+            advice = "give paths, or let it stay: park(keep_host=True)"
             raise InfeasiblePlanError("the state that leaves memory", needed, {"paths": 0}, advice)
         missing = parts.machine.index.missing_bytes(Counter(nbytes for _, _, nbytes in tiles), spare=True)
         if missing:
@@ -297,9 +301,9 @@ class Parking:
         if self._on_host is not None:
             ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
         if not self.is_parked:
-            parts.lanes.park(keeps_homes=pending.keeps_gpu)
+            parts.lanes.park()
             parts.gradients.park()
-        self._keeps_gpu, self._kept = pending.keeps_gpu, ranges
+        self._kept = ranges
         try:
             given_bytes = memory.park(ranges, parts.tiers)
         finally:  # other threads read it, and take it that memory is gone
@@ -400,7 +404,7 @@ class Parking:
         check_free(missing, "free memory there: the session stays parked, and nothing is lost")
         with contextlib.ExitStack() as undo:
             parts.lanes.unpark()
-            undo.callback(parts.lanes.park, keeps_homes=self._keeps_gpu)
+            undo.callback(parts.lanes.park)
             parts.gradients.unpark()
             undo.callback(parts.gradients.park)
             undo.callback(parts.memory.park, self._kept, parts.tiers)

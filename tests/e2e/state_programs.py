@@ -230,7 +230,7 @@ def make_value(rng: random.Random, what: str) -> Any:
         case "refresh":
             return rng.randrange(1 << 30), some
         case "park":
-            return rng.choice((0, 20_000))
+            return rng.choice((False, True))
         case "check":
             return rng.choice(("state_for", "state_dict"))
         case "fill":
@@ -492,7 +492,7 @@ class Session:
             entry.step = 0
             reference.store_state(entry.segment, [torch.zeros(t.numel()) for t in entry.segment.state])
 
-    def park(self, keep_host: int) -> None:
+    def park(self, keep_host: bool) -> None:
         if self.loop.gradients:
             return  # it is refused
         with contextlib.suppress(offload.InfeasiblePlanError):

@@ -236,7 +236,7 @@ class Program:
 
     def park(self) -> None:
         try:
-            self.optimizer.park(self.rng.choice((0, 100_000)), wait=self.rng.random() < 0.7)
+            self.optimizer.park(self.rng.choice((False, True)), wait=self.rng.random() < 0.7)
         except offload.InfeasiblePlanError:
             self.told["park refused"] += 1
         except (offload.TierError, offload.SessionBrokenError) as error:

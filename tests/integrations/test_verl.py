@@ -132,7 +132,7 @@ def trained(folder: Path, kind: Any = offload.AdamW, **options: Any) -> SimpleNa
 
 def test_ours_are_parked_where_verl_offloads_and_others_are_left_to_it(verl: SimpleNamespace, tmp_path: Path) -> None:
     """An engine offloads once before its first step, and loads before each."""
-    integration.enable(host_memory="16KiB")
+    integration.enable(keep_host=False)
     mine, plain = trained(tmp_path / "mine"), trained(tmp_path / "plain")
     with mine.optimizer as optimizer, plain.optimizer:
         verl.engine.offload_fsdp_optimizer(optimizer)
@@ -161,14 +161,14 @@ def test_state_in_host_memory_stays_there_unless_it_is_said(verl: SimpleNamespac
         assert optimizer.engine.is_parked
         assert optimizer.metrics()["park/away_bytes"] == 0
         assert optimizer.metrics()["park/given_back_bytes"] > 0
-        integration.enable(host_memory=0)
+        integration.enable(keep_host=False)
         verl.engine.offload_fsdp_optimizer(optimizer)
         assert optimizer.metrics()["park/away_bytes"] > 0
 
 
 def test_an_optimizer_waits_with_gradients_that_no_step_has_used(verl: SimpleNamespace, tmp_path: Path) -> None:
     """Workers for Tinker leave training, and enter it again, between backward and the step."""
-    integration.enable(host_memory=0)
+    integration.enable(keep_host=False)
     mine, plain = trained(tmp_path / "mine"), trained(tmp_path / "plain")
     with mine.optimizer as optimizer, plain.optimizer:
         for number in range(3):
@@ -188,8 +188,8 @@ def test_verl_is_itself_again_afterwards(verl: SimpleNamespace) -> None:
     helpers = ("offload_fsdp_optimizer", "load_fsdp_optimizer")
     stock = {name: vars(verl.utils)[name] for name in helpers}
     methods = dict(vars(verl.manager))
-    for host_memory in (0, "1GiB"):
-        integration.enable(host_memory=host_memory)
+    for keep_host in (False, True):
+        integration.enable(keep_host)
     late = importlib.import_module("verl.late")
     for module in (verl.utils, verl.engine, late):
         assert all(vars(module)[name] is not stock[name] for name in helpers)
@@ -212,7 +212,7 @@ def test_a_size_that_is_none_is_refused_at_once(verl: SimpleNamespace, field: st
 def test_checkpoints_have_a_folder_and_are_gone_on_from(verl: SimpleNamespace, tmp_path: Path, kind: Any) -> None:
     """State on the paths is given back with the checkpoints that verl deletes; others go on by what was saved."""
     importlib.import_module("offload.integrations.verl.enabled")
-    integration.enable(host_memory=0)
+    integration.enable(keep_host=False)
     place = [tmp_path / f"global_step_{number}" for number in range(4)]
     run = trained(tmp_path / "paths", kind, checkpoints_kept=2)
     with run.optimizer as optimizer:
@@ -339,7 +339,7 @@ def test_verls_engine_trains_in_phases_and_resumes(tmp_path: Path, strategy: str
     """In ranks: parked after each step, or never; saved and resumed; with the same bits."""
     which = f"strategy={strategy}"
     whole = run(tmp_path / "whole", 6, which, "phases=no")
-    parked = run(tmp_path / "parked", 6, which, "save=3", "keep=2", "host_memory=0")
+    parked = run(tmp_path / "parked", 6, which, "save=3", "keep=2", "keep_host=no")
     resumed = run(tmp_path / "parked", 6, which, f"resume={tmp_path / 'parked' / 'global_step_5'}")
     for rank in range(2):
         assert [is_parked for is_parked, *_ in parked[rank]["parked"]] == [True] * 6

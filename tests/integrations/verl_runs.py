@@ -3,7 +3,8 @@
     python verl_runs.py FOLDER STEPS [OPTION=VALUE ...]
 
 Options: `resume`, a checkpoint; `save`, the first step to be saved; `keep`, how many checkpoints verl keeps; `impl`,
-the module of the optimizer; `strategy`, verl's; `phases=no`; `host_memory`, what stays there while ours is parked.
+the module of the optimizer; `strategy`, verl's; `phases=no`; `keep_host=no`, nothing of ours stays in host memory
+while it is parked.
 
 The model and its sharding are a test's; the configuration, the optimizer, the step and checkpoints are verl's. Its
 engines call the helpers for phases where they move to a GPU and back, which is done in their place here. Prints one
@@ -110,8 +111,8 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
     has_phases = options.get("phases") != "no"
     play_a_device(strategy)
     engine = engine_of(impl, strategy, folder, has_phases)
-    if "host_memory" in options:
-        import_module("offload.integrations.verl").enable(host_memory=options["host_memory"])
+    if options.get("keep_host") == "no":
+        import_module("offload.integrations.verl").enable(keep_host=False)
     if "resume" in options:
         engine.load_checkpoint(options["resume"])
     helpers = import_module("verl.workers.engine.fsdp.transformer_impl")
