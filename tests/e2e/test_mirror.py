@@ -25,7 +25,7 @@ from s3_server import BUCKET, S3Server
 from sharded import spawn
 
 import offload
-from offload.checkpoint import part_copy
+from offload.checkpoint import mirror as mirrors
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
 from offload.rules import GroupScalars
@@ -120,7 +120,7 @@ class Gate:
             return open_tier(*arguments, **settings)
 
         monkeypatch.setattr(DirectoryFolder, "prepare", prepare)
-        monkeypatch.setattr(part_copy, "open_tier", opening)
+        monkeypatch.setattr(mirrors, "open_tier", opening)
 
     def _hold(self) -> None:
         self.reached.set()
@@ -303,7 +303,7 @@ def test_what_is_being_mirrored_is_not_released(tmp_path: Path, places: dict[str
 
 
 def killed_run(folder: Path, batches: int) -> None:
-    part_copy.BATCH_BYTES = 1
+    mirrors.BATCH_BYTES = 1
     plain, calls = Checkpoint.copy, itertools.count()
 
     def copy(checkpoint: Checkpoint, *arguments: Any) -> None:
@@ -347,7 +347,7 @@ def test_a_close_gives_up_a_mirror_that_takes_long(
     way: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(part_copy, "BATCH_BYTES", 1)
+    monkeypatch.setattr(mirrors, "BATCH_BYTES", 1)
     plain, reached, go, calls = Checkpoint.copy, threading.Event(), threading.Event(), itertools.count()
 
     def copy(checkpoint: Checkpoint, *arguments: Any) -> None:
@@ -400,7 +400,7 @@ def test_a_full_mirror_is_told_and_the_next_checkpoint_is_tried(
     def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> FaultyTier:
         return FaultyTier(open_tier(name, store, queue, **settings), queue, faults.pop(0))
 
-    monkeypatch.setattr(part_copy, "open_tier", opening)
+    monkeypatch.setattr(mirrors, "open_tier", opening)
     folder = tmp_path / "mirror" / "ck"
     with Run(**places) as run:
         run.train()
@@ -571,13 +571,13 @@ def test_a_rank_that_has_not_looked_keeps_what_rank_0_mirrors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool, two: Ranks
 ) -> None:
     gate, looks = Gate(monkeypatch, tmp_path / "mirror"), threading.Event()
-    plain = part_copy.Part.has_begun
+    plain = mirrors.Part.has_begun
 
-    def has_begun(part: part_copy.Part) -> bool:
+    def has_begun(part: mirrors.Part) -> bool:
         assert looks.wait(120)
         return plain(part)
 
-    monkeypatch.setattr(part_copy.Part, "has_begun", has_begun)
+    monkeypatch.setattr(mirrors.Part, "has_begun", has_begun)
     for number in range(3):
         saved = two.save(tmp_path / ("ck" if one_folder else f"ck{number}"))
         if number == 0:
