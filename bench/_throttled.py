@@ -201,10 +201,6 @@ class ThrottledTier:
         """See `Tier.keep`."""
         self.inner.keep(offsets)
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`."""
-        self.inner.register_memory(address, nbytes)
-
     @property
     def depth(self) -> int:
         """See `Tier.depth`."""

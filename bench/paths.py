@@ -3,7 +3,6 @@
 Sections, each of which can be run alone (`--sections single,sum`):
 
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
-  registered    the same with and without memory and file registered with io_uring, for large and small tiles
   sweep         the same by tile size
   depth         the same by requests in flight, and what a session chooses when it opens the path
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
@@ -48,7 +47,7 @@ from offload.measure.depth import DEPTHS, tune_depth
 from offload.memory.arenas import Arena
 from offload.protocols import Tier, TileId, TileRequest
 from offload.session import setup
-from offload.tiers import FileTier, StoreOptions, open_tier
+from offload.tiers import StoreOptions, open_tier
 from offload.units import format_seconds
 
 MB = 1_000_000
@@ -197,42 +196,6 @@ def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
     targets.append(Target.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed"))
-    return found
-
-
-def registered(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    if "io_uring" not in backends():
-        return {"not_run": "no io_uring here"}
-    found: dict[str, Any] = {}
-    rounds, total = (2, MIB) if smoke else (9, 256 * MIB)
-    for tile, depth in ((64 << 10, 16), (8 * MIB, 4)):
-        tiles = max(1, total // tile // (1 if tile >= MIB else 8))
-        mixers: dict[str, Mixer] = {}
-        spent: dict[str, list[float]] = {}
-        with contextlib.ExitStack() as stack:
-
-            def timed(mixer: Mixer, tiles: int, spent_s: list[float]) -> None:
-                started_s = time.process_time()
-                mixer.run(tiles)
-                spent_s.append(time.process_time() - started_s)
-
-            for name, memory, file in (("both", 1, 1), ("memory", 1, 0), ("file", 0, 1), ("neither", 0, 0)):
-                queue = CompletionQueue()
-                options = StoreOptions(depth=depth, checksum=False, io_backend="io_uring")
-                tier = FileTier(folder, uuid.uuid4(), queue, options, register_file=bool(file))
-                stack.callback(tier.close)
-                mixers[name] = Mixer(tier, queue, tile, depth, 2 * depth)
-                spent[name] = []
-                if memory:
-                    tier.register_memory(mixers[name].arena.address, mixers[name].arena.nbytes)
-            contenders = {name: partial(timed, mixer, tiles, spent[name]) for name, mixer in mixers.items()}
-            times = interleaved(contenders, rounds)
-        moved = 2 * tile * tiles
-        for name, seconds in times.items():
-            cpu_s = 1e9 * statistics.median(spent[name]) / moved
-            ratio = statistics.median(b / a for a, b in zip(seconds, times["neither"], strict=True))
-            found[f"{tile >> 10} KiB, {name}"] = {"of_neither": ratio, "cpu_s_per_gb": cpu_s}
-            print(f"  {tile >> 10:5} KiB tiles, {name:<8} {ratio:.2f} times as fast as neither, {cpu_s:.4f} CPU-s/GB")
     return found
 
 
@@ -622,7 +585,6 @@ def remote(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "single": single,
-    "registered": registered,
     "sweep": sweep,
     "depth": depth_sweep,
     "sum": several,

@@ -144,13 +144,6 @@ class Tier(Protocol):
     def sync(self, op: int) -> None:
         """Make everything written before durable; completes as operation `op`."""
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Hear of the memory that most transfers will use, in place of what was named before.
-
-        Optional: it makes transfers cheaper where the tier can make use of it. Memory that has been named must
-        not go away before other memory is named or the tier is closed. Nothing is in flight meanwhile.
-        """
-
     def set_depth(self, depth: int) -> None:
         """Have `depth` requests of each direction in flight at most, 1 to `MAX_DEPTH`; with none in flight only.
 

@@ -152,11 +152,6 @@ class FaultyTier:
         """See `Tier.keep`."""
         self.inner.keep(offsets)
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Tell the inner tier."""
-        self._check_open("register_memory")
-        self.inner.register_memory(address, nbytes)
-
     @property
     def depth(self) -> int:
         """See `Tier.depth`."""

@@ -84,10 +84,6 @@ class MemoryTier(Owned):
         now_s = time.monotonic()
         self._queue.post(op, 0, 0, now_s, now_s, 0)
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Do nothing: any memory is as good as any other."""
-        self.check_open("register_memory")
-
     def set_depth(self, depth: int) -> None:
         """Take note of it: requests are over as soon as they have begun."""
         self.check_open("set_depth")

@@ -222,24 +222,6 @@ void bind_files(nb::module_& module) {
             self.submit(std::move(request));
           },
           "file"_a, "op"_a, "Make every write that was submitted before durable (fdatasync).")
-      .def(
-          "register_buffers",
-          [](IoEngine& self, std::uintptr_t address, std::size_t nbytes) {
-            nb::gil_scoped_release release;
-            return self.register_buffers(reinterpret_cast<void*>(address), nbytes);
-          },
-          "address"_a, "nbytes"_a,
-          "Name the memory that most payloads will lie in, in place of what was named before. Returns 0, or the\n"
-          "errno for which it could not be registered with the kernel; requests work all the same.")
-      .def(
-          "register_file",
-          [](IoEngine& self, const SharedFile* file) {
-            nb::gil_scoped_release release;
-            return self.register_file(file != nullptr ? file->file : nullptr);
-          },
-          "file"_a.none(),
-          "Name the file that most requests will be about, None for none; returns as register_buffers does. It\n"
-          "stays open until another is named or this is closed.")
       .def("set_depth", &IoEngine::set_depth, "depth"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Have at most so many requests of each direction in flight from now on; nothing is in flight meanwhile.")
       .def("close", &IoEngine::close, nb::call_guard<nb::gil_scoped_release>(),

@@ -85,22 +85,6 @@ class IoEngine {
   // Start a request; never blocks on I/O. Throws std::runtime_error after close.
   virtual void submit(IoRequest request) = 0;
 
-  // Hear of the memory that most payloads will lie in; replaces what was said before, and must be
-  // called before memory that was named goes away. Nothing need be in flight. Returns 0, or an
-  // errno where the engine could have been faster with this memory but may not; all requests
-  // work all the same.
-  virtual int register_buffers(void* address, std::size_t nbytes) {
-    (void)address, (void)nbytes;
-    return 0;
-  }
-
-  // Hear of the file that most requests will be about, null for none; it stays open until another
-  // is named or this is closed. Otherwise like register_buffers.
-  virtual int register_file(std::shared_ptr<StoreFile> file) {
-    (void)file;
-    return 0;
-  }
-
   // Have at most so many requests of each direction in flight from now on, 1 to kMostDepth;
   // nothing is in flight meanwhile. Throws std::invalid_argument or std::runtime_error.
   virtual void set_depth(std::size_t depth) { (void)depth; }

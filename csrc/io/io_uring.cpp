@@ -5,10 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <deque>
-#include <future>
 #include <list>
 #include <mutex>
 #include <stdexcept>
@@ -25,8 +25,6 @@ namespace {
 
 // Checksums are taken in parts of this size: a tenth of a millisecond or less each.
 constexpr std::size_t kCheckBytes = std::size_t{1} << 20;
-// The kernel registers no more than 1 GiB as one buffer.
-constexpr std::size_t kMostRegisteredBytes = std::size_t{1} << 30;
 constexpr std::size_t kNone = ~std::size_t{0};
 
 // One request under way.
@@ -88,12 +86,6 @@ struct Check {
   std::size_t done;
 };
 
-// A registered part of memory.
-struct Registered {
-  std::uintptr_t begin;
-  std::uintptr_t end;
-};
-
 }  // namespace
 
 // A ring, its thread, and what is on it. All public methods are for other threads, all else belongs
@@ -131,30 +123,16 @@ class IoUring::Worker {
       std::lock_guard<std::mutex> lock(mutex_);
       if (closing_) throw std::runtime_error("the I/O ring is closed");
       // While anything is there the thread has been woken and has not looked yet.
-      wake = inbox_.empty() && wishes_.empty();
+      wake = inbox_.empty();
       inbox_.push_back(std::move(request));
     }
     if (wake) this->wake();
   }
 
-  int register_buffers(void* address, std::size_t nbytes) {
-    return have_done(
-        [this, address, nbytes] { return replace_buffers(reinterpret_cast<std::uintptr_t>(address), nbytes); });
-  }
-
-  int register_file(std::shared_ptr<StoreFile> file) {
-    return have_done([this, file = std::move(file)]() mutable {
-      const int error = ring_.register_file(file ? file->fd() : -1);
-      registered_file_ = error == 0 ? std::move(file) : nullptr;  // the one before is out of the ring by now
-      return error;
-    });
-  }
-
   void set_depth(std::size_t depth) {
-    have_done([this, depth] {
-      depth_ = depth;
-      return 0;
-    });
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_) throw std::runtime_error("the I/O ring is closed");
+    depth_ = depth;
   }
 
   void inject(const FaultList::Fault& fault) { faults_.add(fault); }
@@ -167,25 +145,9 @@ class IoUring::Worker {
     wake();
     if (!thread_.joinable()) return;
     thread_.join();
-    ring_.register_file(-1);
-    registered_file_.reset();
   }
 
  private:
-  // Have the thread do something between two looks at the ring; return what that returns.
-  template <typename Work>
-  int have_done(Work work) {
-    std::packaged_task<int()> wish(std::move(work));
-    std::future<int> done = wish.get_future();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (closing_) throw std::runtime_error("the I/O ring is closed");
-      wishes_.push_back(std::move(wish));
-    }
-    wake();
-    return done.get();
-  }
-
   void wake() {
     const std::uint64_t one = 1;
     // Fails only where the thread has been woken 2^64 times without looking.
@@ -217,31 +179,15 @@ class IoUring::Worker {
 
   bool take_inbox() {
     std::deque<IoRequest> arrived;
-    std::deque<std::packaged_task<int()>> wishes;
     bool closing = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       arrived.swap(inbox_);
-      wishes.swap(wishes_);
       closing = closing_;
     }
-    for (auto& wish : wishes) wish();
     for (IoRequest& request : arrived)
       (request.kind == IoKind::kRead ? reads_ : writes_).waiting.push_back(std::move(request));
     return closing;
-  }
-
-  int replace_buffers(std::uintptr_t address, std::size_t total_bytes) {
-    std::vector<iovec> parts;
-    registered_.clear();
-    for (std::size_t done = 0; done < total_bytes; done += kMostRegisteredBytes) {
-      const std::size_t nbytes = std::min(kMostRegisteredBytes, total_bytes - done);
-      parts.push_back({reinterpret_cast<void*>(address + done), nbytes});
-      registered_.push_back({address + done, address + done + nbytes});
-    }
-    const int error = ring_.register_buffers(parts);
-    if (error != 0) registered_.clear();
-    return error;
   }
 
   // Start what may start.
@@ -321,28 +267,13 @@ class IoUring::Worker {
       const int count = flight->span.call(planned.limit_bytes, flight->call);
       if (count == 0) return answer(flight, 0);
       const bool write = request.kind == IoKind::kWrite;
-      const std::size_t buffer = count == 1 ? buffer_of(flight->call[0]) : kNone;
-      const int fd = request.file->fd();
-      if (buffer != kNone) {
-        ring_.transfer_registered(write, fd, flight->call[0], static_cast<unsigned>(buffer), flight->span.offset(),
-                                  token);
-      } else {
-        ring_.transfer(write, fd, flight->call, count, flight->span.offset(), token);
-      }
+      ring_.transfer(write, request.file->fd(), flight->call, count, flight->span.offset(), token);
     }
     prepared_.push_back(flight);
   }
 
   // An answer that does not come from the kernel; seen after those that do.
   void answer(Flight* flight, int result) { answers_.push_back({flight, result}); }
-
-  std::size_t buffer_of(const iovec& part) const {
-    const auto begin = reinterpret_cast<std::uintptr_t>(part.iov_base);
-    for (std::size_t i = 0; i < registered_.size(); ++i) {
-      if (begin >= registered_[i].begin && begin + part.iov_len <= registered_[i].end) return i;
-    }
-    return kNone;
-  }
 
   void enter(bool wait) {
     unsigned submitted = 0;
@@ -551,13 +482,12 @@ class IoUring::Worker {
 
   CompletionQueue& queue_;
   FaultList faults_;
-  std::size_t depth_;
+  std::atomic<std::size_t> depth_;
   const std::size_t piece_bytes_;
   const bool checksum_;
 
   std::mutex mutex_;
   std::deque<IoRequest> inbox_;
-  std::deque<std::packaged_task<int()>> wishes_;
   bool closing_ = false;
 
   std::vector<Flight> flights_;
@@ -573,8 +503,6 @@ class IoUring::Worker {
   StoreFile::Growth growth_;
   std::deque<Check> checks_;
   std::vector<HeaderBuffer> headers_;
-  std::vector<Registered> registered_;
-  std::shared_ptr<StoreFile> registered_file_;
   std::uint64_t next_sequence_ = 0;
   bool wake_armed_ = false;
   int wake_fd_ = -1;
@@ -600,16 +528,6 @@ IoUring::~IoUring() {
 void IoUring::submit(IoRequest request) {
   if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
   worker_->submit(std::move(request));
-}
-
-int IoUring::register_buffers(void* address, std::size_t nbytes) {
-  if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
-  return worker_->register_buffers(address, nbytes);
-}
-
-int IoUring::register_file(std::shared_ptr<StoreFile> file) {
-  if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
-  return worker_->register_file(std::move(file));
 }
 
 void IoUring::set_depth(std::size_t depth) {

@@ -33,8 +33,6 @@ class IoUring final : public IoEngine {
   IoUring& operator=(const IoUring&) = delete;
 
   void submit(IoRequest request) override;
-  int register_buffers(void* address, std::size_t nbytes) override;
-  int register_file(std::shared_ptr<StoreFile> file) override;
   void set_depth(std::size_t depth) override;
   void inject(const FaultList::Fault& fault) override;
   void close() override;

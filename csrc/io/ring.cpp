@@ -22,9 +22,9 @@ namespace {
 // The kernel's interface, which does not change; see io_uring_setup(2) and io_uring_enter(2).
 // The numbers of these calls are the same on all architectures but Alpha.
 #if defined(__alpha__)
-constexpr long kSetup = 535, kEnter = 536, kRegister = 537;
+constexpr long kSetup = 535, kEnter = 536;
 #else
-constexpr long kSetup = 425, kEnter = 426, kRegister = 427;
+constexpr long kSetup = 425, kEnter = 426;
 #endif
 
 using Opcode = std::uint8_t;
@@ -32,18 +32,11 @@ constexpr Opcode kNop = 0;
 constexpr Opcode kReadVector = 1;
 constexpr Opcode kWriteVector = 2;
 constexpr Opcode kFsync = 3;
-constexpr Opcode kReadRegistered = 4;
-constexpr Opcode kWriteRegistered = 5;
 constexpr Opcode kPoll = 6;
 constexpr Opcode kFallocate = 17;
 
 constexpr std::uint32_t kFsyncData = 1u << 0;
 constexpr unsigned kEnterGetEvents = 1u << 0;
-constexpr unsigned kRegisterBuffers = 0;
-constexpr unsigned kUnregisterBuffers = 1;
-constexpr unsigned kRegisterFiles = 2;
-constexpr unsigned kUnregisterFiles = 3;
-constexpr std::uint8_t kRegisteredFile = 1u << 0;
 constexpr std::uint64_t kMapRings = 0;
 constexpr std::uint64_t kMapEntries = 0x10000000;
 
@@ -81,15 +74,11 @@ static_assert(sizeof(RingResult) == 16 && sizeof(Parameters) == 120);
 #if defined(IORING_FEAT_FAST_POLL)
 // Where the kernel's own description is at hand it has to agree.
 static_assert(kNop == IORING_OP_NOP && kReadVector == IORING_OP_READV && kWriteVector == IORING_OP_WRITEV &&
-              kFsync == IORING_OP_FSYNC && kReadRegistered == IORING_OP_READ_FIXED &&
-              kWriteRegistered == IORING_OP_WRITE_FIXED && kPoll == IORING_OP_POLL_ADD &&
-              kFallocate == IORING_OP_FALLOCATE);
+              kFsync == IORING_OP_FSYNC && kPoll == IORING_OP_POLL_ADD && kFallocate == IORING_OP_FALLOCATE);
 static_assert(kNeeded ==
               (IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_SUBMIT_STABLE | IORING_FEAT_FAST_POLL));
 static_assert(kFsyncData == IORING_FSYNC_DATASYNC && kEnterGetEvents == IORING_ENTER_GETEVENTS &&
-              kRegisterBuffers == IORING_REGISTER_BUFFERS && kUnregisterBuffers == IORING_UNREGISTER_BUFFERS &&
-              kRegisterFiles == IORING_REGISTER_FILES && kUnregisterFiles == IORING_UNREGISTER_FILES &&
-              kRegisteredFile == IOSQE_FIXED_FILE && kMapRings == IORING_OFF_SQ_RING && kMapEntries == IORING_OFF_SQES);
+              kMapRings == IORING_OFF_SQ_RING && kMapEntries == IORING_OFF_SQES);
 static_assert(offsetof(Parameters, features) == offsetof(io_uring_params, features) &&
               offsetof(Parameters, submission) == offsetof(io_uring_params, sq_off) &&
               offsetof(Parameters, completion) == offsetof(io_uring_params, cq_off) &&
@@ -144,13 +133,7 @@ Ring::Ring(unsigned entries) {
   for (std::uint32_t i = 0; i < parameters.entries; ++i) names[i] = i;
 }
 
-Ring::~Ring() {
-  // Closing frees buffers some time later, which a limit on locked memory would notice, and files, which a
-  // full disk would.
-  if (registered_) syscall(kRegister, fd_, kUnregisterBuffers, nullptr, 0);
-  register_file(-1);
-  free();
-}
+Ring::~Ring() { free(); }
 
 void Ring::free() noexcept {
   if (entries_ != nullptr) munmap(entries_, entries_bytes_);
@@ -179,9 +162,7 @@ RingEntry* Ring::prepare(std::uint8_t opcode, int fd, std::uint64_t token) {
   RingEntry* entry = &entries_[tail & mask_];
   std::memset(entry, 0, sizeof *entry);
   entry->opcode = opcode;
-  const bool registered = fd >= 0 && fd == registered_fd_;
-  entry->flags = registered ? kRegisteredFile : 0;
-  entry->fd = registered ? 0 : fd;  // its place among the registered
+  entry->fd = fd;
   entry->token = token;
   // Nobody looks before enter, so the caller may still fill it in.
   __atomic_store_n(tail_, tail + 1, __ATOMIC_RELEASE);
@@ -195,15 +176,6 @@ void Ring::transfer(bool write, int fd, const iovec* parts, int count, std::uint
   entry->offset = offset;
   entry->address = reinterpret_cast<std::uintptr_t>(parts);
   entry->length = static_cast<std::uint32_t>(count);
-}
-
-void Ring::transfer_registered(bool write, int fd, const iovec& part, unsigned buffer, std::uint64_t offset,
-                               std::uint64_t token) {
-  RingEntry* entry = prepare(write ? kWriteRegistered : kReadRegistered, fd, token);
-  entry->offset = offset;
-  entry->address = reinterpret_cast<std::uintptr_t>(part.iov_base);
-  entry->length = static_cast<std::uint32_t>(part.iov_len);
-  entry->buffer_index = static_cast<std::uint16_t>(buffer);
 }
 
 void Ring::datasync(int fd, std::uint64_t token) { prepare(kFsync, fd, token)->operation_flags = kFsyncData; }
@@ -231,25 +203,6 @@ bool Ring::take(RingResult* result) noexcept {
   *result = results_[head & result_mask_];
   __atomic_store_n(result_head_, head + 1, __ATOMIC_RELEASE);
   return true;
-}
-
-int Ring::register_buffers(const std::vector<iovec>& parts) noexcept {
-  if (registered_) syscall(kRegister, fd_, kUnregisterBuffers, nullptr, 0);
-  registered_ = false;
-  if (parts.empty()) return 0;
-  if (syscall(kRegister, fd_, kRegisterBuffers, parts.data(), static_cast<unsigned>(parts.size())) != 0) return errno;
-  registered_ = true;
-  return 0;
-}
-
-int Ring::register_file(int fd) noexcept {
-  if (registered_fd_ >= 0) syscall(kRegister, fd_, kUnregisterFiles, nullptr, 0);
-  registered_fd_ = -1;
-  if (fd < 0) return 0;
-  const std::int32_t files[1] = {fd};
-  if (syscall(kRegister, fd_, kRegisterFiles, files, 1u) != 0) return errno;
-  registered_fd_ = fd;
-  return 0;
 }
 
 }  // namespace offload

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 namespace offload {
 
@@ -51,8 +50,6 @@ class Ring {
   // Prepare requests; nothing happens before enter. All other fields are zero.
   void nop(std::uint64_t token);
   void transfer(bool write, int fd, const iovec* parts, int count, std::uint64_t offset, std::uint64_t token);
-  void transfer_registered(bool write, int fd, const iovec& part, unsigned buffer, std::uint64_t offset,
-                           std::uint64_t token);
   void datasync(int fd, std::uint64_t token);
   void allocate(int fd, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t token);
   void poll_readable(int fd, std::uint64_t token);
@@ -66,16 +63,6 @@ class Ring {
 
   // Take one result if there is one.
   bool take(RingResult* result) noexcept;
-
-  // Make memory known to the kernel, so that it need not look it up for every transfer; the index
-  // in parts is the buffer of transfer_registered. Takes the place of what was registered before.
-  // Returns 0 or an errno, after which nothing is registered.
-  int register_buffers(const std::vector<iovec>& parts) noexcept;
-
-  // Make an open file known likewise, in place of the one before; -1 for none. Requests that name
-  // this descriptor then spare the kernel looking it up; it must stay open until it is replaced.
-  // Returns as register_buffers does.
-  int register_file(int fd) noexcept;
 
  private:
   RingEntry* prepare(std::uint8_t opcode, int fd, std::uint64_t token);
@@ -93,8 +80,6 @@ class Ring {
   std::uint32_t* result_head_ = nullptr;  // of the completion ring; ours
   std::uint32_t* result_tail_ = nullptr;  // the kernel's
   RingResult* results_ = nullptr;
-  bool registered_ = false;    // buffers
-  int registered_fd_ = -1;
 };
 
 }  // namespace offload

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from offload.device.none import Lanes
 from offload.errors import OffloadError
@@ -14,7 +14,6 @@ from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.memory.nodes import check_free, where
 from offload.plan import Home, Plan
-from offload.protocols import Tier
 
 SAMPLE_BYTES = 64 << 20
 """Memory that is taken to see how fast that goes: milliseconds, and several threads' work."""
@@ -137,19 +136,16 @@ class HostMemory:
                 found[arena.node] = meant + arena.nbytes, here + there, elsewhere + sum(lies.values()) - there
         return found
 
-    def adopt_staging(self, plan: Plan, slots: Mapping[int, int], tiers: Sequence[Tier]) -> None:
+    def adopt_staging(self, plan: Plan, slots: Mapping[int, int]) -> None:
         """Make staging slots as `plan` says; nothing is in flight.
 
         Args:
             plan: The new plan.
             slots: Staging slots in use, by subgroup; their content moves along.
-            tiers: All tiers that read into staging slots and write from them.
         """
         old = self._staging
         if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
             staging = self.arena(plan.staging_bytes)
-            for tier in tiers:  # before the old memory goes away
-                tier.register_memory(staging.address, staging.nbytes)
             if old is not None:
                 for subgroup, slot in slots.items():
                     nbytes = plan.layout.subgroups[subgroup].state_bytes
@@ -206,20 +202,16 @@ class HostMemory:
     def _home_arena(self, address: int) -> Arena:
         return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
-    def park(self, kept: Iterable[tuple[int, int]], tiers: Sequence[Tier]) -> int:
+    def park(self, kept: Iterable[tuple[int, int]]) -> int:
         """Give back all memory but some ranges; addresses stay. Nothing is in flight.
 
         Args:
             kept: Address and size of each range that stays; its pages do.
-            tiers: All tiers that know of staging slots.
 
         Returns:
             The bytes that were given back, as far as they had been used.
         """
         self.drop_checkpoint_buffers()
-        if self._staging is not None:
-            for tier in tiers:
-                tier.register_memory(self._staging.address, 0)
         page = mmap.PAGESIZE
         ranges = sorted((address // page * page, -(-(address + nbytes) // page) * page) for address, nbytes in kept)
         given_bytes = 0
@@ -248,14 +240,12 @@ class HostMemory:
                 finally:
                     self._lanes.give_back(sample)
 
-    def unpark(self, tiers: Sequence[Tier]) -> None:
-        """Take memory again that `park` gave back, as far as a device or tiers have to know of it."""
+    def unpark(self) -> None:
+        """Take memory again that `park` gave back: what a device has to know of, or threads take faster."""
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:
-            self._staging.touch()  # by several threads, before registering it does so by one
-            for tier in tiers:
-                tier.register_memory(self._staging.address, self._staging.nbytes)
+            self._staging.touch()
 
     def checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
         """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles; allocate it if it is too small.

@@ -331,7 +331,6 @@ class _PathProbe:
         """Whether transfers of one direction have been under way together."""
         self.tier = open_tier(path, uuid.uuid4(), queue, options=StoreOptions(extent_bytes=min(needed, 64 << 20)))
         stack.callback(self.tier.close)
-        self.tier.register_memory(self._arena.address, self._arena.nbytes)
         room = self.tier.free_bytes()  # before slots are written: these are written again
         tune_depth(self.tier, queue, self._arena.address, self._arena.nbytes)
         largest = min(

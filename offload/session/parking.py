@@ -305,7 +305,7 @@ class Parking:
             parts.gradients.park()
         self._kept = ranges
         try:
-            given_bytes = memory.park(ranges, parts.tiers)
+            given_bytes = memory.park(ranges)
         finally:  # other threads read it, and take it that memory is gone
             self.is_parked = True
         seconds = time.monotonic() - pending.started_s
@@ -407,8 +407,8 @@ class Parking:
             undo.callback(parts.lanes.park)
             parts.gradients.unpark()
             undo.callback(parts.gradients.park)
-            undo.callback(parts.memory.park, self._kept, parts.tiers)
-            parts.memory.unpark(parts.tiers)
+            undo.callback(parts.memory.park, self._kept)
+            parts.memory.unpark()
             if self._on_host is not None:
                 parts.lanes.store(self._copies(self._on_host[1]))
             undo.pop_all()

@@ -366,9 +366,6 @@ class SessionParts:
 
     def replace_tier(self, number: int, tier: Tier) -> None:
         """Have a path's requests go to another store of it; the one that they went to ends."""
-        staging, nbytes = self.memory.staging
-        if nbytes:
-            tier.register_memory(staging, nbytes)
         self.tiers[number].close()
         self.tiers[number] = tier
 
@@ -377,7 +374,7 @@ class SessionParts:
 
     def _adopt_staging(self, plan: Plan, held: Mapping[int, int]) -> None:
         """Have staging slots as `plan` says, with what the slots in use, by subgroup, hold."""
-        self.memory.adopt_staging(plan, held, self.tiers)
+        self.memory.adopt_staging(plan, held)
         self.executor.bind(plan, self.memory.staging[0])
 
     def _adopt_device(self, plan: Plan, before: Layout) -> Plan:

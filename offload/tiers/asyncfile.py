@@ -112,14 +112,6 @@ class AsyncIo:
         """See `IoEngine.sync`; once failed, it fails for good."""
         self._start(lambda: self._answer(op, 0, self._sync(frozenset(self._writing))))
 
-    def register_buffers(self, address: int, nbytes: int) -> int:
-        """Return 0: of no use here."""
-        return 0
-
-    def register_file(self, file: StoreFile | None) -> int:
-        """Return 0: of no use here."""
-        return 0
-
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""
         self._lane.set_threads(2 * depth)

@@ -111,9 +111,6 @@ class Owned:
         """See `Tier.keep`."""
         self.kept = frozenset(offsets)
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`; of no use in most tiers."""
-
     def check_open(self, operation: str) -> None:
         """Raise `TierClosedError` where the tier has been closed, or belongs to another process."""
         if self._closed:

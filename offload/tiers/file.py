@@ -81,7 +81,6 @@ class FileTier(Owned):
             default `DEFAULT_DEPTHS`, and the backend one of `IO_BACKENDS`.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         direct: Try O_DIRECT; False for the page cache, through which asyncio goes anyway.
-        register_file: Register the file with io_uring where that is used; False to see what it gains.
 
     Attributes:
         io_backend: What that came to: "io_uring", "threads" or "asyncio".
@@ -105,7 +104,6 @@ class FileTier(Owned):
         *,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         direct: bool = True,
-        register_file: bool = True,
     ) -> None:
         super().__init__(os.fspath(path))
         self.io_backend = choose_io_backend(options.io_backend)
@@ -133,9 +131,6 @@ class FileTier(Owned):
             else:
                 self._engine = IoUring(*how) if self.io_backend == "io_uring" else IoThreads(*how)
             undo.callback(self._engine.close)
-            refusal = self._engine.register_file(self._file) if register_file else 0
-            if refusal:
-                _say_once(f"files are not registered for I/O ({os.strerror(refusal)})")
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:
@@ -157,17 +152,6 @@ class FileTier(Owned):
         """Make every write that was submitted before durable; completes as `op`."""
         self.check_open("sync")
         self._engine.sync(self._file, op)
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """Hear of the memory that most transfers will use; see `offload.protocols.Tier`.
-
-        Where the limit on locked memory (`ulimit -l`) does not allow it to be registered with the kernel,
-        transfers cost a little more processor time.
-        """
-        self.check_open("register_memory")
-        refusal = self._engine.register_buffers(address, nbytes)
-        if refusal:
-            _say_once(f"staging memory is not registered for I/O ({os.strerror(refusal)}); see ulimit -l")
 
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""

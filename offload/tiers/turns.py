@@ -191,10 +191,6 @@ class TakingTurns(Owned):
         """See `Tier.sync`."""
         self._submit("sync", op, SECTOR_BYTES, partial(self.inner.sync, op))  # a turn of syncs ends too
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`."""
-        self.inner.register_memory(address, nbytes)
-
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""
         self.inner.set_depth(depth)

@@ -65,7 +65,6 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=1e10, write_bytes_per_s=1e10)
             else:
                 place, _, backend = kind.partition("/")
-                backend, _, plain = backend.partition("-")
                 if backend == "io_uring":
                     need_io_uring()
                 folder = request.getfixturevalue("tmpfs") if place == "file-tmpfs" else tmp_path
@@ -77,10 +76,7 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                     tier.close()
                     pytest.skip("no O_DIRECT on the file system of the temporary folder")
                 stack.callback(tier.close)
-                harness = Harness(tier, queue)
-                if not plain:
-                    tier.register_memory(harness.arena.address, harness.arena.nbytes)
-                return harness
+                return Harness(tier, queue)
             stack.callback(tier.close)
             return Harness(tier, queue)
 

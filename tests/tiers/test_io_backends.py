@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -16,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from leftovers import clear, open_files
-from tier_harness import ARENA_BYTES, Build, Harness, need_io_uring
+from tier_harness import Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue, IoThreads, IoUring, StoreFile
 from offload.config import OffloadConfig
@@ -71,7 +69,6 @@ tiers = [open_tier(folder, uuid.uuid4(), queue) for _ in range(2)]
 found["backends"] = [tier.io_backend for tier in tiers]
 arena = Arena(1 << 20)
 arena.numpy(0, 8192, "u1")[:] = 7
-tiers[0].register_memory(arena.address, arena.nbytes)
 errors = []
 for at, move in ((0, tiers[0].write), (8192, tiers[0].read)):
     move(TileRequest(1, TileId(0, 0, 0), 1, 0, arena.address + at, 8192))
@@ -115,44 +112,7 @@ def test_where_io_uring_is_refused_threads_do_it(tmp_path: Path, calls: list[int
     assert found["lines"] == [["INFO", f"storage I/O by threads (io_uring: {name}: {os.strerror(code)})"]]
 
 
-def test_where_nothing_may_be_registered_rings_go_on_without(tmp_path: Path) -> None:
-    need_io_uring()
-    found = run_under_seccomp([427], errno.EPERM, tmp_path)
-    assert found["forced"] == ""
-    assert found["backends"] == ["io_uring", "io_uring"]
-    assert found["errors"] == [0, 0]
-    assert found["same"]
-    assert [text for _, text in found["lines"]] == [
-        "storage I/O by io_uring",
-        "files are not registered for I/O (Operation not permitted)",
-        "staging memory is not registered for I/O (Operation not permitted); see ulimit -l",
-    ]
-
-
-def registered(name: str) -> int:
-    """Return how many "UserFiles" or "UserBufs" the rings of this process have, as the kernel tells."""
-    rings = [number for number, what in open_files().items() if what == "anon_inode:[io_uring]"]
-    told = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in rings]
-    if not all(f"{name}:" in text for text in told):
-        pytest.skip("this kernel does not tell")
-    return sum(int(text.split(f"{name}:")[1].split()[0]) for text in told)
-
-
-def test_file_and_memory_are_registered_with_the_ring(build: Build) -> None:
-    need_io_uring()
-    clear()
-    harness = build("file-direct/io_uring")
-    assert (registered("UserFiles"), registered("UserBufs")) == (1, 1)
-    plain = build("file-direct/io_uring-plain", register_file=False)
-    assert (registered("UserFiles"), registered("UserBufs")) == (1, 1)
-    assert sum(what.endswith("/tiles") for what in open_files().values()) == 2
-    for tier in (harness.tier, plain.tier):
-        tier.close()
-    assert not any(what.endswith("/tiles") for what in open_files().values())
-
-
-def test_another_file_than_the_registered_one(tmp_path: Path, backend: str) -> None:
-    # One engine, two stores: the registered file must not be taken for the other, nor stay when it is replaced.
+def test_one_engine_moves_two_stores(tmp_path: Path, backend: str) -> None:
     queue = CompletionQueue()
     engine = (IoUring if backend == "io_uring" else IoThreads)(queue, 4, 64 << 10, True)
     stores = [uuid.uuid4().bytes for _ in range(2)]
@@ -161,18 +121,16 @@ def test_another_file_than_the_registered_one(tmp_path: Path, backend: str) -> N
     arena = Arena(1 << 20)
     arena.numpy(0, 4096, np.uint8)[:] = 1
     arena.numpy(4096, 4096, np.uint8)[:] = 2
-    for named in (files[0], files[1], None, files[0]):
-        assert engine.register_file(named) == 0
-        for number, file in enumerate(files):
-            engine.write(file, 1, 0, 0, 0, 1, 0, arena.address + number * 4096, 4096)
-            assert queue.wait(60.0)[0][:2] == (1, 0)
-        for number, file in enumerate(files):
-            engine.read(file, 2, 0, 0, 0, 1, 0, arena.address + 8192, 4096)
-            assert queue.wait(60.0)[0][:2] == (2, 0)
-            assert (arena.numpy(8192, 4096, np.uint8) == number + 1).all()
+    for number, file in enumerate(files):
+        engine.write(file, 1, 0, 0, 0, 1, 0, arena.address + number * 4096, 4096)
+        assert queue.wait(60.0)[0][:2] == (1, 0)
+    for number, file in enumerate(files):
+        engine.read(file, 2, 0, 0, 0, 1, 0, arena.address + 8192, 4096)
+        assert queue.wait(60.0)[0][:2] == (2, 0)
+        assert (arena.numpy(8192, 4096, np.uint8) == number + 1).all()
     engine.close()
     files.clear()
-    del file, named
+    del file
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
@@ -241,45 +199,6 @@ def test_the_depth_that_is_set_is_kept_to(build: Build, backend: str, depth: int
         assert move(harness.request(0, nbytes)).error == errno.EIO
         assert move(harness.request(0, nbytes)).error == errno.ENXIO
         assert move(harness.request(0, nbytes)).error == 0
-
-
-def test_memory_may_be_named_again(build: Build) -> None:
-    need_io_uring()
-    harness = build("file-direct/io_uring-plain")
-    nbytes = 200 << 10
-    for seed in range(4):  # the kernel must not go on using the pages of an arena that has gone
-        harness.arena = Arena(ARENA_BYTES)
-        harness.tier.register_memory(harness.arena.address, harness.arena.nbytes)
-        data = harness.fill(nbytes, seed=seed)
-        assert harness.write(harness.request(0, nbytes, step=seed)).error == 0
-        assert harness.read(harness.request(0, nbytes, at=TARGET, step=seed)).error == 0
-        assert harness.bytes_at(TARGET, nbytes) == data
-    harness.tier.register_memory(harness.arena.address, 0)
-    assert harness.read(harness.request(0, nbytes, at=TARGET, step=3)).error == 0
-
-
-def test_memory_that_lies_across_the_registered_part(build: Build) -> None:
-    need_io_uring()
-    harness = build("file-direct/io_uring-plain")
-    half = 100 << 10
-    harness.tier.register_memory(harness.arena.address + half, TARGET)
-    nbytes = 2 * half
-    data = harness.fill(nbytes)
-    assert harness.write(harness.request(0, nbytes)).error == 0
-    assert harness.read(harness.request(0, nbytes, at=TARGET)).error == 0
-    assert harness.bytes_at(TARGET, nbytes) == data
-
-
-def test_memory_that_cannot_be_registered(build: Build, caplog: pytest.LogCaptureFixture) -> None:
-    need_io_uring()
-    harness = build("file-direct/io_uring-plain")
-    with caplog.at_level(logging.INFO, "offload"):
-        harness.tier.register_memory(1 << 46, 1 << 20)  # nothing is mapped there
-    assert "not registered for I/O" in caplog.text
-    data = harness.fill(8192)
-    assert harness.write(harness.request(0, 8192)).error == 0
-    assert harness.read(harness.request(0, 8192, at=TARGET)).error == 0
-    assert harness.bytes_at(TARGET, 8192) == data
 
 
 def test_errors_of_several_pieces_are_reported_as_the_first(build: Build) -> None:

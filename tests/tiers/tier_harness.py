@@ -27,9 +27,9 @@ FILE_KINDS = [
     for place in ("file-direct", "file-buffered", "file-tmpfs")
     for backend in ("threads", "io_uring")
 ]
-"""Place and backend of a directory's tier; "io_uring-plain" is the latter without registered memory."""
+"""Place and backend of a directory's tier."""
 
-KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "file-direct/io_uring-plain", "asyncfile", "s3"]
+KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "asyncfile", "s3"]
 
 
 def gather(options: Mapping[str, Any]) -> dict[str, Any]:
