@@ -28,7 +28,7 @@ from offload.device import accelerator
 from offload.device.lanes import GpuLanes
 from offload.errors import OffloadError
 from offload.gradients.gpu import Departure, GpuGradients
-from offload.integrations.deepspeed.transfers import Transfers
+from offload.integrations.deepspeed.gradients import Transfers
 from offload.protocols import DeviceLane
 
 DEVICE: type = accelerator.AcceleratorDevice

@@ -33,7 +33,7 @@ from accelerator import late
 from accelerator.mistakes import Host, replaced
 from offload import backends
 from offload.device import accelerator, pieces
-from offload.integrations.deepspeed.transfers import Transfers
+from offload.integrations.deepspeed.gradients import Transfers
 from offload.kernels.gpu import Uploads
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane

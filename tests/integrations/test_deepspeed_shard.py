@@ -21,10 +21,9 @@ from offload import ConfigError, Engine, OffloadConfig
 from offload.gradients import gpu as gpu_gradients
 from offload.integrations.deepspeed import gradients as gradients_module
 from offload.integrations.deepspeed import shard as shard_module
-from offload.integrations.deepspeed.gradients import HostGradients
+from offload.integrations.deepspeed.gradients import HostGradients, Transfers
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
-from offload.integrations.deepspeed.transfers import Transfers
 from offload.limits import Limits
 from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
