@@ -161,7 +161,10 @@ class AcceleratorDevice:
             self.device, self.backend = accelerator(device)
         self.name = str(self.device)
         with self.current():
-            self._kernel = device_kernel(self.device)
+            # Our kernels are short and much waits for them, so they go before those of forward and backward.
+            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
+            self._streams = {lane: self.backend.stream(self.device, lane in first) for lane in LANES}
+            self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
             self.name = f"{self.device} ({name})"
             self.memory_bytes = int(torch.accelerator.get_memory_info(self.device)[1])
@@ -174,9 +177,6 @@ class AcceleratorDevice:
         self._reporting = threading.Lock()
         self._closed = False
         with self.current():
-            # Our kernels are short and much waits for them, so they go before those of forward and backward.
-            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
-            self._streams = {lane: self.backend.stream(self.device, lane in first) for lane in LANES}
             self._clock = self.backend.stream(self.device, False)
             self.base = self._now()
         self._reporters = {DeviceLane.D2H: _Reporter(self)}  # there from the first: it also keeps `base` young
@@ -336,10 +336,15 @@ class AcceleratorDevice:
         with self.current(), working_on(self.stream(lane)):
             self._kernel.copy_pieces(pieces)
 
-    def update(self, table: npt.NDArray[Any]) -> None:
+    def send_table(self, table: npt.NDArray[Any]) -> Any:
+        """See `Device.send_table`."""
+        with self.current(), working_on(self.stream(DeviceLane.UPDATE)):
+            return self._kernel.send(table)
+
+    def update(self, sent: Any) -> None:
         """See `Device.update`."""
         with self.current(), working_on(self.stream(DeviceLane.UPDATE)):
-            self._kernel.update(table)
+            self._kernel.update(sent)
 
     def gradient_blocks(
         self,

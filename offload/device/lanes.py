@@ -104,7 +104,8 @@ class GpuLanes(Lanes):
         self._parked_piece_bytes = 0
         self._slots_address = 0
         self._slots_bytes = 0
-        self._ready: dict[int, Mark] = {}
+        self._ready: dict[int | None, Mark] = {}
+        self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
         self._updated: dict[int, Mark] = {}
         self._weight_copies = weight_copies
         self._weights_address = 0
@@ -402,12 +403,13 @@ class GpuLanes(Lanes):
         self.device.follow(DeviceLane.CALLER, mark)
         return mark
 
-    def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state into a staging slot on the device, whose last copy-out has ended."""
+    def copy_in(self, operation: Transfer, host_address: int, table: npt.NDArray[Any], due_s: float) -> None:
+        """Copy the table of a subgroup's update, and its state into a staging slot, whose last copy-out has ended."""
         slot, nbytes = operation.through, operation.nbytes
         updated = self._updated.get(slot)
         if updated is not None:  # by the slot's last owner, if it changed nothing and was not copied out
             self.device.follow(DeviceLane.H2D, updated)
+        self._tables[slot] = self.device.send_table(table)
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
@@ -415,22 +417,28 @@ class GpuLanes(Lanes):
         self._post(operation.op)
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
-        """Update a subgroup on the device."""
-        subgroup = operation.visit.subgroup
-        copied = self._ready.pop(operation.gpu_slot, None) if operation.gpu_slot is not None else None
-        if copied is not None:  # fresh state is not copied
-            self.device.follow(DeviceLane.UPDATE, copied)
+        """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
+        subgroup, sent = operation.visit.subgroup, None
+        if operation.gpu_slot in self._tables:  # fresh state is not copied
+            self.device.follow(DeviceLane.UPDATE, self._ready.pop(operation.gpu_slot))
+            sent = self._tables.pop(operation.gpu_slot)
+        elif table is not None:
+            sent = self.device.send_table(table)
         for mark in self._inputs.get(subgroup, ()):
             self.device.follow(DeviceLane.UPDATE, mark)
         began = self.device.mark(DeviceLane.UPDATE)
-        if table is not None:
-            self.device.update(table)
+        if sent is not None:
+            self.device.update(sent)
         ended = self.device.mark(DeviceLane.UPDATE)
         self._written[subgroup] = (ended,)
         if operation.gpu_slot is not None:
             self._updated[operation.gpu_slot] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
+
+    def has_table(self, operation: Run) -> bool:
+        """Return whether the table of an update was copied with its state."""
+        return operation.gpu_slot in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""

@@ -43,7 +43,7 @@ class NoDevice:
 
     adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
-    fingerprint_gradients = _refuse
+    fingerprint_gradients = send_table = _refuse
 
     def free_bytes(self) -> int:
         """Return 0."""
@@ -91,7 +91,7 @@ class Lanes:
 
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
-    report_inputs = never
+    report_inputs = has_table = never
     home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:

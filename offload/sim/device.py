@@ -37,8 +37,6 @@ from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane,
 from offload.rules import MASTER, RULES, segment_dtype
 
 ALIGNMENT = 256
-TABLES = "tables"
-"""The stream on which the tables of updates are sent to the device."""
 FREED = "freed"
 """The stream on which memory is overwritten that was given back behind lanes: whoever touches it later is found."""
 POISON = 0xA5
@@ -248,7 +246,7 @@ class SimulatedDevice:
             math.inf if pin_total_bytes is None else pin_total_bytes,
         )
         self.caller_is_host = caller_is_host
-        lanes: tuple[Lane, ...] = (*LANES, TABLES, FREED, *(() if caller_is_host else (DeviceLane.CALLER,)))
+        lanes: tuple[Lane, ...] = (*LANES, FREED, *(() if caller_is_host else (DeviceLane.CALLER,)))
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._borrowed: list[int] = []
         self._kernel = CpuUpdateKernel(threads=1)
@@ -533,19 +531,24 @@ class SimulatedDevice:
         if _common(reads, written) or sum(written[1]) - sum(written[0]) != nbytes:
             raise HazardError("pieces are copied over one another")
         if rows:
-            self._send_table(lane, 32 * len(rows))
+            self.follow(lane, self._send_table(32 * len(rows)))
             self._put(lane, f"a copy of {len(rows)} pieces", act, tuple(spans), nbytes)
 
-    def _send_table(self, lane: DeviceLane, nbytes: int) -> None:
-        there = self._put(TABLES, "a table", lambda: None, (), nbytes, engine=self._engines[DeviceLane.H2D])
-        self.follow(lane, there)
+    def _send_table(self, nbytes: int) -> _Work:
+        engine = self._engines[DeviceLane.H2D]
+        return self._put(DeviceLane.H2D, "a table", lambda: None, (), nbytes, engine=engine)
 
-    def update(self, table: npt.NDArray[Any]) -> None:
-        """See `Device.update`."""
+    def send_table(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], _Work]:
+        """See `Device.send_table`."""
         rows = checked(table).copy()
+        return rows, self._send_table(rows.nbytes)
+
+    def update(self, sent: tuple[npt.NDArray[Any], _Work]) -> None:
+        """See `Device.update`."""
+        rows, there = sent
         spans = [span for row in rows for span in spans_of(row)]
         nbytes = sum(int(_state_of(row).item_bytes * int(row["numel"])) for row in rows)
-        self._send_table(DeviceLane.UPDATE, rows.nbytes)
+        self.follow(DeviceLane.UPDATE, there)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 
     def gradient_blocks(
@@ -612,7 +615,7 @@ class SimulatedDevice:
         spans = [(source, source + numel * item, False) for source, numel, _ in listed]
         spans += [(blocks, blocks + 8 * -(-numel // NORM_BLOCK_NUMEL), True) for _, numel, blocks in listed]
         if listed:
-            self._send_table(lane, 32 * len(listed))
+            self.follow(lane, self._send_table(32 * len(listed)))
             self._put(lane, label, act, tuple(spans), item * sum(row[1] for row in listed))
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from limited import limited
 from settling import settle
@@ -34,7 +35,7 @@ from accelerator.mistakes import Host, replaced
 from offload import backends
 from offload.device import accelerator, pieces
 from offload.integrations.deepspeed.transfers import Transfers
-from offload.kernels.gpu import Uploads
+from offload.kernels.gpu import Table, Uploads
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
@@ -626,6 +627,14 @@ def host(run: Run) -> None:
         del scratch
 
 
+def sent(uploads: Uploads, words: npt.NDArray[np.int64]) -> Table:
+    """Return a table that has been sent, for the current stream."""
+    table = uploads.take(words.size)
+    table.words[: words.size] = words
+    uploads.send(table, words.size)
+    return table
+
+
 def tables(run: Run) -> None:
     """Kernels' tables; an interrupt lets go of one whose work is on a stream that has not come so far."""
     words = np.arange(1000)
@@ -642,23 +651,18 @@ def tables(run: Run) -> None:
                 raise KeyboardInterrupt
             super().record(stream)
 
-    streams: list[Any] = []
-    kinds = [Interrupted]
+    copies, kinds = run.user(), [Interrupted]
 
     def event(device: torch.device, timed: bool) -> Any:
         return kinds.pop()(device) if kinds else backend.event(device, timed)
 
-    def stream(*how: Any) -> Any:
-        streams.append(backend.stream(*how))
-        return streams[-1]
-
-    uploads = Uploads(torch.device(run.device), replace(backend, event=event, stream=stream))
+    uploads = Uploads(torch.device(run.device), replace(backend, event=event), copies)
     with late.held(lane), Host.working_on(lane):
-        with contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
-            found.copy_(there)
+        with contextlib.suppress(KeyboardInterrupt), uploads.lend(sent(uploads, words)) as there:
+            found.copy_(there[:1000])
         del there
-        with uploads.lend(words + 5000):
-            streams[0].synchronize()
+        with uploads.lend(sent(uploads, words + 5000)):
+            copies.synchronize()
     lane.synchronize()
     run.keep("words", found)
 

@@ -429,13 +429,41 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
             scaler.step(optimizer)
 
 
+class Noted(SimulatedDevice):
+    """Notes what is put on the lane of copies to the device."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        super().__init__()
+
+    def _put(self, lane: Any, label: str, *arguments: Any, **options: Any) -> Any:
+        if lane is DeviceLane.H2D and label != "mark":
+            self.noted.append(label)
+        return super()._put(lane, label, *arguments, **options)
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_the_table_of_an_update_is_copied_just_before_its_state(tmp_path: Path, at_home: bool) -> None:
+    """On the same lane: another one's copies might wait for all that this one still has."""
+    device, parameters = Noted(), weights()
+    where = {"gpu_memory": 1 << 20} if at_home else {"gpu_memory": 0, "host_memory": 1 << 20}
+    with OnDevice(parameters, device=device, offload=config(tmp_path, placement="gpu", **where)) as optimizer:
+        for step in range(3):
+            device.noted.clear()
+            train(optimizer, parameters, range(step, step + 1), clip=False)
+        visits = len(optimizer.engine._parts.plan.layout.subgroups)
+        assert visits > 2
+        kinds = [label.split(" of ")[0] for label in device.noted]
+    assert kinds == (["a table"] if at_home else ["a table", "a copy"]) * visits
+
+
 def test_one_engine_copies_to_the_device() -> None:
     device = SimulatedDevice()
     host, other = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     there, back = (device.allocate(16) for _ in range(2))
     with device._engines[DeviceLane.H2D]:
         device.copy(DeviceLane.H2D, there, host.data_ptr(), 16)
-        device.update(np.zeros(1, SEGMENT_DTYPE))
+        device.update(device.send_table(np.zeros(1, SEGMENT_DTYPE)))
         waiting = [device.mark(DeviceLane.H2D), device.mark(DeviceLane.UPDATE)]
         device.copy(DeviceLane.D2H, other.data_ptr(), back, 16)
         device.mark(DeviceLane.D2H).wait()

@@ -158,7 +158,7 @@ def test_an_update_gives_the_bits_of_the_cpu(device: Device, host: Arena, weight
     there = {name: send(device, host, values, 0) for name, values in tensors.items()}
     for name, address in there.items():
         table[name] = address
-    device.update(table)
+    device.update(device.send_table(table))
     device.follow(DeviceLane.D2H, device.mark(DeviceLane.UPDATE))
     found = {
         name: fetch(device, host, there[name], values.nbytes, 0)
