@@ -414,8 +414,17 @@ class Device(Protocol):
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """Let what is put on a lane from now on wait for a mark of another."""
 
-    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """Put a copy on a lane; one of the addresses, or both, are the device's."""
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
+        """Put a copy on a lane; one of the addresses, or both, are the device's.
+
+        Args:
+            lane: Which one; `H2D` copies to the device, all others from it.
+            target: Where to.
+            source: Where from.
+            nbytes: Size.
+            piece_bytes: Copy in pieces of that size, with something else on the lane behind each, so that copies of
+                other streams get in between; 0 for one copy.
+        """
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """Put on a lane: copy many pieces of device memory at once. It follows its table, which goes on lane `H2D`.

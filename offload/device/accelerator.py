@@ -164,6 +164,7 @@ class AcceleratorDevice:
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
             first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
             self._streams = {lane: self.backend.stream(self.device, lane in first) for lane in LANES}
+            self._pauses: dict[DeviceLane, Any] = {lane: _pause(self.device) for lane in LANES}
             self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
             self.name = f"{self.device} ({name})"
@@ -322,14 +323,21 @@ class AcceleratorDevice:
 
     # Work
 
-    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """See `Device.copy`; lane `H2D` copies to the device, all others from it."""
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
+        """See `Device.copy`; what comes between pieces is a kernel that casts one element."""
         if not nbytes:
             return
         to, of = (self.device, HOST) if lane is DeviceLane.H2D else (HOST, self.device)
         with self.current(), working_on(self.stream(lane)):
-            memory = tensor_at(source, nbytes, torch.uint8, of)
-            tensor_at(target, nbytes, torch.uint8, to).copy_(memory, non_blocking=True)
+            there = tensor_at(target, nbytes, torch.uint8, to)
+            here = tensor_at(source, nbytes, torch.uint8, of)
+            if not piece_bytes:
+                there.copy_(here, non_blocking=True)
+                return
+            cast, element = self._pauses[lane]
+            targets = [each for piece in there.unsafe_split(piece_bytes) for each in (piece, cast)]
+            sources = [each for piece in here.unsafe_split(piece_bytes) for each in (piece, element)]
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # one after the other, in one call
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """See `Device.copy_pieces`."""
@@ -393,6 +401,11 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
         node = int((PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*pci_address) / "numa_node").read_text())
         return node if node >= 0 else None
     return None
+
+
+def _pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one element twice, of two dtypes: copying between these is a kernel, which no copy engine does."""
+    return torch.empty(1, device=device), torch.empty(1, dtype=torch.int32, device=device)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.memory.touching import nodes_for
 from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
-from offload.plan.budget import PIECE_BUFFERS
+from offload.plan.budget import HIDDEN_PIECE_BYTES, PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
 from offload.units import format_bytes
@@ -378,8 +378,9 @@ class GpuLanes(Lanes):
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
         """Put a copy on a lane (`H2D` copies to the device), cut where chunks of pinned memory end; any thread."""
         host = source if lane is DeviceLane.H2D else target
+        piece_bytes = HIDDEN_PIECE_BYTES if self.is_hidden else 0
         for offset, size in self.pinned.whole_copies(host, nbytes):
-            self.device.copy(lane, target + offset, source + offset, size)
+            self.device.copy(lane, target + offset, source + offset, size, piece_bytes)
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """See `Lanes.bring_gradient`; behind what the calling thread has put on the device."""

@@ -74,6 +74,7 @@ class Lanes:
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
+        is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
         borrows: Whether memory of the device is taken between backward and forward alone.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
     """
@@ -87,7 +88,7 @@ class Lanes:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.given_up = False
-        self.wakes = False
+        self.wakes = self.is_hidden = False
 
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
