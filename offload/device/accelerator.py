@@ -1,8 +1,12 @@
 """An accelerator as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
 
-Every lane is a stream of its own, every mark an event. Device memory is torch's own, so that it shows in torch's
-figures and what is given back is used again. Addresses become tensors without a copy, so torch chooses the driver's
-calls. What differs between types of accelerators is in `offload.backends`.
+Lanes are streams, every mark an event. Hardware has few queues for all streams of a process (8 by CUDA's default, 4
+by ROCm's); those that share one wait for each other. So there are few. A stream follows only what was enqueued before,
+so no sharing makes a circle.
+
+Device memory is torch's own, so that it shows in torch's figures and what is given back is used again. Addresses
+become tensors without a copy, so torch chooses the driver's calls. What differs between types of accelerators is in
+`offload.backends`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -146,6 +150,29 @@ class _Reporter:
             self._thread.join()
 
 
+class _Current:
+    """See `AcceleratorDevice.current`; a class, as every call of a device is made within one."""
+
+    __slots__ = ("_index", "_name", "_other")
+
+    def __init__(self, name: str, index: int) -> None:
+        self._name, self._index = name, index
+
+    def __enter__(self) -> None:
+        self._other = None
+        if torch.accelerator.current_device_index() != self._index:
+            with _refusals(self._name):
+                other = torch.accelerator.device_index(self._index)
+                other.__enter__()
+            self._other = other
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._other is not None:
+            self._other.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
+            raise _refusal(self._name, error) from error
+
+
 class AcceleratorDevice:
     """A `offload.protocols.Device`.
 
@@ -156,6 +183,10 @@ class AcceleratorDevice:
         OffloadError: torch sees no such device, `BACKENDS` has none of its type, or its kernels cannot be used.
     """
 
+    shared: ClassVar[dict[DeviceLane, DeviceLane]] = {DeviceLane.GRADIENTS: DeviceLane.PIECES}
+    """Lanes on the stream of another. Both of these have kernels that take microseconds: in backward the one gathers
+    small gradients before they leave, and the other sums gradients."""
+
     def __init__(self, device: torch.device | None = None) -> None:
         with _refusals("accelerator"):
             self.device, self.backend = accelerator(device)
@@ -163,7 +194,10 @@ class AcceleratorDevice:
         with self.current():
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
             first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
-            self._streams = {lane: self.backend.stream(self.device, lane in first) for lane in LANES}
+            self._streams: dict[DeviceLane, Any] = {}
+            for lane in sorted(LANES, key=lambda lane: lane in self.shared):
+                shared = self._streams.get(self.shared.get(lane, lane))
+                self._streams[lane] = shared or self.backend.stream(self.device, lane in first)
             self._pauses: dict[DeviceLane, Any] = {lane: _pause(self.device) for lane in LANES}
             self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
@@ -178,20 +212,17 @@ class AcceleratorDevice:
         self._reporting = threading.Lock()
         self._closed = False
         with self.current():
-            self._clock = self.backend.stream(self.device, False)
-            self.base = self._now()
+            self.base = self._now(self._streams[DeviceLane.PIECES])
         self._reporters = {DeviceLane.D2H: _Reporter(self)}  # there from the first: it also keeps `base` young
 
     # Threads
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Make this the thread's current device, and turn torch's errors into `OffloadError`s.
 
         A thread begins with device 0, and any call for that device makes a context there, of half a gigabyte.
         """
-        with _refusals(self.name), torch.accelerator.device_index(self.device.index):
-            yield
+        return _Current(self.name, self.device.index)
 
     def adopt_thread(self) -> None:
         """See `Device.adopt_thread`."""
@@ -199,12 +230,12 @@ class AcceleratorDevice:
             torch.accelerator.set_device_index(self.device)
         self.backend.relax_captures()
 
-    def _now(self) -> tuple[Any, float]:
-        """Return an event that happens now, on a stream with nothing else on it, and the monotonic clock's time."""
+    def _now(self, idle: Any) -> tuple[Any, float]:
+        """Return an event that happens now, on a stream with nothing on it, and the monotonic clock's time."""
         best_s, found = float("inf"), (None, 0.0)
         for _ in range(CLOCK_TRIES):
             event, before_s = self.backend.event(self.device, True), time.monotonic()
-            event.record(self._clock)
+            event.record(idle)
             event.synchronize()
             took_s = time.monotonic() - before_s
             if took_s < best_s:
@@ -214,10 +245,12 @@ class AcceleratorDevice:
         return found
 
     def rebase(self) -> None:
-        """Time marks from a newer event, if that from which they are timed is old."""
+        """Time marks from a newer event, if that from which they are timed is old; later, if no stream is idle."""
         with self.current():
             if time.monotonic() - self.base[1] > REBASE_S:
-                self.base = self._now()
+                idle = next((stream for stream in self._streams.values() if stream.query()), None)
+                if idle is not None:
+                    self.base = self._now(idle)
 
     def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `Device.prepare`."""
@@ -257,7 +290,7 @@ class AcceleratorDevice:
         """See `Device.return_borrowed`."""
         with self.current():
             for tensor in self._borrowed:
-                for stream in tuple(self._streams.values()):
+                for stream in dict.fromkeys(self._streams.values()):
                     tensor.record_stream(stream)
         self._borrowed.clear()
 
@@ -416,7 +449,11 @@ def _refusals(name: str) -> Iterator[None]:
     except OffloadError:
         raise
     except RuntimeError as error:
-        raise OffloadError(f"{name}: {_first_line(error)}") from error
+        raise _refusal(name, error) from error
+
+
+def _refusal(name: str, error: RuntimeError) -> OffloadError:
+    return OffloadError(f"{name}: {_first_line(error)}")
 
 
 def _first_line(error: RuntimeError) -> str:

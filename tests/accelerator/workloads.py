@@ -34,6 +34,7 @@ from accelerator import late
 from accelerator.mistakes import Host, replaced
 from offload import backends
 from offload.device import accelerator, pieces
+from offload.device.accelerator import AcceleratorDevice
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.kernels.gpu import Table, Uploads
 from offload.plan import budget
@@ -111,6 +112,7 @@ def load() -> None:
     """Have torch, the product, and its part for DeepSpeed know the test accelerator; for the rest of the process."""
     late.load(DEVICES)
     backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+    AcceleratorDevice.shared = {}  # which orders more than there has to be
     deepspeed = ModuleType("deepspeed.accelerator")  # all of it that transfers ask for
     deepspeed.get_accelerator = lambda: torch.get_device_module("late")  # type: ignore[attr-defined]
     sys.modules["deepspeed.accelerator"] = deepspeed

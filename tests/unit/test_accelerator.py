@@ -173,7 +173,7 @@ def test_the_time_is_compared_on_the_thread_that_reports(
     """Whoever makes a mark may be running backward."""
     compared: list[threading.Thread] = []
     plain = device._now
-    monkeypatch.setattr(device, "_now", lambda: (compared.append(threading.current_thread()), plain())[1])
+    monkeypatch.setattr(device, "_now", lambda idle: (compared.append(threading.current_thread()), plain(idle))[1])
     monkeypatch.setattr(module, "REBASE_S", 0.0)
     posts = Posts()
     device.report(device.mark(DeviceLane.D2H), posts, 7)
@@ -196,7 +196,7 @@ def test_the_clock_is_read_again_if_python_was_late(
         before = len(events)
         with monkeypatch.context() as patch:
             patch.setattr(module, "time", SimpleNamespace(monotonic=iter(ticks).__next__))
-            event, now_s = device._now()
+            event, now_s = device._now(device.stream(DeviceLane.H2D))
         assert event is events[before + best][0]
         assert now_s == pytest.approx(10.0 * best + waits_s[best] * part)
 
