@@ -10,6 +10,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ import offload.schedule.runs as runs_module
 from offload.dtypes import DtypeCode
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.plan import Budgets, GpuRates, Rates, choose_plan, choose_subgroup_numel
-from offload.schedule.operations import Run
+from offload.predict.streams import Order
 
 prediction = importlib.import_module("offload.predict.predict")  # the package has a function of that name
 
@@ -95,13 +96,10 @@ def problem(elements: int) -> Problem:
     return Problem(extend_layout(Layout((), ()), parameters, choose_subgroup_numel(elements), MAX_TILE_BYTES))
 
 
-class LateTables(executor.TimingExecutor):
-    """Tables of updates that are sent once the state is there, when its engine has begun with the next subgroup's."""
+class OwnTables(executor.TimingExecutor):
+    """Tables of updates have a stream of their own."""
 
-    def _give(self, lane: Any, what: Any, nbytes: int, may_start_s: float) -> float:
-        if isinstance(what, Run) and what.gpu_slot is not None:
-            may_start_s += nbytes * self._gpu["h2d"].s_per_byte
-        return super()._give(lane, what, nbytes, may_start_s)
+    table_stream = "tables"
 
 
 @contextlib.contextmanager
@@ -163,11 +161,13 @@ def rows_of(whole: Problem) -> Iterator[Found]:
     for name, ahead in (("all at the begin", 1 << 30), ("with their visit", 1), ("4 visits ahead", 4)):
         for place in (CPU, AUTO):
             yield row(f"gradients fetched {name}", place, (executor, "BROUGHT_AHEAD", ahead))
-    state = (executor.TimingExecutor, "gradient_stream", 0)
+    state = (executor.TimingExecutor, "gradient_stream", "d2h")
     yield row("gradients on the stream of state", AUTO, state)
     yield row("gradients on the stream of state, 4 visits ahead", AUTO, state, (executor, "BROUGHT_AHEAD", 4))
-    for place in (ALL, AUTO):
-        yield row("tables sent behind the state", place, (prediction, "TimingExecutor", LateTables))
+    for what, kind in (("", executor.TimingExecutor), ("tables on a stream of their own, ", OwnTables)):
+        for order, name in ((Order.READINESS, "by readiness"), (Order.STAYS, "with their stream")):
+            made = (prediction, "TimingExecutor", partial(kind, order=order))
+            yield row(f"{what}copy engines go on {name}", AUTO, made)
     for slots in (1, 2, 3, 8):
         given: Sequence[Any] = [(owner, "GPU_STAGING_SLOTS", slots) for owner in (budget, planner)]
         for place in (ALL, AUTO):

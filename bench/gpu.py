@@ -155,7 +155,7 @@ def section_rates(args: argparse.Namespace, device: torch.device | None) -> Foun
     there = {name: getattr(buffers, name).to(device) for name in (*STATE, "gradient", "weight")}
     row = row_of(there, ACTIVE | DECOUPLED, values)
     gpu = GpuUpdateKernel(device)
-    update_s = seconds(lambda: gpu.update(row), device, rounds)
+    update_s = seconds(lambda: gpu.update(gpu.send(row)), device, rounds)
     found["gpu update, elements/s"] = numel / update_s
     found["gpu update, bytes/s"] = numel * UPDATE_BYTES / update_s
     source, slot = there["gradient"], torch.empty_like(there["gradient"])
@@ -264,7 +264,7 @@ def section_bits(args: argparse.Namespace, device: torch.device | None) -> Found
             judge = {name: None if tensor is None else tensor.clone() for name, tensor in here.items()}
             master, *state = (judge[name] for name in STATE)
             reference.update(SegmentTensors(master, state, judge["gradient"], judge["weight"], flags, values))
-        gpu.update(row_of(tensors, flags, values))
+        gpu.update(gpu.send(row_of(tensors, flags, values)))
         cpu.run(row_of(here, flags, values))
         for name, tensor in tensors.items():
             if tensor is None or name == "gradient":

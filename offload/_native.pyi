@@ -85,7 +85,11 @@ class IoUring(IoEngine):
     @staticmethod
     def refusal() -> int: ...
 
-# bind_kernels.cpp, in part: `offload.kernels.cpu` has the rest
+# bind_kernels.cpp, in part: `offload.kernels.cpu` and `device` have the rest
+def update_programs(
+    table: int, rows: int, block_numel: int, programs: int, room: int
+) -> tuple[str, list[tuple[int, int, int, int, bool, int]]]: ...
+def row_programs(sizes: int, rows: int, stride: int, block: int, programs: int, room: int) -> int: ...
 def decode(
     form: int,
     first: int,

@@ -407,19 +407,38 @@ class Device(Protocol):
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """Let what is put on a lane from now on wait for a mark of another."""
 
-    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """Put a copy on a lane; one of the addresses, or both, are the device's."""
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
+        """Put a copy on a lane; one of the addresses, or both, are the device's.
+
+        Args:
+            lane: Which one; `H2D` copies to the device, all others from it.
+            target: Where to.
+            source: Where from.
+            nbytes: Size.
+            piece_bytes: Copy in pieces of that size, with something else on the lane behind each, so that copies of
+                other streams get in between; 0 for one copy.
+        """
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
-        """Put on a lane: copy many pieces of device memory at once.
+        """Put on a lane: copy many pieces of device memory at once. It follows its table, which goes on lane `H2D`.
 
         Args:
             lane: Which one.
             pieces: Rows of (target, source, bytes), all of them even; no target overlaps anything else. It is copied.
         """
 
-    def update(self, table: npt.NDArray[Any]) -> None:
-        """Put an update of segments on lane `UPDATE`: rows with device addresses. The table is copied."""
+    def send_table(self, table: npt.NDArray[Any]) -> Any:
+        """Put the table of an update on lane `H2D`: rows of segments with device addresses. It is copied before.
+
+        Copies to the device from two streams may hold each other up for as long as one of them has more. So what an
+        update needs comes on one lane: send its table before its state.
+
+        Returns:
+            What `update` takes, once; without that the table goes unused.
+        """
+
+    def update(self, sent: Any) -> None:
+        """Put an update of segments on lane `UPDATE`, which follows its table."""
 
     def gradient_blocks(
         self,

@@ -223,7 +223,7 @@ def update(gpu: Cuda) -> Found:
             with gpu.on(stream):
                 began.record(stream)
                 for _ in range(launches):
-                    kernel.update(table)
+                    kernel.update(kernel.send(table))
                 ended.record(stream)
             gpu.wait()
             if number:
@@ -384,7 +384,7 @@ def calls(gpu: Cuda) -> Found:
             "copy to the GPU": lambda: device.copy(DeviceLane.H2D, memory, host.address, nbytes),
             "copy from the GPU": lambda: device.copy(DeviceLane.D2H, host.address + nbytes, memory + nbytes, nbytes),
             "copy, each of another size": lambda: device.copy(DeviceLane.H2D, memory, host.address, next(sizes)),
-            "update of a segment": lambda: device.update(table),
+            "update of a segment": lambda: device.update(device.send_table(table)),
             "gradient_blocks": gather,
         }
         for name, call in work.items():

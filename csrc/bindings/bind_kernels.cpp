@@ -13,6 +13,7 @@
 #include "../kernels/float_environment.h"
 #include "../kernels/jobs.h"
 #include "../kernels/prefetch.h"
+#include "../kernels/programs.h"
 #include "../kernels/seal.h"
 #include "bindings.h"
 
@@ -209,6 +210,32 @@ void bind_kernels(nb::module_& module) {
         return check_table(reinterpret_cast<const Segment*>(address), rows);
       },
       nb::arg("address"), nb::arg("rows"), "Return what is wrong with a segment table, or an empty string.");
+  module.def(
+      "update_programs",
+      [](std::uintptr_t table, std::size_t rows, std::uint64_t block_numel, std::uintptr_t programs, std::size_t room) {
+        UpdatePrograms found;
+        {
+          nb::gil_scoped_release release;
+          found = update_programs(reinterpret_cast<const Segment*>(table), rows, block_numel,
+                                  reinterpret_cast<Program*>(programs), room);
+        }
+        std::vector<std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::int32_t, bool, std::uint64_t>> launches;
+        for (const Launch& each : found.launches)
+          launches.emplace_back(each.rule, each.state_format, each.gradient, each.weight, each.aligned, each.count);
+        return std::make_tuple(found.problem, launches);
+      },
+      nb::arg("table"), nb::arg("rows"), nb::arg("block_numel"), nb::arg("programs"), nb::arg("room"),
+      "Write the programs of an update on a GPU; return what is wrong, or its launches (csrc/kernels/programs.h).");
+  module.def(
+      "row_programs",
+      [](std::uintptr_t sizes, std::size_t rows, std::size_t stride, std::uint64_t block, std::uintptr_t programs,
+         std::size_t room) {
+        nb::gil_scoped_release release;
+        return row_programs(reinterpret_cast<const std::uint64_t*>(sizes), rows, stride, block,
+                            reinterpret_cast<Program*>(programs), room);
+      },
+      nb::arg("sizes"), nb::arg("rows"), nb::arg("stride"), nb::arg("block"), nb::arg("programs"), nb::arg("room"),
+      "Write a program for each started block of each size, if there is room; return how many there are.");
   module.def(
       "check_gradient_blocks",
       [](std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel, std::uintptr_t blocks,

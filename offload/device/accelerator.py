@@ -1,8 +1,12 @@
 """An accelerator as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
 
-Every lane is a stream of its own, every mark an event. Device memory is torch's own, so that it shows in torch's
-figures and what is given back is used again. Addresses become tensors without a copy, so torch chooses the driver's
-calls. What differs between types of accelerators is in `offload.backends`.
+Lanes are streams, every mark an event. Hardware has few queues for all streams of a process (8 by CUDA's default, 4
+by ROCm's); those that share one wait for each other. So there are few. A stream follows only what was enqueued before,
+so no sharing makes a circle.
+
+Device memory is torch's own, so that it shows in torch's figures and what is given back is used again. Addresses
+become tensors without a copy, so torch chooses the driver's calls. What differs between types of accelerators is in
+`offload.backends`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -146,6 +150,29 @@ class _Reporter:
             self._thread.join()
 
 
+class _Current:
+    """See `AcceleratorDevice.current`; a class, as every call of a device is made within one."""
+
+    __slots__ = ("_index", "_name", "_other")
+
+    def __init__(self, name: str, index: int) -> None:
+        self._name, self._index = name, index
+
+    def __enter__(self) -> None:
+        self._other = None
+        if torch.accelerator.current_device_index() != self._index:
+            with _refusals(self._name):
+                other = torch.accelerator.device_index(self._index)
+                other.__enter__()
+            self._other = other
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._other is not None:
+            self._other.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
+            raise _refusal(self._name, error) from error
+
+
 class AcceleratorDevice:
     """A `offload.protocols.Device`.
 
@@ -156,12 +183,23 @@ class AcceleratorDevice:
         OffloadError: torch sees no such device, `BACKENDS` has none of its type, or its kernels cannot be used.
     """
 
+    shared: ClassVar[dict[DeviceLane, DeviceLane]] = {DeviceLane.GRADIENTS: DeviceLane.PIECES}
+    """Lanes on the stream of another. Both of these have kernels that take microseconds: in backward the one gathers
+    small gradients before they leave, and the other sums gradients."""
+
     def __init__(self, device: torch.device | None = None) -> None:
         with _refusals("accelerator"):
             self.device, self.backend = accelerator(device)
         self.name = str(self.device)
         with self.current():
-            self._kernel = device_kernel(self.device)
+            # Our kernels are short and much waits for them, so they go before those of forward and backward.
+            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
+            self._streams: dict[DeviceLane, Any] = {}
+            for lane in sorted(LANES, key=lambda lane: lane in self.shared):
+                shared = self._streams.get(self.shared.get(lane, lane))
+                self._streams[lane] = shared or self.backend.stream(self.device, lane in first)
+            self._pauses: dict[DeviceLane, Any] = {lane: _pause(self.device) for lane in LANES}
+            self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
             self.name = f"{self.device} ({name})"
             self.memory_bytes = int(torch.accelerator.get_memory_info(self.device)[1])
@@ -174,23 +212,17 @@ class AcceleratorDevice:
         self._reporting = threading.Lock()
         self._closed = False
         with self.current():
-            # Our kernels are short and much waits for them, so they go before those of forward and backward.
-            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
-            self._streams = {lane: self.backend.stream(self.device, lane in first) for lane in LANES}
-            self._clock = self.backend.stream(self.device, False)
-            self.base = self._now()
+            self.base = self._now(self._streams[DeviceLane.PIECES])
         self._reporters = {DeviceLane.D2H: _Reporter(self)}  # there from the first: it also keeps `base` young
 
     # Threads
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Make this the thread's current device, and turn torch's errors into `OffloadError`s.
 
         A thread begins with device 0, and any call for that device makes a context there, of half a gigabyte.
         """
-        with _refusals(self.name), torch.accelerator.device_index(self.device.index):
-            yield
+        return _Current(self.name, self.device.index)
 
     def adopt_thread(self) -> None:
         """See `Device.adopt_thread`."""
@@ -198,12 +230,12 @@ class AcceleratorDevice:
             torch.accelerator.set_device_index(self.device)
         self.backend.relax_captures()
 
-    def _now(self) -> tuple[Any, float]:
-        """Return an event that happens now, on a stream with nothing else on it, and the monotonic clock's time."""
+    def _now(self, idle: Any) -> tuple[Any, float]:
+        """Return an event that happens now, on a stream with nothing on it, and the monotonic clock's time."""
         best_s, found = float("inf"), (None, 0.0)
         for _ in range(CLOCK_TRIES):
             event, before_s = self.backend.event(self.device, True), time.monotonic()
-            event.record(self._clock)
+            event.record(idle)
             event.synchronize()
             took_s = time.monotonic() - before_s
             if took_s < best_s:
@@ -213,10 +245,12 @@ class AcceleratorDevice:
         return found
 
     def rebase(self) -> None:
-        """Time marks from a newer event, if that from which they are timed is old."""
+        """Time marks from a newer event, if that from which they are timed is old; later, if no stream is idle."""
         with self.current():
             if time.monotonic() - self.base[1] > REBASE_S:
-                self.base = self._now()
+                idle = next((stream for stream in self._streams.values() if stream.query()), None)
+                if idle is not None:
+                    self.base = self._now(idle)
 
     def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `Device.prepare`."""
@@ -256,7 +290,7 @@ class AcceleratorDevice:
         """See `Device.return_borrowed`."""
         with self.current():
             for tensor in self._borrowed:
-                for stream in tuple(self._streams.values()):
+                for stream in dict.fromkeys(self._streams.values()):
                     tensor.record_stream(stream)
         self._borrowed.clear()
 
@@ -322,24 +356,36 @@ class AcceleratorDevice:
 
     # Work
 
-    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """See `Device.copy`; lane `H2D` copies to the device, all others from it."""
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
+        """See `Device.copy`; what comes between pieces is a kernel that casts one element."""
         if not nbytes:
             return
         to, of = (self.device, HOST) if lane is DeviceLane.H2D else (HOST, self.device)
         with self.current(), working_on(self.stream(lane)):
-            memory = tensor_at(source, nbytes, torch.uint8, of)
-            tensor_at(target, nbytes, torch.uint8, to).copy_(memory, non_blocking=True)
+            there = tensor_at(target, nbytes, torch.uint8, to)
+            here = tensor_at(source, nbytes, torch.uint8, of)
+            if not piece_bytes:
+                there.copy_(here, non_blocking=True)
+                return
+            cast, element = self._pauses[lane]
+            targets = [each for piece in there.unsafe_split(piece_bytes) for each in (piece, cast)]
+            sources = [each for piece in here.unsafe_split(piece_bytes) for each in (piece, element)]
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # one after the other, in one call
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """See `Device.copy_pieces`."""
         with self.current(), working_on(self.stream(lane)):
             self._kernel.copy_pieces(pieces)
 
-    def update(self, table: npt.NDArray[Any]) -> None:
+    def send_table(self, table: npt.NDArray[Any]) -> Any:
+        """See `Device.send_table`."""
+        with self.current(), working_on(self.stream(DeviceLane.UPDATE)):
+            return self._kernel.send(table)
+
+    def update(self, sent: Any) -> None:
         """See `Device.update`."""
         with self.current(), working_on(self.stream(DeviceLane.UPDATE)):
-            self._kernel.update(table)
+            self._kernel.update(sent)
 
     def gradient_blocks(
         self,
@@ -390,6 +436,11 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
     return None
 
 
+def _pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one element twice, of two dtypes: copying between these is a kernel, which no copy engine does."""
+    return torch.empty(1, device=device), torch.empty(1, dtype=torch.int32, device=device)
+
+
 @contextlib.contextmanager
 def _refusals(name: str) -> Iterator[None]:
     """Turn torch's errors for a device into `OffloadError`s."""
@@ -398,7 +449,11 @@ def _refusals(name: str) -> Iterator[None]:
     except OffloadError:
         raise
     except RuntimeError as error:
-        raise OffloadError(f"{name}: {_first_line(error)}") from error
+        raise _refusal(name, error) from error
+
+
+def _refusal(name: str, error: RuntimeError) -> OffloadError:
+    return OffloadError(f"{name}: {_first_line(error)}")
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -31,7 +31,7 @@ from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.memory.touching import nodes_for
 from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
-from offload.plan.budget import PIECE_BUFFERS
+from offload.plan.budget import HIDDEN_PIECE_BYTES, PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
 from offload.units import format_bytes
@@ -104,7 +104,8 @@ class GpuLanes(Lanes):
         self._parked_piece_bytes = 0
         self._slots_address = 0
         self._slots_bytes = 0
-        self._ready: dict[int, Mark] = {}
+        self._ready: dict[int | None, Mark] = {}
+        self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
         self._updated: dict[int, Mark] = {}
         self._weight_copies = weight_copies
         self._weights_address = 0
@@ -375,8 +376,9 @@ class GpuLanes(Lanes):
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
         """Put a copy on a lane (`H2D` copies to the device), cut where chunks of pinned memory end; any thread."""
         host = source if lane is DeviceLane.H2D else target
+        piece_bytes = HIDDEN_PIECE_BYTES if self.is_hidden else 0
         for offset, size in self.pinned.whole_copies(host, nbytes):
-            self.device.copy(lane, target + offset, source + offset, size)
+            self.device.copy(lane, target + offset, source + offset, size, piece_bytes)
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """See `Lanes.bring_gradient`; behind what the calling thread has put on the device."""
@@ -400,12 +402,13 @@ class GpuLanes(Lanes):
         self.device.follow(DeviceLane.CALLER, mark)
         return mark
 
-    def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state into a staging slot on the device, whose last copy-out has ended."""
+    def copy_in(self, operation: Transfer, host_address: int, table: npt.NDArray[Any], due_s: float) -> None:
+        """Copy the table of a subgroup's update, and its state into a staging slot, whose last copy-out has ended."""
         slot, nbytes = operation.through, operation.nbytes
         updated = self._updated.get(slot)
         if updated is not None:  # by the slot's last owner, if it changed nothing and was not copied out
             self.device.follow(DeviceLane.H2D, updated)
+        self._tables[slot] = self.device.send_table(table)
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
@@ -413,22 +416,28 @@ class GpuLanes(Lanes):
         self._post(operation.op)
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
-        """Update a subgroup on the device."""
-        subgroup = operation.visit.subgroup
-        copied = self._ready.pop(operation.gpu_slot, None) if operation.gpu_slot is not None else None
-        if copied is not None:  # fresh state is not copied
-            self.device.follow(DeviceLane.UPDATE, copied)
+        """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
+        subgroup, sent = operation.visit.subgroup, None
+        if operation.gpu_slot in self._tables:  # fresh state is not copied
+            self.device.follow(DeviceLane.UPDATE, self._ready.pop(operation.gpu_slot))
+            sent = self._tables.pop(operation.gpu_slot)
+        elif table is not None:
+            sent = self.device.send_table(table)
         for mark in self._inputs.get(subgroup, ()):
             self.device.follow(DeviceLane.UPDATE, mark)
         began = self.device.mark(DeviceLane.UPDATE)
-        if table is not None:
-            self.device.update(table)
+        if sent is not None:
+            self.device.update(sent)
         ended = self.device.mark(DeviceLane.UPDATE)
         self._written[subgroup] = (ended,)
         if operation.gpu_slot is not None:
             self._updated[operation.gpu_slot] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
+
+    def has_table(self, operation: Run) -> bool:
+        """Return whether the table of an update was copied with its state."""
+        return operation.gpu_slot in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""

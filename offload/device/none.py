@@ -43,7 +43,7 @@ class NoDevice:
 
     adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
-    fingerprint_gradients = _refuse
+    fingerprint_gradients = send_table = _refuse
 
     def free_bytes(self) -> int:
         """Return 0."""
@@ -74,6 +74,7 @@ class Lanes:
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
+        is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
         borrows: Whether memory of the device is taken between backward and forward alone.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
     """
@@ -87,11 +88,11 @@ class Lanes:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.given_up = False
-        self.wakes = False
+        self.wakes = self.is_hidden = False
 
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
-    report_inputs = never
+    report_inputs = has_table = never
     home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:

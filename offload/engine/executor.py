@@ -39,6 +39,7 @@ from offload.schedule.operations import (
     Stop,
     Sync,
     Transfer,
+    Visit,
     WriteTile,
     tile_label,
 )
@@ -299,7 +300,7 @@ class LiveExecutor:
         gpu, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case Run():
-                gpu.run(operation, self._visitor(operation), due_s)
+                gpu.run(operation, None if gpu.has_table(operation) else self._visitor(operation), due_s)
             case AwaitPush():
                 gpu.await_push(operation)
             case Transfer(what="weights"):
@@ -310,7 +311,14 @@ class LiveExecutor:
                     self._seals.touched(slot, subgroup if leaves else None)
                 elif not leaves:
                     self._seals.touched_home(subgroup)
-                (gpu.copy_in if leaves else gpu.copy_out)(operation, self._state_address(slot, subgroup), due_s)
+                address = self._state_address(slot, subgroup)
+                if leaves:  # the visitor sees the run that follows
+                    run = Run(
+                        operation.op, 0, Visit(subgroup, gpu=True), slot, fresh=False, gpu_slot=operation.through
+                    )
+                    gpu.copy_in(operation, address, self._visitor(run), due_s)
+                else:
+                    gpu.copy_out(operation, address, due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return where a subgroup's state lies: in a staging slot, or at home."""

@@ -20,7 +20,6 @@ from offload.backends import accelerator
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
 from offload.kernels.table import checked
-from offload.protocols import TAKES_MASTER, SegmentFlag
 from offload.rules import UpdateRule
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ _native: Any = import_module("offload._native")
 
 SLOT_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)
 """By `DtypeCode`; of NONE those of fp32: a segment without a weight of its own has its master."""
-
-_TOUCHING = int(SegmentFlag.ACTIVE | TAKES_MASTER | SegmentFlag.ZERO_STATE)
 
 
 class DeviceKernel(ABC):
@@ -55,16 +52,19 @@ class DeviceKernel(ABC):
             kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
         """
 
-    def update(self, table: npt.NDArray[Any]) -> None:
-        """Enqueue the update of the segments of `table`.
+    def send(self, table: npt.NDArray[Any]) -> Any:
+        """Send the table of an update, for the stream that is current, to the device.
 
-        The table is copied before this returns; the memory that it points at must live until the stream has come to
-        the update's end. Fastest where addresses are multiples of four elements; where elements share scales, where
-        those would be that the elements before a segment's in its first block had.
+        The table is copied before this returns; what it points at must live until the stream has come to the update's
+        end. Fastest where addresses are multiples of four elements; where elements share scales, where those would be
+        that the elements before a segment's in its first block had.
 
         Args:
             table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this
                 device's, each a multiple of its element's size. Segments must not overlap.
+
+        Returns:
+            What `update` takes, once.
 
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
@@ -72,15 +72,12 @@ class DeviceKernel(ABC):
         table = checked(table)
         problem = _native.check_table(table.ctypes.data, table.size)
         invariant(not problem, problem)
-        touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
-        if not touched.size:
-            return
-        used = table[touched]
-        active = used["flags"] & int(SegmentFlag.ACTIVE) != 0
-        gradients = np.where(active, used["gradient_dtype"], int(DtypeCode.NONE))
-        odd = touched[active & (used["gradient"] % SLOT_BYTES[gradients] != 0)]
-        invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
-        self._update(used, gradients)
+        return self._send(table)
+
+    def update(self, sent: Any) -> None:
+        """Enqueue the update of the segments of a table that was sent."""
+        if sent is not None:
+            self._update(sent)
 
     def gather(
         self,
@@ -175,8 +172,12 @@ class DeviceKernel(ABC):
     # What the kinds do, each in its way; all has been checked
 
     @abstractmethod
-    def _update(self, used: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> None:
-        """Enqueue the update of segments that have elements; with `gradients`, their dtypes: NONE if not active."""
+    def _send(self, table: npt.NDArray[Any]) -> Any:
+        """Return what `_update` takes; None for nothing to update."""
+
+    @abstractmethod
+    def _update(self, sent: Any) -> None:
+        """Enqueue the update of what was sent."""
 
     @abstractmethod
     def _gather(
@@ -207,15 +208,19 @@ def _checked_rows(dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> npt.NDArray
     return used
 
 
-def device_kernel(device: torch.device | None = None) -> DeviceKernel:
-    """Return the kernel of a device, None for the current accelerator: in Triton where it has that.
+def device_kernel(device: torch.device | None = None, to_device: Any = None) -> DeviceKernel:
+    """Return the kernel of a device: in Triton where it has that.
+
+    Args:
+        device: Which one; None for the current accelerator.
+        to_device: The stream on which tables are sent there; None for one of the kernel's own.
 
     Raises:
         ConfigError: There is no such device, or no Triton where it is needed.
     """
     found, backend = accelerator(device)
     if backend.compiler == "triton":
-        return import_module("offload.kernels.gpu").GpuUpdateKernel(found)  # type: ignore[no-any-return]
+        return import_module("offload.kernels.gpu").GpuUpdateKernel(found, to_device)  # type: ignore[no-any-return]
     _say_slow(found.type)
     return import_module("offload.kernels.plain").PlainUpdateKernel(found)  # type: ignore[no-any-return]
 

@@ -13,20 +13,21 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from offload import _native
 from offload.backends import Backend, accelerator, working_on
 from offload.dtypes import DtypeCode
-from offload.errors import ConfigError
-from offload.formats import FORMATS
+from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.device import SLOT_BYTES, DeviceKernel
-from offload.protocols import NORM_BLOCK_NUMEL
-from offload.rules import ADAMW, RULES, UpdateRule
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE
+from offload.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,11 +43,8 @@ GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
-# By the code of a format.
-_SHARED_NUMEL = np.array([found.block_numel for found in FORMATS], np.uint64)
-_MASTER_BYTES = np.array([found.masters[0].format.item_bytes for found in FORMATS], np.uint64)
-_STATE_BYTES = np.array([found.state(ADAMW)[0].format.item_bytes for found in FORMATS], np.uint64)
 _LEAST_WORDS = 512  # of a table's memory that is used again
+_ROW_WORDS = SEGMENT_DTYPE.itemsize // 8
 _SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
 _STATES = {rule.code: len(rule.state) for rule in RULES.values()}
 
@@ -58,15 +56,13 @@ class GpuUpdateKernel(DeviceKernel):
 
     Args:
         device: An accelerator, None for the current one; or "cpu" for Triton's interpreter.
+        to_device: The stream on which tables are sent to the device; None for a new one.
 
     Raises:
         ConfigError: There is no such device, or no Triton.
     """
 
-    _uploads: Uploads | None = None
-    """None in the interpreter."""
-
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(self, device: torch.device | str | None = None, to_device: Any = None) -> None:
         compiles = device is None or torch.device(device).type != "cpu"
         self.device, backend = accelerator(device) if compiles else (torch.device("cpu"), None)
         chosen = str(self.device)
@@ -85,8 +81,7 @@ class GpuUpdateKernel(DeviceKernel):
             except Exception as error:
                 advice = f"Triton cannot use it (it needs a C compiler and Python's headers): {error}"
                 raise ConfigError("device", chosen, advice) from error
-        if backend is not None:
-            self._uploads = Uploads(self.device, backend)
+        self._tables = Tables() if backend is None else Uploads(self.device, backend, to_device)
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
         """See `DeviceKernel.compile`: each kernel is launched once, with no program, which also loads it."""
@@ -123,50 +118,39 @@ class GpuUpdateKernel(DeviceKernel):
                         **GATHER_OPTIONS,
                     )
 
-    def _update(self, used: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> None:
-        active = gradients != int(DtypeCode.NONE)
-        weights = np.where(used["weight"] != 0, used["weight_dtype"], int(DtypeCode.NONE))
-        formats = used["state_format"]
-        before = used["first_index"] % _SHARED_NUMEL[formats]
-        of_master = np.where(used["weight"] != 0, _MASTER_BYTES[formats], np.uint64(4))
-        of_weight, of_state = SLOT_BYTES[weights], _STATE_BYTES[formats]
-        aligned = ~active | _aligned(used["gradient"], before, SLOT_BYTES[gradients])
-        for addresses, items in (
-            (used["weight"], of_weight),
-            (used["new_weight"], of_weight),
-            (used["master"], of_master),
-            (used["new_master"], of_master),
-            (used["master_low"], np.uint64(1)),
-            (used["new_master_low"], np.uint64(1)),
-            *((addresses, of_state) for addresses in used["state"].T),
-        ):
-            aligned &= _aligned(addresses, before, items)
-        rules = used["rule"].astype(np.int64) * len(FORMATS) + used["state_format"]
-        group = ((rules * 4 + gradients) * 4 + weights) * 2 + aligned
-        order = np.argsort(group, kind="stable")
-        blocks = -(-(before + used["numel"])[order].astype(np.int64) // BLOCK_NUMEL)
-        words, row_words = _with_pieces(used.view(np.int64), order, blocks)
-        programs = np.bincount(group[order], weights=blocks).astype(np.int64)
+    def _send(self, table: npt.NDArray[Any]) -> SentUpdate | None:
+        words = table.size * _ROW_WORDS
+        first = _programs_at(words)
+        sent = self._tables.take(first + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
+        sent.words[:words] = table.view(np.int64)
+        address, room = sent.words.ctypes.data + 8 * first, sent.words.size - first
+        problem, launches = _native.update_programs(table.ctypes.data, table.size, BLOCK_NUMEL, address, room)
+        invariant(not problem, problem)
+        if not launches:
+            sent.unused.append(sent)
+            return None
+        self._tables.send(sent, first + sum(launch[-1] for launch in launches))
+        return sent, first, launches
 
-        with self._current(), self._there(words) as there:
-            first = 0
-            for key in np.flatnonzero(programs).tolist():
-                count = int(programs[key])
-                rule, state_format = divmod(key // 32, len(FORMATS))
+    def _update(self, sent: SentUpdate) -> None:
+        table, first, launches = sent
+        with self._current(), self._tables.lend(table) as there:
+            begin, programs = 0, there[first:].view(torch.int32)
+            for rule, state_format, gradient, weight, aligned, count in launches:
                 self._kernels.update[(count,)](
-                    there[:row_words],
-                    there[row_words:].view(torch.int32),
-                    first,
+                    there,
+                    programs,
+                    begin,
                     RULE=rule,
                     STATES=_STATES[rule],
-                    GRADIENT=key // 8 % 4,
-                    WEIGHT=key // 2 % 4,
-                    ALIGNED=bool(key % 2),
+                    GRADIENT=gradient,
+                    WEIGHT=weight,
+                    ALIGNED=aligned,
                     STATE_FORMAT=state_format,
                     BLOCK=BLOCK_NUMEL,
                     **UPDATE_OPTIONS,
                 )
-                first += count
+                begin += count
 
     def _gather(
         self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
@@ -187,113 +171,140 @@ class GpuUpdateKernel(DeviceKernel):
             )
 
     def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
-        blocks = -(-pieces[:, 2].astype(np.int64) // COPY_BLOCK_BYTES)
-        self._launch_rows(self._kernels.copy_pieces, pieces, blocks, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
+        options = {"BLOCK": COPY_BLOCK_BYTES, **COPY_OPTIONS}
+        self._launch_rows(self._kernels.copy_pieces, pieces, 2, COPY_BLOCK_BYTES, options)
 
     def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
-        blocks = -(-rows[:, 1].astype(np.int64) // NORM_BLOCK_NUMEL)
-        self._launch_rows(self._kernels.gather_rows, rows, blocks, SOURCE=dtype, **GATHER_OPTIONS)
+        options = {"SOURCE": dtype, **GATHER_OPTIONS}
+        self._launch_rows(self._kernels.gather_rows, rows, 1, NORM_BLOCK_NUMEL, options)
 
     def _fingerprint_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
-        blocks = -(-rows[:, 1].astype(np.int64) // NORM_BLOCK_NUMEL)
-        self._launch_rows(self._kernels.fingerprint_rows, rows, blocks, SOURCE=dtype, **GATHER_OPTIONS)
+        options = {"SOURCE": dtype, **GATHER_OPTIONS}
+        self._launch_rows(self._kernels.fingerprint_rows, rows, 1, NORM_BLOCK_NUMEL, options)
 
     def _launch_rows(
-        self, kernel: Any, rows: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int64], **options: Any
+        self, kernel: Any, rows: npt.NDArray[np.uint64], size: int, block: int, options: dict[str, Any]
     ) -> None:
-        """Launch a kernel over rows of three words, so many programs for each."""
-        table = np.zeros((len(rows), 4), np.int64)
-        table[:, :3] = rows
-        words, row_words = _with_pieces(table.reshape(-1), np.arange(len(rows)), blocks)
-        with self._current(), self._there(words) as there:
-            kernel[(int(blocks.sum()),)](there[:row_words], there[row_words:].view(torch.int32), **options)
+        """Launch a kernel over rows of three words, of which one is a size: a program for each block of that."""
+        rows = np.ascontiguousarray(rows)
+        first, sizes = _programs_at(4 * len(rows)), rows[:, size]
+        table = self._tables.take(first + int(sizes.sum()) // block + len(rows))
+        table.words[: 4 * len(rows)].reshape(-1, 4)[:, :3] = rows
+        address, room = table.words.ctypes.data + 8 * first, table.words.size - first
+        count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
+        self._tables.send(table, first + count)
+        with self._current(), self._tables.lend(table) as there:
+            kernel[(count,)](there, there[first:].view(torch.int32), **options)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""
-        if self._uploads is None:
+        if self.device.type == "cpu":
             return np.errstate(all="ignore")
         return torch.accelerator.device_index(self.device.index)
 
-    def _there(self, words: npt.NDArray[np.int64]) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Lend a copy of a table, on the device, to the current stream."""
-        return contextlib.nullcontext(torch.from_numpy(words)) if self._uploads is None else self._uploads.lend(words)
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """A kernel's table: in host memory, where it is filled, and on the device.
+
+    Attributes:
+        words: It, and whatever is behind it in its memory, in host memory.
+        here: The same.
+        there: On the device.
+        sent: After it has been copied there, and after it has been used there.
+        using: The stream of the work that uses it.
+        unused: Where it waits for its next use.
+    """
+
+    words: npt.NDArray[np.int64]
+    here: torch.Tensor
+    there: torch.Tensor
+    sent: Any = None
+    using: Any = None
+    unused: deque[Table] = field(default_factory=deque)
 
 
-class Uploads:
+SentUpdate = tuple[Table, int, list[tuple[int, int, int, int, bool, int]]]
+"""A table, the word at which its programs begin, and its launches (csrc/kernels/programs.h)."""
+
+
+class Tables:
+    """Tables that are used in host memory: by the interpreter, at once."""
+
+    def take(self, words: int) -> Table:
+        """Return a table of that many words, or more, for work of the current stream."""
+        here = torch.empty(words, dtype=torch.int64, device="cpu")
+        return Table(here.numpy(), here, here)
+
+    def send(self, table: Table, words: int) -> None:
+        """Copy the first words of a table to the device."""
+
+    @contextlib.contextmanager
+    def lend(self, table: Table) -> Iterator[torch.Tensor]:
+        """Lend a table that was sent to work that is now put on the current stream, which waits for it."""
+        yield table.there
+
+
+class Uploads(Tables):
     """Tables on their way to a device, in memory that is used again when the work that they were for has been done.
+
+    They are sent on the stream of all copies to the device. On another one a table might wait for all of these: some
+    copy engines go on with a stream as long as it has copies that can begin.
 
     Any thread may call. Work on one stream ends in its order, so of the tables that it has had, the oldest tells.
 
     Args:
         device: Where they go.
         backend: Its row.
+        stream: On which they are sent; None for a new one.
     """
 
-    def __init__(self, device: torch.device, backend: Backend) -> None:
+    def __init__(self, device: torch.device, backend: Backend, stream: Any = None) -> None:
         self._device, self._backend = device, backend
-        # On the stream that uses a table it would wait for the state that is updated, and then for its turn among
-        # copies of other state.
-        self._stream = backend.stream(device, False)
-        self._used: dict[Any, deque[tuple[torch.Tensor, torch.Tensor, Any]]] = {}
+        self._stream = stream or backend.stream(device, False)
+        self._used: dict[Any, deque[Table]] = {}
+
+    def take(self, words: int) -> Table:
+        """See `Tables.take`. A table that is not sent, or not used then, is memory that goes."""
+        using = self._backend.current_stream(self._device)
+        size = max(_LEAST_WORDS, 1 << (words - 1).bit_length())
+        used = self._used.setdefault((using, size), deque())
+        return self._unused(used) or self._make(size, using, used)
+
+    def send(self, table: Table, words: int) -> None:
+        """See `Tables.send`."""
+        with working_on(self._stream):
+            table.there[:words].copy_(table.here[:words], non_blocking=True)
+        table.sent.record(self._stream)
 
     @contextlib.contextmanager
-    def lend(self, words: npt.NDArray[np.int64]) -> Iterator[torch.Tensor]:
-        """Lend a copy to work that is now put on the current stream, which waits for it."""
-        using = self._backend.current_stream(self._device)
-        size = max(_LEAST_WORDS, 1 << (words.size - 1).bit_length())
-        used = self._used.setdefault((using, size), deque())
-        here, there, event = self._unused(used) or self._make(size, using)
-        here.numpy()[: words.size] = words
-        with working_on(self._stream):
-            there[: words.size].copy_(here[: words.size], non_blocking=True)
-        event.record(self._stream)
-        using.wait_event(event)
+    def lend(self, table: Table) -> Iterator[torch.Tensor]:
+        """See `Tables.lend`: to the stream that was current when it was taken."""
+        table.using.wait_event(table.sent)
         try:
-            yield there[: words.size]
+            yield table.there
         finally:
-            event.record(using)
-            used.append((here, there, event))
+            table.sent.record(table.using)
+            table.unused.append(table)
 
-    def _unused(self, used: deque[Any]) -> Any:
+    def _unused(self, used: deque[Table]) -> Table | None:
         try:
             oldest = used.popleft()
         except IndexError:
             return None
-        if oldest[2].query():
+        if oldest.sent.query():
             return oldest
         used.appendleft(oldest)
         return None
 
-    def _make(self, size: int, using: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def _make(self, size: int, using: Any, unused: deque[Table]) -> Table:
         here = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         with working_on(self._stream):  # whose memory it is
             there = torch.empty(size, dtype=torch.int64, device=self._device)
         there.record_stream(using)  # an interrupt may let go of it while it is read
-        return here, there, self._backend.event(self._device, False)
+        return Table(here.numpy(), here, there, self._backend.event(self._device, False), using, unused)
 
 
-def _aligned(addresses: npt.NDArray[np.uint64], before: npt.NDArray[np.uint64], items: Any) -> Any:
-    """Return whether each address, so many elements before, is a multiple of four of them; 0 is none."""
-    return (addresses == 0) | ((addresses - before * items) % (4 * items) == 0)
-
-
-def _with_pieces(
-    rows: npt.NDArray[np.int64], order: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], int]:
-    """Return a table's words, and after them, for each program, its row and which of the row's blocks (int32 each).
-
-    Args:
-        rows: The words of the table.
-        order: Its rows, in the order in which programs take them.
-        blocks: How many blocks each of those has.
-
-    Returns:
-        The words, and where the second part begins: at a multiple of 16 bytes, which Triton compiles for.
-    """
-    ends, start = np.cumsum(blocks), rows.size + rows.size % 2
-    words = np.empty(start + int(ends[-1]), np.int64)
-    words[: rows.size], words[rows.size : start] = rows, 0
-    pieces = words[start:].view(np.int32).reshape(-1, 2)
-    pieces[:, 0] = np.repeat(order, blocks)
-    pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
-    return words, start
+def _programs_at(words: int) -> int:
+    """Return where programs begin behind a table: at a multiple of 16 bytes, which Triton compiles for."""
+    return words + words % 2

@@ -11,25 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from offload.backends import tensor_at
 from offload.dtypes import DtypeCode
+from offload.errors import invariant
 from offload.formats import FORMATS, MASTER_LOW, SCALES, StateSpec, blocks_numel
 from offload.kernels import reference
-from offload.kernels.device import DeviceKernel
+from offload.kernels.device import SLOT_BYTES, DeviceKernel
 from offload.kernels.reference import TORCH_DTYPES, SegmentTensors
 from offload.kernels.stored import stored_dtype
 from offload.protocols import NORM_BLOCK_NUMEL, TAKES_MASTER, SegmentFlag
 from offload.rules import MASTER, RULES, segment_dtype
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 PIECE_NUMEL = 1 << 20
 """Elements that are worked on at once, a multiple of every block's: each takes some dozens of bytes meanwhile."""
 
+_TOUCHING = int(SegmentFlag.ACTIVE | TAKES_MASTER | SegmentFlag.ZERO_STATE)
 _RULES = {rule.code: rule for rule in RULES.values()}
 
 
@@ -43,8 +45,20 @@ class PlainUpdateKernel(DeviceKernel):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def _update(self, used: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> None:
-        for number, gradient in enumerate(gradients.tolist()):
+    def _send(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]] | None:
+        touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
+        if not touched.size:
+            return None
+        used = table[touched]
+        active = used["flags"] & int(SegmentFlag.ACTIVE) != 0
+        gradients = np.where(active, used["gradient_dtype"], int(DtypeCode.NONE))
+        odd = touched[active & (used["gradient"] % SLOT_BYTES[gradients] != 0)]
+        invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
+        return used, gradients.tolist()
+
+    def _update(self, sent: tuple[npt.NDArray[Any], list[int]]) -> None:
+        used, gradients = sent
+        for number, gradient in enumerate(gradients):
             rule = _RULES[int(used["rule"][number])]
             row = used[number : number + 1].view(segment_dtype(rule))[0]
             state = StateSpec(rule, FORMATS[int(row["state_format"])])

@@ -92,11 +92,12 @@ class GpuProbe:
         memory = self._memory = lanes.device.allocate(nbytes)
         self._host = lanes.arena(2 * size, node=node)
         host = self._host.address
-        self._work = {
+        self._work: dict[DeviceLane, Callable[[], None]] = {
             H2D: partial(lanes.copy, H2D, memory, host, size),
             D2H: partial(lanes.copy, D2H, host + size, memory + size, size),
-            UPDATE: partial(lanes.device.update, trial_table(state, memory, numel)),
+            UPDATE: self._update_device,
         }
+        self._table = trial_table(state, memory, numel)
         lanes.store([(memory + at, host, min(size, nbytes - at)) for at in range(0, nbytes, size)])  # zeros
 
     def samples(self) -> Iterator[tuple[str, Callable[[], Mapping[str, float]]]]:
@@ -110,6 +111,9 @@ class GpuProbe:
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
         """Return what lanes that work at once reach: bytes copied, or bytes of state updated, per second."""
         return self._ended(self._begun(lanes, self._repeats), self._repeats, beside)
+
+    def _update_device(self) -> None:
+        self.lanes.device.update(self.lanes.device.send_table(self._table))
 
     def close(self) -> None:
         """Give all memory back."""

@@ -35,6 +35,10 @@ LEAST_COPY_BYTES = 1 << 20
 """Pieces of GPU memory of that size are copied to and from the host each on its own: the link takes 20 us or more
 for one, about as long as a copy takes to be enqueued. Smaller ones are gathered into a buffer there, or scattered."""
 
+HIDDEN_PIECE_BYTES = 32 << 20
+"""Of copies while a step is hidden behind the user's work: what the user copies meanwhile waits for the one in
+flight, and for one of another lane. A link of 50e9 bytes a second takes 0.7 ms for one."""
+
 KERNEL_COPIES = 4
 """Copies that take as long to enqueue as gathering does: a kernel, its table, and what orders both."""
 

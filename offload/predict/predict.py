@@ -202,7 +202,7 @@ def predict(
             pump(machine, executor, partial(_is_filling, subgroup))
         gradients_s = executor.now_s - came_s
         executor.record_timeline = timeline and number == steps
-        begun_s = max(executor.now_s, executor.device_ends_s)
+        begun_s = max(executor.now_s, executor.end_device())
         busy_before, bytes_before = executor.busy_s, executor.lane_bytes
         visits = update_visits(plan, visit_order(everything, machine.slots))
         executor.inject(Begin(Sweep(number, number, visits)), begun_s)
@@ -210,7 +210,7 @@ def predict(
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
         machine.take_finished_sweep()
         heard_s = executor.now_s + rates.reaction_s  # whoever waits for it hears of it; the GPU waits for itself
-        step_s = max(heard_s, executor.device_ends_s) - begun_s
+        step_s = max(heard_s, executor.end_device()) - begun_s
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # what ends behind forward and backward
     busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
     lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}

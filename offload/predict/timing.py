@@ -6,9 +6,8 @@ operation, that is a lane, too ("engine"). Where they know the host's memory ban
 the other lanes leave of it at each moment (`Rates.cpu_speed`).
 
 The GPU is driven as the live engine drives it: a copy to it or an update there counts as done once it is enqueued,
-and what follows waits for it on the GPU. Gradients that wait on the GPU (`Budgets.gradients_on_gpu`) are fetched a
-few visits ahead, on a stream beside that of state, and an update on the CPU waits for its own. Of two streams the
-copy engine takes what has been ready for longer.
+and what follows waits for it on the GPU (`Streams`). Gradients that wait on the GPU (`Budgets.gradients_on_gpu`) are
+fetched a few visits ahead, on a stream beside that of state, and an update on the CPU waits for its own.
 
 Non-goals: a host so much slower than its lanes that they wait for it in turn.
 """
@@ -20,14 +19,18 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from offload.errors import InternalError
+from offload.errors import InternalError, known
 from offload.plan.budget import BROUGHT_AHEAD, Plan
 from offload.plan.cost import CALLS, PASSING_CALLS, slower
 from offload.plan.rates import Rates
 from offload.predict.lanes import Lane, VirtualLanes
 from offload.predict.shared import Flow, SharedPath
+from offload.predict.streams import PIECE_GAP_S, Order, Streams, Work
 from offload.schedule.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
 from offload.schedule.timeline import ENGINE
+
+TABLE_SHARE = 1024 * 12 // 8
+"""Bytes of exact state for each byte of its update's table: 8 for each 1024 elements."""
 
 
 class TimingExecutor(VirtualLanes):
@@ -36,16 +39,26 @@ class TimingExecutor(VirtualLanes):
     Args:
         plan: What the operations belong to.
         rates: Speed of every lane; one entry for each path of the plan.
+        order: How the GPU's copy engines choose between streams.
+        piece_bytes: Size of the pieces of copies, after each of which an engine may leave the stream; None for whole
+            copies.
 
     Raises:
         ConfigError: If `rates` has not one entry for each path.
     """
 
-    gradient_stream = 1
-    """The stream on which gradients leave the GPU: 0 is that of state."""
+    gradient_stream = "leaving"
+    """The stream on which gradients leave the GPU: "d2h" is that of state."""
+    table_stream = "h2d"
+    """The stream on which tables of updates come to the GPU. On that of state they cost nothing beside it."""
 
-    def __init__(self, plan: Plan, rates: Rates) -> None:
+    def __init__(
+        self, plan: Plan, rates: Rates, *, order: Order = Order.READINESS, piece_bytes: int | None = None
+    ) -> None:
         super().__init__(plan, rates)
+        self.streams: Streams[Operation | int] = Streams(order)
+        """Those of the GPU."""
+        self._piece_bytes = piece_bytes
         # Paths whose transfers share what there is: what one takes there is known when it has ended.
         self._shared: list[SharedPath[Operation]] = []
         for number, path in enumerate(rates.paths):
@@ -70,19 +83,19 @@ class TimingExecutor(VirtualLanes):
         self._update_from_s = 0.0
         self._demand = 0.0  # of the other lanes for the memory, a second,
         self._demands: list[tuple[float, float]] = []  # and how it will change: a heap of (when, by how much)
-        # What the GPU orders by itself: when the state in each of its slots is there, or updated.
-        self._there_s: dict[int, float] = {}
-        # Gradients: of which visits they are not asked for yet, of which ahead of the visit, and when they are there.
+        # What the GPU orders by itself: what the state in each of its slots waits for.
+        self._there: dict[int, Work[Operation | int]] = {}
+        # Gradients: of which visits they are not asked for yet, of which ahead of the visit, and their copies.
         self._to_bring: dict[int, int] = {}
         self._ahead: set[int] = set()
-        self._brought_s: dict[int, float] = {}
-        # What waits to leave the GPU: state, and weights or gradients (by subgroup), and from when on it may.
-        self._leaving: tuple[deque[tuple[float, Transfer | int, int]], ...] = (deque(), deque())
-        self._pushed_s: dict[int, float] = {}  # when each weight slot has been left
+        self._brought: dict[int, Work[Operation | int]] = {}
+        self._weights_sent: dict[int, Work[Operation | int]] = {}  # from each weight slot
+        self._awaited: dict[Work[Operation | int], tuple[float, Operation]] = {}  # what is reported when work ends
 
-    @property
-    def device_ends_s(self) -> float:
-        """When the GPU has ended all updates and copies to it that it has been given."""
+    def end_device(self) -> float:
+        """Have the GPU do all that it has been given; return when it has ended updates and copies to it."""
+        while self.streams.next()[1] is not None:
+            self._begin_work()
         return max((lane.free_s[0] for name, lane in self._gpu.items() if name != "d2h"), default=0.0)
 
     def _lanes(self) -> list[Lane]:
@@ -97,11 +110,10 @@ class TimingExecutor(VirtualLanes):
                 ready_s = self._work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_bring:
                 ready_s = self._coming(operation.tile.subgroup, ready_s)
-            may_start_s = ready_s
-            gpu_slot = _gpu_slot(operation)
-            if gpu_slot is not None:
-                may_start_s = max(ready_s, self._there_s.pop(gpu_slot, 0.0))
-            elif lane is self._cpu and isinstance(operation, Run):
+            if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
+                self._enqueue(operation, nbytes, ready_s)
+                continue
+            if lane is self._cpu and isinstance(operation, Run):
                 number = operation.visit.subgroup
                 if self._to_bring or self._ahead:
                     ready_s = self._bring(number, ready_s)
@@ -110,24 +122,74 @@ class TimingExecutor(VirtualLanes):
                     if len(self._updates) == 1:
                         self._start_update()
                     continue
-            if isinstance(operation, Transfer) and operation.lane == "d2h":
-                stream = 0 if operation.what == "state" else self.gradient_stream
-                self._leaving[stream].append((may_start_s, operation, nbytes))
-                continue
-            if isinstance(operation, AwaitPush):
-                self._push(max(ready_s, self._pushed_s.pop(operation.weight_slot)), operation)
-                continue
             if lane.shared is not None:
-                self._give_shared(lane, lane.shared, operation, nbytes, may_start_s)
+                self._give_shared(lane, lane.shared, operation, nbytes, ready_s)
                 continue
-            finished_s = reported_s = self._give(lane, operation, nbytes, may_start_s)
-            if _is_enqueued(operation):
-                reported_s = ready_s
-                if gpu_slot is not None:
-                    self._there_s[gpu_slot] = finished_s
-                elif isinstance(operation, Transfer):
-                    self._pushed_s[operation.through] = finished_s
-            self._push(reported_s, operation)
+            self._push(self._give(lane, operation, nbytes, ready_s), operation)
+
+    def _enqueue(self, operation: Transfer | AwaitPush | Run, nbytes: int, ready_s: float) -> None:
+        """Put work on a stream of the GPU; report it when it ends, or now where the host need not know."""
+        if isinstance(operation, AwaitPush):
+            self._report(self._weights_sent.pop(operation.weight_slot), ready_s, operation)
+        elif isinstance(operation, Run):
+            slot = operation.gpu_slot
+            state = self._there.pop(slot, None) if slot is not None else None
+            if state is not None and self.table_stream != "h2d":  # it comes behind the state, and is waited for
+                table_bytes = nbytes // TABLE_SHARE
+                table = Work(self.table_stream, "h2d", operation, table_bytes, ready_s, state)
+                state = self.streams.put(table)
+            work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
+            if slot is not None:
+                self._there[slot] = work
+            self._push(ready_s, operation)
+        elif operation.what == "state":
+            slot = operation.through
+            work = self._copy(operation.lane, operation.lane, operation, nbytes, ready_s, self._there.pop(slot, None))
+            if operation.lane == "h2d":
+                self._there[slot] = work
+                self._push(ready_s, operation)
+            else:
+                self._report(work, ready_s, operation)
+        elif operation.lane == "h2d":
+            self._weights_sent[operation.through] = self._copy("h2d", "h2d", operation, nbytes, ready_s)
+            self._push(ready_s, operation)
+        else:
+            self._report(self._copy(self.gradient_stream, "d2h", operation, nbytes, ready_s), ready_s, operation)
+
+    def _copy(
+        self,
+        stream: str,
+        engine: str,
+        what: Operation | int,
+        nbytes: int,
+        ready_s: float,
+        follows: Work[Operation | int] | None = None,
+    ) -> Work[Operation | int]:
+        """Put a copy on a stream, in pieces if it has to; return the last one."""
+        piece_bytes = self._piece_bytes
+        if piece_bytes is None:
+            return self.streams.put(Work(stream, engine, what, nbytes, ready_s, follows))
+        while nbytes > piece_bytes:
+            self.streams.put(Work(stream, engine, what, piece_bytes, ready_s, follows, PIECE_GAP_S))
+            nbytes -= piece_bytes
+        return self.streams.put(Work(stream, engine, what, nbytes, ready_s, follows, PIECE_GAP_S))
+
+    def _report(self, work: Work[Operation | int], ready_s: float, operation: Operation) -> None:
+        """Report an operation when work of the GPU has ended."""
+        if work.ends_s < math.inf:
+            self._push(max(ready_s, work.ends_s), operation)
+        else:
+            self._awaited[work] = ready_s, operation
+
+    def _begin_work(self) -> None:
+        """Begin the next work of the GPU."""
+        begins_s, work = self.streams.next()
+        work = known(work, "the GPU begins with nothing")
+        ends_s = self._give(self._gpu[work.engine], work.what, work.nbytes, begins_s)
+        self.streams.begin(work, ends_s)
+        if work in self._awaited:
+            ready_s, operation = self._awaited.pop(work)
+            self._push(max(ready_s, ends_s), operation)
 
     def _give(self, lane: Lane, what: Operation | int, nbytes: int, may_start_s: float) -> float:
         """Put work on an even lane (predictions spend their time here); return its end."""
@@ -200,7 +262,7 @@ class TimingExecutor(VirtualLanes):
     def _begin(self, sweep: Sweep) -> None:
         """Have the gradients of the first visits on their way, as far as they lie on the GPU."""
         self._ahead.clear()
-        self._brought_s.clear()
+        self._brought.clear()
         if self._costly:
             self._work(self.now_s + self._rates.reaction_s, self._rates.begin_s)
         if self._plan.budgets.gradients_on_gpu:
@@ -234,24 +296,8 @@ class TimingExecutor(VirtualLanes):
         if self._costly:
             segments = len(self._plan.layout.subgroups[subgroup].segments)
             ready_s = self._work(ready_s, (PASSING_CALLS + segments) * self._call_s)
-        self._brought_s[subgroup] = math.inf
-        self._leaving[self.gradient_stream].append((ready_s, subgroup, nbytes))
+        self._brought[subgroup] = self._copy(self.gradient_stream, "d2h", subgroup, nbytes, ready_s)
         return ready_s
-
-    def _leaves_s(self) -> float:
-        """Return when the next copy from the GPU begins, as far as is known; infinite for none."""
-        ready_s = [stream[0][0] for stream in self._leaving if stream]
-        return max(min(ready_s), self._gpu["d2h"].free_s[0]) if ready_s else math.inf
-
-    def _leave(self) -> None:
-        """Begin the next copy from the GPU."""
-        stream = min((stream for stream in self._leaving if stream), key=lambda stream: stream[0][0])
-        ready_s, what, nbytes = stream.popleft()
-        finished_s = self._give(self._gpu["d2h"], what, nbytes, ready_s)
-        if isinstance(what, int):
-            self._brought_s[what] = finished_s
-        else:
-            self._push(finished_s, what)
 
     def _start_update(self) -> None:
         run, may_start_s = self._updates[0]
@@ -260,7 +306,8 @@ class TimingExecutor(VirtualLanes):
 
     def _update_starts_s(self) -> float:
         """Return when the update under way began or will; infinite while its gradients have not left."""
-        return max(self._update_from_s, self._brought_s.get(self._updates[0][0].visit.subgroup, 0.0))
+        brought = self._brought.get(self._updates[0][0].visit.subgroup)
+        return max(self._update_from_s, brought.ends_s if brought is not None else 0.0)
 
     def _work_until(self, until_s: float) -> float | None:
         """Let the update under way proceed, beside whatever the other lanes have been given.
@@ -303,10 +350,10 @@ class TimingExecutor(VirtualLanes):
         Raises:
             InternalError: If nothing is out and nothing was injected: a live engine would wait for ever.
         """
-        while self._updates or self._leaving[0] or self._leaving[1] or self._shared:
-            leaves_s, reported_s = self._leaves_s(), self._heap[0][0] if self._heap else math.inf
+        while True:
+            begins_s, reported_s = self.streams.next()[0], self._heap[0][0] if self._heap else math.inf
             path = min(self._shared, key=lambda path: path.changes_s, default=None)
-            changes_s = min(leaves_s, path.changes_s) if path is not None else leaves_s
+            changes_s = min(begins_s, path.changes_s) if path is not None else begins_s
             if self._updates:
                 through_s = self._work_until(min(changes_s, reported_s))
                 if through_s is not None:
@@ -314,8 +361,8 @@ class TimingExecutor(VirtualLanes):
             if changes_s > reported_s or changes_s == math.inf:
                 break
             self.now_s = max(self.now_s, changes_s)
-            if path is None or leaves_s <= path.changes_s:
-                self._leave()
+            if path is None or begins_s <= path.changes_s:
+                self._begin_work()
             else:
                 self._change(path)
         if not self._heap:
@@ -342,10 +389,3 @@ def _is_enqueued(what: Operation | Event) -> bool:
     if isinstance(what, Transfer):
         return what.lane == "h2d"
     return isinstance(what, Run) and what.visit.gpu
-
-
-def _gpu_slot(operation: Operation) -> int | None:
-    """Return the GPU staging slot that an operation works on."""
-    if isinstance(operation, Transfer):
-        return operation.through if operation.what == "state" else None
-    return operation.gpu_slot if isinstance(operation, Run) else None

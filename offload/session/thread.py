@@ -365,6 +365,7 @@ class EngineThread:
             self.speculation.revoke()
         try:
             self.parking.make_way(needs_memory=request.needs_memory)
+            self._parts.lanes.is_hidden = request.pending is not None
             sweep = request.begin()
         except OffloadError as error:
             self.note_save_end()  # a save was being committed when the session broke
@@ -458,7 +459,7 @@ class EngineThread:
         if pending is None:
             self._answer(error)
             return
-        self._current = None
+        self._current, self._parts.lanes.is_hidden = None, False
         self._parts.executor.visit_with(visit_nothing)
         if error is None:  # else lanes may still be at it
             pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)

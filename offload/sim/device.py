@@ -33,12 +33,11 @@ from offload.formats import FORMATS, StateSpec, StateTensor
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES, fingerprint_parts
 from offload.kernels.table import checked
+from offload.predict.streams import Order
 from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
 from offload.rules import MASTER, RULES, segment_dtype
 
 ALIGNMENT = 256
-TABLES = "tables"
-"""The stream on which the tables of updates are sent to the device."""
 FREED = "freed"
 """The stream on which memory is overwritten that was given back behind lanes: whoever touches it later is found."""
 POISON = 0xA5
@@ -117,6 +116,45 @@ def spans_of(row: Any) -> list[Span]:
     return [(at, at + size, writes) for at, size, writes in columns if at]
 
 
+class _Engine:
+    """What copies one way, one copy at a time."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._some = threading.Condition()
+        self._waiting: dict[Lane, int] = {}  # the place of the first copy of each stream that waits
+        self._turn: Lane | None = None  # whose turn it is, if it is somebody's
+        self._is_busy = False
+
+    def take(self, place: int, lane: Lane) -> None:
+        """Wait for the turn of a copy."""
+        with self._some:
+            self._waiting[lane] = place
+            self._some.wait_for(lambda: not self._is_busy and self._turn in (None, lane))
+            del self._waiting[lane]
+            self._is_busy, self._turn = True, lane
+
+    def leave(self, lane: Lane, following: int | None) -> None:
+        """Let the next one begin, after a copy of a stream, whose next copy has that place if it can begin."""
+        with self._some:
+            candidates = dict(self._waiting)
+            if following is not None:
+                candidates[lane] = following
+            stays = self._order is Order.STAYS and following is not None
+            self._turn = lane if stays else min(candidates, key=candidates.__getitem__, default=None)
+            self._is_busy = False
+            self._some.notify_all()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let nothing be copied within a block."""
+        self.take(0, FREED)
+        try:
+            yield
+        finally:
+            self.leave(FREED, None)
+
+
 class HazardError(InternalError):
     """Two pieces of work touch the same memory in no order."""
 
@@ -137,7 +175,14 @@ class _Work:
     done: threading.Event = field(default_factory=threading.Event)
     at_s: float = 0.0
     timed: bool = False
-    engine: threading.Lock | None = None
+    engine: _Engine | None = None
+    place: int = 0
+    """Among all work: how much was put on lanes before."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for nothing but its engine and what is on its lane."""
+        return all(other.done.is_set() for other in self.requires)
 
     def reached(self) -> bool:
         self.device._check_thread()
@@ -199,6 +244,7 @@ class SimulatedDevice:
         pin_limit_bytes: Most that one registration takes; None for any size.
         pin_total_bytes: Most that all registrations take together; None for any size.
         caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
+        order: How copy engines choose between streams.
         index: Which device it is. A thread works for device 0 until `adopt_thread`, and any call for another one
             is an error; users' threads call `adopt_thread`, too (torch's own calls take care of those).
     """
@@ -216,6 +262,7 @@ class SimulatedDevice:
         pin_limit_bytes: int | None = None,
         pin_total_bytes: int | None = None,
         caller_is_host: bool = True,
+        order: Order = Order.READINESS,
         index: int = 0,
     ) -> None:
         self.name = "simulated GPU"
@@ -248,7 +295,7 @@ class SimulatedDevice:
             math.inf if pin_total_bytes is None else pin_total_bytes,
         )
         self.caller_is_host = caller_is_host
-        lanes: tuple[Lane, ...] = (*LANES, TABLES, FREED, *(() if caller_is_host else (DeviceLane.CALLER,)))
+        lanes: tuple[Lane, ...] = (*LANES, FREED, *(() if caller_is_host else (DeviceLane.CALLER,)))
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._borrowed: list[int] = []
         self._kernel = CpuUpdateKernel(threads=1)
@@ -259,8 +306,9 @@ class SimulatedDevice:
         self._following: dict[Lane, list[_Work]] = {}
         self._host_clock: dict[Lane, int] = {}
         self._open: list[_Work] = []
-        self._engines = {DeviceLane.H2D: threading.Lock(), DeviceLane.D2H: threading.Lock()}
+        self._engines = {DeviceLane.H2D: _Engine(order), DeviceLane.D2H: _Engine(order)}
         """What copies: one way each, and one copy at a time, whatever lane it is on."""
+        self._puts = 0
         self._failure: OffloadError | None = None
         self._acting = 0
         self._closed = False
@@ -492,20 +540,26 @@ class SimulatedDevice:
 
     # Work
 
-    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
         """See `Device.copy`."""
         if nbytes:
             self._check_registrations(source if lane is DeviceLane.H2D else target, nbytes)
-            spans = ((source, source + nbytes, False), (target, target + nbytes, True))
-            engine = self._engines[DeviceLane.H2D if lane is DeviceLane.H2D else DeviceLane.D2H]
-            self._put(
-                lane,
-                f"a copy of {nbytes} bytes",
-                lambda: ctypes.memmove(target, source, nbytes),
-                spans,
-                nbytes,
-                engine=engine,
-            )
+        for start in range(0, nbytes, piece_bytes or max(nbytes, 1)):
+            size = min(piece_bytes or nbytes, nbytes - start)
+            self.copy_on(lane, lane is DeviceLane.H2D, target + start, source + start, size)
+            if piece_bytes:
+                self._put(lane, "a pause", lambda: None, (), 0)
+
+    def copy_on(self, lane: Lane, to_device: bool, target: int, source: int, nbytes: int) -> None:
+        """Put a copy on a lane, or on a stream of the user's."""
+        self._put(
+            lane,
+            f"a copy of {nbytes} bytes",
+            lambda: ctypes.memmove(target, source, nbytes),
+            ((source, source + nbytes, False), (target, target + nbytes, True)),
+            nbytes,
+            engine=self._engines[DeviceLane.H2D if to_device else DeviceLane.D2H],
+        )
 
     def _check_registrations(self, address: int, nbytes: int) -> None:
         with self._lock:
@@ -533,19 +587,24 @@ class SimulatedDevice:
         if _common(reads, written) or sum(written[1]) - sum(written[0]) != nbytes:
             raise HazardError("pieces are copied over one another")
         if rows:
-            self._send_table(lane, 32 * len(rows))
+            self.follow(lane, self._send_table(32 * len(rows)))
             self._put(lane, f"a copy of {len(rows)} pieces", act, tuple(spans), nbytes)
 
-    def _send_table(self, lane: DeviceLane, nbytes: int) -> None:
-        there = self._put(TABLES, "a table", lambda: None, (), nbytes, engine=self._engines[DeviceLane.H2D])
-        self.follow(lane, there)
+    def _send_table(self, nbytes: int) -> _Work:
+        engine = self._engines[DeviceLane.H2D]
+        return self._put(DeviceLane.H2D, "a table", lambda: None, (), nbytes, engine=engine)
 
-    def update(self, table: npt.NDArray[Any]) -> None:
-        """See `Device.update`."""
+    def send_table(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], _Work]:
+        """See `Device.send_table`."""
         rows = checked(table).copy()
+        return rows, self._send_table(rows.nbytes)
+
+    def update(self, sent: tuple[npt.NDArray[Any], _Work]) -> None:
+        """See `Device.update`."""
+        rows, there = sent
         spans = [span for row in rows for span in spans_of(row)]
         nbytes = sum(int(_state_of(row).item_bytes * int(row["numel"])) for row in rows)
-        self._send_table(DeviceLane.UPDATE, rows.nbytes)
+        self.follow(DeviceLane.UPDATE, there)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 
     def gradient_blocks(
@@ -612,7 +671,7 @@ class SimulatedDevice:
         spans = [(source, source + numel * item, False) for source, numel, _ in listed]
         spans += [(blocks, blocks + 8 * -(-numel // NORM_BLOCK_NUMEL), True) for _, numel, blocks in listed]
         if listed:
-            self._send_table(lane, 32 * len(listed))
+            self.follow(lane, self._send_table(32 * len(listed)))
             self._put(lane, label, act, tuple(spans), item * sum(row[1] for row in listed))
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
@@ -627,7 +686,7 @@ class SimulatedDevice:
         spans: tuple[Span, ...],
         nbytes: int,
         *,
-        engine: threading.Lock | None = None,
+        engine: _Engine | None = None,
     ) -> _Work:
         self._check_thread()
         with self._lock:
@@ -645,7 +704,10 @@ class SimulatedDevice:
             touched = Spans(spans)
             self._compare(label, touched, clock)
             clock[lane] = number
-            work = _Work(self, lane, number, label, act, touched, nbytes, dict(clock), requires, engine=engine)
+            self._puts = place = self._puts + 1
+            work = _Work(
+                self, lane, number, label, act, touched, nbytes, dict(clock), requires, engine=engine, place=place
+            )
             self._queues[lane].append(work)
             if spans:
                 self._open.append(work)
@@ -665,12 +727,18 @@ class SimulatedDevice:
                 other.done.wait()
             if self._bytes_per_s:
                 delay_s += work.nbytes / self._bytes_per_s
-            with work.engine or contextlib.nullcontext():
-                if delay_s:
-                    time.sleep(delay_s)
+            if work.engine is not None:
+                work.engine.take(work.place, lane)
+            if delay_s:
+                time.sleep(delay_s)
+            with self._lock:
+                self._queues[lane].popleft()
+            self._do(work)
+            if work.engine is not None:
                 with self._lock:
-                    self._queues[lane].popleft()
-                self._do(work)
+                    following = self._queues[lane][0] if self._queues[lane] else None
+                stays = following is not None and following.engine is work.engine and following.is_ready
+                work.engine.leave(lane, following.place if following is not None and stays else None)
 
     def finish(self, work: _Work) -> None:
         """Return when a piece of work has been done; do it, if nobody else does."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from accelerator.mistakes import in_device, instead, replaced
@@ -118,16 +117,6 @@ def _records_again() -> AbstractContextManager[Any]:
     return replaced(accelerator._Event, "__init__", wrong)
 
 
-def _begins_anywhere(rows: Any, order: Any, blocks: Any) -> Any:
-    ends, start = np.cumsum(blocks), rows.size
-    words = np.empty(start + int(ends[-1]), np.int64)
-    words[: rows.size] = rows
-    pieces = words[start:].view(np.int32).reshape(-1, 2)
-    pieces[:, 0] = np.repeat(order, blocks)
-    pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
-    return words, start
-
-
 def _unpins_what_is_gone(self: Any, arena: Any) -> None:
     arena.close()
     self.pinned.unpin(arena)
@@ -213,7 +202,7 @@ MADE = (
         "pieces-begin-anywhere",
         "a table's second part begins at any word, where kernels are compiled for multiples of 16 bytes",
         "a misaligned address, with an odd number of words alone",
-        instead(gpu, "_with_pieces", _begins_anywhere),
+        instead(gpu, "_programs_at", lambda words: words),
     ),
     CudaMistake(
         "unpinned-when-gone",

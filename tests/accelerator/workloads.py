@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from limited import limited
 from settling import settle
@@ -33,8 +34,9 @@ from accelerator import late
 from accelerator.mistakes import Host, replaced
 from offload import backends
 from offload.device import accelerator, pieces
+from offload.device.accelerator import AcceleratorDevice
 from offload.integrations.deepspeed.gradients import Transfers
-from offload.kernels.gpu import Uploads
+from offload.kernels.gpu import Table, Uploads
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
@@ -110,6 +112,7 @@ def load() -> None:
     """Have torch, the product, and its part for DeepSpeed know the test accelerator; for the rest of the process."""
     late.load(DEVICES)
     backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+    AcceleratorDevice.shared = {}  # which orders more than there has to be
     deepspeed = ModuleType("deepspeed.accelerator")  # all of it that transfers ask for
     deepspeed.get_accelerator = lambda: torch.get_device_module("late")  # type: ignore[attr-defined]
     sys.modules["deepspeed.accelerator"] = deepspeed
@@ -626,6 +629,14 @@ def host(run: Run) -> None:
         del scratch
 
 
+def sent(uploads: Uploads, words: npt.NDArray[np.int64]) -> Table:
+    """Return a table that has been sent, for the current stream."""
+    table = uploads.take(words.size)
+    table.words[: words.size] = words
+    uploads.send(table, words.size)
+    return table
+
+
 def tables(run: Run) -> None:
     """Kernels' tables; an interrupt lets go of one whose work is on a stream that has not come so far."""
     words = np.arange(1000)
@@ -642,23 +653,18 @@ def tables(run: Run) -> None:
                 raise KeyboardInterrupt
             super().record(stream)
 
-    streams: list[Any] = []
-    kinds = [Interrupted]
+    copies, kinds = run.user(), [Interrupted]
 
     def event(device: torch.device, timed: bool) -> Any:
         return kinds.pop()(device) if kinds else backend.event(device, timed)
 
-    def stream(*how: Any) -> Any:
-        streams.append(backend.stream(*how))
-        return streams[-1]
-
-    uploads = Uploads(torch.device(run.device), replace(backend, event=event, stream=stream))
+    uploads = Uploads(torch.device(run.device), replace(backend, event=event), copies)
     with late.held(lane), Host.working_on(lane):
-        with contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
-            found.copy_(there)
+        with contextlib.suppress(KeyboardInterrupt), uploads.lend(sent(uploads, words)) as there:
+            found.copy_(there[:1000])
         del there
-        with uploads.lend(words + 5000):
-            streams[0].synchronize()
+        with uploads.lend(sent(uploads, words + 5000)):
+            copies.synchronize()
     lane.synchronize()
     run.keep("words", found)
 

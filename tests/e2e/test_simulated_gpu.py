@@ -34,7 +34,8 @@ from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
 from offload.formats import COMPACT8, EXACT
 from offload.plan import Home
-from offload.plan.budget import BROUGHT_AHEAD
+from offload.plan.budget import BROUGHT_AHEAD, HIDDEN_PIECE_BYTES
+from offload.predict.streams import Order
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.schedule.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.session import setup
@@ -429,13 +430,41 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
             scaler.step(optimizer)
 
 
+class Noted(SimulatedDevice):
+    """Notes what is put on the lane of copies to the device."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        super().__init__()
+
+    def _put(self, lane: Any, label: str, *arguments: Any, **options: Any) -> Any:
+        if lane is DeviceLane.H2D and label != "mark":
+            self.noted.append(label)
+        return super()._put(lane, label, *arguments, **options)
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_the_table_of_an_update_is_copied_just_before_its_state(tmp_path: Path, at_home: bool) -> None:
+    """On the same lane: another one's copies might wait for all that this one still has."""
+    device, parameters = Noted(), weights()
+    where = {"gpu_memory": 1 << 20} if at_home else {"gpu_memory": 0, "host_memory": 1 << 20}
+    with OnDevice(parameters, device=device, offload=config(tmp_path, placement="gpu", **where)) as optimizer:
+        for step in range(3):
+            device.noted.clear()
+            train(optimizer, parameters, range(step, step + 1), clip=False)
+        visits = len(optimizer.engine._parts.plan.layout.subgroups)
+        assert visits > 2
+        kinds = [label.split(" of ")[0] for label in device.noted]
+    assert kinds == (["a table"] if at_home else ["a table", "a copy"]) * visits
+
+
 def test_one_engine_copies_to_the_device() -> None:
     device = SimulatedDevice()
     host, other = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     there, back = (device.allocate(16) for _ in range(2))
-    with device._engines[DeviceLane.H2D]:
+    with device._engines[DeviceLane.H2D].held():
         device.copy(DeviceLane.H2D, there, host.data_ptr(), 16)
-        device.update(np.zeros(1, SEGMENT_DTYPE))
+        device.update(device.send_table(np.zeros(1, SEGMENT_DTYPE)))
         waiting = [device.mark(DeviceLane.H2D), device.mark(DeviceLane.UPDATE)]
         device.copy(DeviceLane.D2H, other.data_ptr(), back, 16)
         device.mark(DeviceLane.D2H).wait()
@@ -443,6 +472,66 @@ def test_one_engine_copies_to_the_device() -> None:
     for mark in waiting:
         mark.wait()
     device.close()
+
+
+class Cut(SimulatedDevice):
+    """Notes in what pieces something is copied."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[DeviceLane, int]] = []
+        super().__init__()
+
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
+        self.pieces.append((lane, piece_bytes))
+        super().copy(lane, target, source, nbytes, piece_bytes)
+
+
+def test_copies_are_cut_while_a_step_is_hidden_and_at_no_other_time(tmp_path: Path) -> None:
+    device, model = Cut(), torch.nn.Linear(70, 40).bfloat16()
+    where = {"gpu_memory": 0, "host_memory": 1 << 20}
+    with OnDevice(model.parameters(), device=device, offload=config(tmp_path, **where)) as optimizer:
+        for hides in (False, True):
+            if hides:
+                optimizer.overlap_forward(model)
+            for _ in range(2):
+                model(torch.ones(2, 70).bfloat16()).sum().backward()
+                device.pieces.clear()
+                optimizer.step()
+                optimizer.finish()
+                optimizer.zero_grad()
+                assert {lane for lane, _ in device.pieces} >= {DeviceLane.H2D, DeviceLane.LEAVING}
+                assert {size for _, size in device.pieces} == ({HIDDEN_PIECE_BYTES} if hides else {0})
+            optimizer.state_dict()
+            assert device.pieces[-1][1] == 0
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("piece_bytes", [0, 16])
+def test_a_copy_of_the_user_s_gets_in_between_pieces(order: Order, piece_bytes: int) -> None:
+    """However engines choose between streams; it waits for all of a whole copy, and for those before it."""
+    device = SimulatedDevice(order=order)
+    host, other = torch.arange(48, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    there, inputs = device.allocate(48), device.allocate(8)
+    done: list[str] = []
+    plain = device._do
+
+    def do(work: Any) -> None:
+        plain(work)
+        if work.nbytes:
+            done.append("user" if work.lane == "user" else "state")
+
+    device._do = do  # type: ignore[method-assign]
+    with device._engines[DeviceLane.H2D].held():
+        for start in (0, 24):
+            device.copy(DeviceLane.H2D, there + start, host.data_ptr() + start, 24, piece_bytes)
+        device.copy_on("user", True, inputs, other.data_ptr(), 8)
+        waiting = device._engines[DeviceLane.H2D]._waiting
+        while len(waiting) < 2:  # both ask for it
+            threading.Event().wait(1e-3)
+    for mark in (device.mark(DeviceLane.H2D), device.mark_caller("user")):
+        mark.wait()
+    device.close()
+    assert done == (["state", "user", "state", "state", "state"] if piece_bytes else ["state", "state", "user"])
 
 
 @pytest.mark.not_ahead("whoever waits for gradients to make updates from waits for their sums, too")

@@ -68,7 +68,7 @@ class Synchronous:
         self.kernel = kernel
 
     def run(self, table: np.ndarray) -> None:
-        self.kernel.update(table)
+        self.kernel.update(self.kernel.send(table))
         self._wait()
 
     def gradient_blocks(self, *arguments: int, accumulate: bool = False) -> None:
@@ -359,14 +359,13 @@ def test_work_is_on_the_current_stream():
         patch.setattr(Placed, "device", "cuda")
         for numel, flags in itertools.product((10, 100_000), UPDATES):
             cases.append(Case.make(numel, seed=numel, flags=flags))
-            kernel.update(
-                Case.make(numel, seed=numel, flags=flags).row()
-            )  # compiles, which takes longer than the sleep
+            row = Case.make(numel, seed=numel, flags=flags).row()
+            kernel.update(kernel.send(row))  # compiles, which takes longer than the sleep
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
             for case in cases:
-                kernel.update(case.row())
+                kernel.update(kernel.send(case.row()))
             done = torch.cuda.Event()
             done.record()
         assert not done.query(), "the update did not wait for its stream"

@@ -64,6 +64,23 @@ def test_bytes_go_there_and_back(device: Device, host: Arena) -> None:
     assert device.mark(DeviceLane.H2D).wait() is None
 
 
+def test_copies_in_pieces_are_copies(device: Device, host: Arena) -> None:
+    half = host.nbytes // 2
+    values = host.numpy(0, half, np.uint8)
+    values[:] = np.random.default_rng(0).integers(0, 256, half, np.uint8)
+    address = device.allocate(half)
+    for nbytes in (0, 1, 4096, half - 1):
+        before = host.numpy(half, half, np.uint8)
+        before[:] = 0
+        device.copy(DeviceLane.H2D, address, host.address, nbytes, 4096)
+        device.follow(DeviceLane.D2H, device.mark(DeviceLane.H2D))
+        device.copy(DeviceLane.D2H, host.address + half, address, nbytes, 1 << 16)
+        device.mark(DeviceLane.D2H).wait()
+        assert np.array_equal(host.numpy(half, half, np.uint8)[:nbytes], values[:nbytes])
+        assert not host.numpy(half, half, np.uint8)[nbytes:].any()
+    device.release(address)
+
+
 def test_pinned_memory_works_as_any_other(device: Device, host: Arena) -> None:
     device.pin(host.address, host.nbytes)
     values = np.arange(1 << 18, dtype=np.uint32)
@@ -158,7 +175,7 @@ def test_an_update_gives_the_bits_of_the_cpu(device: Device, host: Arena, weight
     there = {name: send(device, host, values, 0) for name, values in tensors.items()}
     for name, address in there.items():
         table[name] = address
-    device.update(table)
+    device.update(device.send_table(table))
     device.follow(DeviceLane.D2H, device.mark(DeviceLane.UPDATE))
     found = {
         name: fetch(device, host, there[name], values.nbytes, 0)

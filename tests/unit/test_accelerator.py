@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerator import late
+from accelerator.workloads import sent
 
 from offload import backends
 from offload.device import accelerator as module
@@ -72,7 +73,7 @@ def use_all(device: module.AcceleratorDevice) -> None:
     address = device.allocate(64)
     device.copy(DeviceLane.H2D, address, values.ctypes.data, 64)
     device.copy(DeviceLane.D2H, values.ctypes.data, address, 64)
-    device.update(np.zeros(1, segment_dtype(ADAMW)))
+    device.update(device.send_table(np.zeros(1, segment_dtype(ADAMW))))
     device.gradient_blocks(DeviceLane.GRADIENTS, address, DtypeCode.FLOAT32, 4, address)
     device.copy_pieces(DeviceLane.PIECES, np.array([[address, address + 32, 32]], np.uint64))
     rows = np.array([[address, 4, address + 32]], np.uint64)
@@ -172,7 +173,7 @@ def test_the_time_is_compared_on_the_thread_that_reports(
     """Whoever makes a mark may be running backward."""
     compared: list[threading.Thread] = []
     plain = device._now
-    monkeypatch.setattr(device, "_now", lambda: (compared.append(threading.current_thread()), plain())[1])
+    monkeypatch.setattr(device, "_now", lambda idle: (compared.append(threading.current_thread()), plain(idle))[1])
     monkeypatch.setattr(module, "REBASE_S", 0.0)
     posts = Posts()
     device.report(device.mark(DeviceLane.D2H), posts, 7)
@@ -195,7 +196,7 @@ def test_the_clock_is_read_again_if_python_was_late(
         before = len(events)
         with monkeypatch.context() as patch:
             patch.setattr(module, "time", SimpleNamespace(monotonic=iter(ticks).__next__))
-            event, now_s = device._now()
+            event, now_s = device._now(device.stream(DeviceLane.H2D))
         assert event is events[before + best][0]
         assert now_s == pytest.approx(10.0 * best + waits_s[best] * part)
 
@@ -218,29 +219,23 @@ def test_kernels_of_the_session_come_before_those_of_backward(monkeypatch: pytes
 
 @ON_LATE
 def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(events: Any) -> None:
-    """One engine copies all that goes to the device: a table that comes after the wait takes its turn again."""
+    """It waits for nothing that the work waits for which it is for."""
     with torch.accelerator.device_index(INDEX):
-        backend, streams = backends.BACKENDS["late"], []
-
-        def stream(*how: Any) -> Any:
-            streams.append(backend.stream(*how))
-            return streams[-1]
-
-        uploads = kernels.Uploads(here(), replace(backend, stream=stream))
-        lane, words = torch.Stream(here()), np.arange(1000)
+        copies, lane, words = torch.Stream(here()), torch.Stream(here()), np.arange(1000)
+        uploads = kernels.Uploads(here(), backends.BACKENDS["late"], copies)
         found = torch.zeros(1000, dtype=torch.int64, device=here())
         torch.accelerator.synchronize()
         before = len(events)
         with late.held(lane), backends.working_on(lane):
-            with uploads.lend(words) as there:
-                found.copy_(there)
-            streams[0].synchronize()  # the table is there, though its lane waits
+            with uploads.lend(sent(uploads, words)) as there:
+                found.copy_(there[:1000])
+            copies.synchronize()  # the table is there, though its lane waits
             assert not lane.query()
-            with uploads.lend(words):  # in other memory, as its work has not been done
+            with uploads.lend(sent(uploads, words)):  # in other memory, as its work has not been done
                 assert len(events) == before + 2
         lane.synchronize()
         assert found.tolist() == words.tolist()
-        with backends.working_on(lane), uploads.lend(words):  # in the same memory
+        with backends.working_on(lane), uploads.lend(sent(uploads, words)):  # in the same memory
             assert len(events) == before + 2
 
 
@@ -285,8 +280,8 @@ def test_no_table_is_filled_anew_while_it_waits_to_be_read(events: Any) -> None:
         torch.accelerator.synchronize()
         with late.held(lane), backends.working_on(lane):
             for words, row in zip(tables, found, strict=True):
-                with uploads.lend(words) as there:
-                    row.copy_(there)
+                with uploads.lend(sent(uploads, words)) as there:
+                    row.copy_(there[:600])
         lane.synchronize()
         assert np.array_equal(found.cpu().numpy(), np.stack(tables))
 
@@ -299,10 +294,10 @@ def test_tables_of_several_threads_are_in_no_memory_at_once(events: Any) -> None
         torch.accelerator.set_device_index(INDEX)
         for turn in range(100):
             words = np.arange(600) + 1000 * number + turn
-            with uploads.lend(words) as there:
+            with uploads.lend(sent(uploads, words)) as there:
                 for _ in range(2):
                     time.sleep(0)  # others' turn
-                    if not np.array_equal(there.cpu().numpy(), words):
+                    if not np.array_equal(there[:600].cpu().numpy(), words):
                         wrong.append((number, turn))
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
@@ -354,13 +349,13 @@ def test_what_is_launched_has_been_compiled(
         table["weight"] = at if weight is not DtypeCode.FLOAT32 else 0
         table["weight_dtype"] = int(weight) if weight is not DtypeCode.FLOAT32 else 0
         table["gradient_dtype"], table["numel"], table["flags"] = int(gradient), 5000, int(SegmentFlag.ACTIVE)
-        kernel.update(table)
+        kernel.update(kernel.send(table))
         kernel.gather(at, gradient, 5000, at)
         for look_at in (kernel.gather_rows, kernel.fingerprint_rows):
             look_at(gradient, np.array([[at, 5000, at + 8]], np.uint64))
         kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
         for rows in range(1, 4):  # what follows them is at multiples of 16 bytes
-            kernel.update(np.repeat(table[:1], rows))
+            kernel.update(kernel.send(np.repeat(table[:1], rows)))
     kernel.copy_pieces(np.array([[at, at + (1 << 20), 5000]], np.uint64))
     for recorder in recorders.values():
         assert recorder.launched
