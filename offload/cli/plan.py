@@ -527,7 +527,7 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
-        backward_s = max(backward_s, nbytes / rates.gpu.d2h_bytes_per_s)
+        backward_s = max(backward_s, nbytes / rates.gpu.d2h.alone)
     return forward_s, backward_s
 
 
@@ -598,7 +598,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
         more = min(answer.plan.state_bytes, 10 << 30, gpu_room(gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
         if more > 0:
             yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
-        faster = replace(gpu, h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s, d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s)
+        faster = gpu.times(2)
         yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
     yield "CPU and memory twice as fast", replace(question, rates=cpu)

@@ -223,7 +223,8 @@ def _result(
     gpu = NO_GPU
     for on_gpu in gpus:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
-        gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
+        link = {f"{way}_alone_bytes_per_s": median(f"gpu/{way} alone") for way in ("h2d", "d2h")}
+        gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h), **link)
     rates = Rates(cpu[counts[-1]], tuple(rated), gpu, memory)
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]

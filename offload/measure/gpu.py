@@ -16,12 +16,18 @@ from offload.protocols import DeviceLane, Mark
 
 COPY_BYTES = 64 << 20
 COPIES = 8
+GATE_COPIES = 1
+MOST_GATE_COPIES = 32
+"""Copies that hold work back until all of it has been enqueued: so many at first, and at most."""
+
 COPIES_BESIDE = 128
 MOST_BESIDE = 64
 """Runs of the CPU's update beside them, however long they take."""
 UPDATE_NUMEL = 1 << 26
 
 H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
+GATE = DeviceLane.LEAVING
+"""The lane of the gate: nothing that is measured is on it."""
 
 
 @contextlib.contextmanager
@@ -54,6 +60,10 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
 class GpuProbe:
     """Copies between pinned host memory and a GPU, and updates there.
 
+    What is measured waits on the device behind a gate, copies on a lane of their own, until the host has enqueued all
+    of it: else the time would be that of the host's calls, where these take longer than the work. A run whose gate
+    opened too early is repeated behind one twice as long.
+
     Gradients and weights of the update have 16 bits.
 
     Args:
@@ -61,11 +71,13 @@ class GpuProbe:
         state: What state is updated.
         numel: Elements of an update.
         repeats: Copies, or updates, of one run.
+        copy_bytes: Most bytes of one copy; host memory of twice as many is taken.
         update: Runs the CPU's update for a while and returns its rate.
         node: The memory node that copies come from and go to; None for wherever that is.
 
     Attributes:
         lanes: As given.
+        repeats: As given; may be changed.
         memory_bytes: Size of the GPU's memory, where that is known.
         copy_bytes: Size of one copy.
 
@@ -78,16 +90,18 @@ class GpuProbe:
         lanes: GpuLanes,
         state: StateSpec,
         numel: int,
-        repeats: int = 1,
+        repeats: int = COPIES,
         update: Callable[[], float] = lambda: 1.0,
         node: int | None = None,
+        copy_bytes: int = COPY_BYTES,
     ) -> None:
         self.memory_bytes = 0
         self.lanes = lanes
-        self._repeats = repeats
+        self.repeats = repeats
         self._update = update
+        self._gate_copies = GATE_COPIES
         nbytes = numel * trial_bytes(state)
-        self.copy_bytes = size = min(nbytes // 2, COPY_BYTES)
+        self.copy_bytes = size = min(nbytes // 2, copy_bytes)
         self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
         memory = self._memory = lanes.device.allocate(nbytes)
         self._host = lanes.arena(2 * size, node=node)
@@ -96,6 +110,7 @@ class GpuProbe:
             H2D: partial(lanes.copy, H2D, memory, host, size),
             D2H: partial(lanes.copy, D2H, host + size, memory + size, size),
             UPDATE: self._update_device,
+            GATE: partial(lanes.copy, GATE, host + size, memory + size, size),
         }
         self._table = trial_table(state, memory, numel)
         lanes.store([(memory + at, host, min(size, nbytes - at)) for at in range(0, nbytes, size)])  # zeros
@@ -110,7 +125,14 @@ class GpuProbe:
 
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
         """Return what lanes that work at once reach: bytes copied, or bytes of state updated, per second."""
-        return self._ended(self._begun(lanes, self._repeats), self._repeats, beside)
+        while True:
+            gate = self._gate(lanes)
+            marks = self._begun(lanes, self.repeats)
+            opened_early = gate.reached()
+            rates = self._ended(marks, self.repeats, beside)
+            if not opened_early or self._gate_copies >= MOST_GATE_COPIES:
+                return rates
+            self._gate_copies *= 2
 
     def _update_device(self) -> None:
         self.lanes.device.update(self.lanes.device.send_table(self._table))
@@ -119,6 +141,15 @@ class GpuProbe:
         """Give all memory back."""
         self.lanes.give_back(self._host)
         self.lanes.device.release(self._memory)
+
+    def _gate(self, lanes: Sequence[DeviceLane]) -> Mark:
+        """Let what is put on lanes from now on wait for the mark that is returned, which the host need not."""
+        for _ in range(self._gate_copies):
+            self._work[GATE]()
+        gate = self.lanes.device.mark(GATE, timed=False)
+        for lane in lanes:
+            self.lanes.device.follow(lane, gate)
+        return gate
 
     def _begun(self, lanes: Sequence[DeviceLane], repeats: int) -> dict[DeviceLane, tuple[Mark, Mark]]:
         """Put work on lanes; return the marks around it."""

@@ -61,9 +61,9 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     """Return the rates that lanes reached in one step; the known rates for lanes that did too little.
 
     A lane's rate is its bytes over its busy time, less latency; of a path's directions, each beside the other and
-    alone. The CPU's rate is its rate alone: memory bandwidth that other lanes took, by their traffic in this step and
-    their known `memory_cost`, is not counted against it. Where too little bandwidth would be left for what the CPU
-    did, the costs are lowered.
+    alone, and of a link's, if that is known to differ. The CPU's rate is its rate alone: memory bandwidth that other
+    lanes took, by their traffic in this step and their known `memory_cost`, is not counted against it. Where too
+    little bandwidth would be left for what the CPU did, the costs are lowered.
 
     A path that moved too little to show its rate shows its latency: the time that operations take beside their bytes.
     The engine's own intervals show the time of its thread; without any, that stays as it was known.
@@ -114,6 +114,11 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
 
     paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
     gpu = known.gpu.reaching({lane: lane_rate(lane, rate, cost) for lane, (rate, cost) in known.gpu.lanes.items()})
+    for lane, other, way in (("h2d", "d2h", known.gpu.h2d), ("d2h", "h2d", known.gpu.d2h)):
+        if way.is_hindered and totals.get(lane, (0, 0.0))[0] >= LEAST_BYTES:
+            # Which copies met is a matter of chance: the proportion stays.
+            found = _shown(way, 0.0, intervals[lane], spans[lane], spans.get(other, ())).rates(way.keeps)
+            gpu = gpu.reaching({lane: found.beside, f"{lane}_alone": found.alone})
     observed = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine(known, timeline))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:

@@ -23,7 +23,7 @@ from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
 from offload.measure.drive import drive, lane_rates, rates_beside
-from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
+from offload.measure.gpu import COPIES, COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
 from offload.measure.observe import at_once
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
@@ -52,6 +52,9 @@ SHARE_OF_AVAILABLE = 8
 
 LONGEST_S = 0.25
 """No further round begins after this, so that a slow machine does not wait for all of them."""
+
+GPU_NUMEL = 1 << 24
+"""Elements of an update on a GPU, where the session and the GPU's memory have so many: more than its caches hold."""
 
 MOST_MEMORY_COST = 2.0
 """Copies of a GPU read or write each byte once: what a short run finds beyond this is noise."""
@@ -179,16 +182,37 @@ class _HostProbe:
 
 
 def _probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
-    """Measure copies both ways at once, the update on the GPU, and what the copies leave of the CPU's update."""
-    numel = min(CHUNK_NUMEL, max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024))
-    with contextlib.closing(GpuProbe(lanes, plan.layout.device_state, numel)) as probe:
-        # Without the first, which may have to compile, or to touch memory.
-        runs = [probe.rates(H2D, D2H) | probe.rates(UPDATE) for _ in range(ROUNDS + 1)][1:]
-        update, h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("update", "h2d", "d2h"))
+    """Measure copies, each way alone and both ways, the update on the GPU, and what copies leave of the CPU's."""
+    state = plan.layout.device_state
+    room = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
+    numel = min(GPU_NUMEL, sum(subgroup.numel for subgroup in plan.layout.subgroups), room)
+    numel = max(numel, SECTOR_NUMEL)
+    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2
+
+    def run(probe: GpuProbe) -> dict[str, float]:
+        alone = probe.rates(H2D, beside=" alone") | probe.rates(D2H, beside=" alone")
+        return alone | probe.rates(H2D, D2H) | probe.rates(UPDATE)
+
+    with contextlib.closing(GpuProbe(lanes, state, numel, 1, copy_bytes=copy_bytes)) as probe:
+        run(probe)  # may have to compile, or to touch memory
+        began_s = time.perf_counter()
+        run(probe)
+        once_s = time.perf_counter() - began_s
+        probe.repeats = max(1, min(COPIES, int(LONGEST_S / ROUNDS / once_s)))
+        runs = repeated(partial(run, probe))
+        best = {name.partition("/")[2]: max(found[name] for found in runs) for name in runs[0]}
+        h2d, d2h = best["h2d"], best["d2h"]
         key = (*host.key, lanes.device.name)
         if key not in _known_costs:
             _known_costs[key] = _cost_beside(probe, host, h2d, d2h)
-    return GpuRates(update, h2d, d2h, memory_cost=_known_costs[key])
+    return GpuRates(
+        best["update"],
+        h2d,
+        d2h,
+        memory_cost=_known_costs[key],
+        h2d_alone_bytes_per_s=best["h2d alone"],
+        d2h_alone_bytes_per_s=best["d2h alone"],
+    )
 
 
 def _cost_beside(probe: GpuProbe, host: _HostProbe, h2d: float, d2h: float) -> float:

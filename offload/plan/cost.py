@@ -114,6 +114,13 @@ def mix_of(plan: Plan) -> Mix:
     return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, left_bytes, mean_tiles, segments, nodes)
 
 
+def in_step(mix: Mix, rates: Rates) -> Rates:
+    """Return rates by which the link to the GPU works in a step: each direction beside the other, or alone."""
+    copied = mix.streamed[1].nbytes + mix.host[1].nbytes
+    gpu = rates.gpu.copying(copied + mix.pushed_bytes, copied + mix.brought_bytes)
+    return rates if gpu is rates.gpu else replace(rates, gpu=gpu)
+
+
 def estimate(plan: Plan, rates: Rates) -> Estimate:
     """Return the cost of a steady-state step of a plan, by `estimate_mix`."""
     return estimate_mix(mix_of(plan), plan.shares(rates), rates)
@@ -141,7 +148,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         rates: Speed of every lane.
     """
     slower_bytes = -mix.host[0].nbytes
-    mix = _on_fastest(mix, rates)
+    mix, rates = _on_fastest(mix, rates), in_step(mix, rates)
     slower_bytes += mix.host[0].nbytes
     lanes = _lanes(mix, shares, rates)
     costs = {

@@ -154,15 +154,20 @@ class NodeRates:
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """Speed of one GPU and of its link, both directions running at the same time.
+    """Speed of one GPU and of its link.
+
+    Each direction of most links is slower beside the other. Where the rates alone are not known, or are less,
+    directions do not hinder each other.
 
     Attributes:
         update_bytes_per_s: State bytes that the GPU updates per second, in its own memory.
-        h2d_bytes_per_s: Bandwidth from pinned host memory.
-        d2h_bytes_per_s: Bandwidth to pinned host memory.
+        h2d_bytes_per_s: Bandwidth from pinned host memory, while something is copied to it.
+        d2h_bytes_per_s: Bandwidth to pinned host memory, while something is copied from it.
         memory_bytes: Size of its memory; 0 where unknown.
         memory_cost: Bytes of host memory bandwidth that updates lose for each byte copied.
         call_s: What the engine's thread takes for one call of the GPU's runtime: a copy, a kernel, an event.
+        h2d_alone_bytes_per_s: Bandwidth from pinned host memory while nothing is copied to it; 0 where unknown.
+        d2h_alone_bytes_per_s: Bandwidth to pinned host memory while nothing is copied from it; 0 where unknown.
     """
 
     update_bytes_per_s: float
@@ -171,17 +176,51 @@ class GpuRates:
     memory_bytes: int = 0
     memory_cost: float = 1.0
     call_s: float = 0.0
+    h2d_alone_bytes_per_s: float = 0.0
+    d2h_alone_bytes_per_s: float = 0.0
 
     weights_on: ClassVar[str] = "gpu"  # if nobody says it
 
     @property
+    def h2d(self) -> Direction:
+        """The rates of copies to the GPU."""
+        return Direction(self.h2d_bytes_per_s, max(self.h2d_bytes_per_s, self.h2d_alone_bytes_per_s))
+
+    @property
+    def d2h(self) -> Direction:
+        """The rates of copies from the GPU."""
+        return Direction(self.d2h_bytes_per_s, max(self.d2h_bytes_per_s, self.d2h_alone_bytes_per_s))
+
+    def copying(self, h2d_bytes: float, d2h_bytes: float) -> GpuRates:
+        """Return even rates by which copies of so many bytes each way, begun together, end when they do by these.
+
+        The direction that is through first lets the other go on alone.
+        """
+        if not (self.h2d.is_hindered or self.d2h.is_hindered):
+            return self
+        both_s = min(h2d_bytes / self.h2d.beside, d2h_bytes / self.d2h.beside)
+
+        def even(way: Direction, nbytes: float) -> float:
+            rest = max(0.0, nbytes - both_s * way.beside)
+            return nbytes / (both_s + rest / way.alone) if nbytes else way.alone
+
+        h2d, d2h = even(self.h2d, h2d_bytes), even(self.d2h, d2h_bytes)
+        return self.reaching({"h2d": h2d, "d2h": d2h, "h2d_alone": 0.0, "d2h_alone": 0.0})
+
+    def times(self, factor: float) -> GpuRates:
+        """Return the rates of a link that is so many times as fast."""
+        names = ("h2d", "d2h", "h2d_alone", "d2h_alone")
+        return self.reaching({name: factor * getattr(self, f"{name}_bytes_per_s") for name in names})
+
+    @property
     def lanes(self) -> Mapping[str, tuple[float, float]]:
-        """Of each lane its bytes a second, and the host memory bandwidth that each of them takes."""
+        """Of each lane its bytes a second (a link's: beside the other direction), and what each takes of the host's
+        memory bandwidth."""
         updates, cost = (self.update_bytes_per_s, 0.0), self.memory_cost
         return {"gpu": updates, "h2d": (self.h2d_bytes_per_s, cost), "d2h": (self.d2h_bytes_per_s, cost)}
 
     def reaching(self, bytes_per_s: Mapping[str, float]) -> GpuRates:
-        """Return rates by which the lanes, all that there are, reach so much."""
+        """Return rates by which lanes reach so much; "h2d_alone" is copies while nothing comes back."""
         names: Any = {f"{'update' if lane == 'gpu' else lane}_bytes_per_s": s for lane, s in bytes_per_s.items()}
         return dataclasses.replace(self, **names)
 
@@ -307,7 +346,12 @@ class Rates:
         h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
         if gpu.memory_cost:
             part = min(1.0, memory / (gpu.memory_cost * (h2d + d2h)))
-            gpu = dataclasses.replace(gpu, h2d_bytes_per_s=part * h2d, d2h_bytes_per_s=part * d2h)
+            most = memory / gpu.memory_cost
+            alone = {
+                "h2d_alone": min(most, gpu.h2d_alone_bytes_per_s),
+                "d2h_alone": min(most, gpu.d2h_alone_bytes_per_s),
+            }
+            gpu = gpu.reaching({"h2d": part * h2d, "d2h": part * d2h} | alone)
         cpu = self.cpu_bytes_per_s / ranks
         return dataclasses.replace(self, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
@@ -340,6 +384,8 @@ _MAY_BE_ZERO = (
     "memory_cost",
     "read_alone_bytes_per_s",
     "write_alone_bytes_per_s",
+    "h2d_alone_bytes_per_s",
+    "d2h_alone_bytes_per_s",
     "memory_bytes",
     "compute_flops_per_s",
     "reaction_s",

@@ -163,7 +163,7 @@ def predict_back_s(
     read_s = max(
         (nbytes / (paths[n] if n < len(paths) else min(paths)) for n, nbytes in read_bytes.items()), default=0.0
     )
-    sent_s = sent_bytes / rates.gpu.h2d_bytes_per_s if sent_bytes else 0.0
+    sent_s = sent_bytes / rates.gpu.h2d.alone if sent_bytes else 0.0
     if not take_bytes_per_s:
         return read_s + sent_s
     return max(read_s, beside_bytes / take_bytes_per_s) + sent_s + taken_bytes / take_bytes_per_s

@@ -53,5 +53,5 @@ def _changes(plan: Plan, rates: Rates) -> Iterator[tuple[str, Plan, Rates]]:
     yield "CPU and memory twice as fast", plan, cpu
     if plan.uses_gpu:
         gpu = rates.gpu
-        faster = replace(gpu, h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s, d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s)
+        faster = gpu.times(2)
         yield "a link to the GPU twice as fast", plan, replace(rates, gpu=faster)

@@ -10,6 +10,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.layout import Subgroup
 from offload.plan.budget import Plan
+from offload.plan.cost import in_step, mix_of
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
 from offload.predict.timing import TimingExecutor
@@ -111,7 +112,7 @@ def with_backward_s(
         update_s = streamed_bytes * (update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s)
         leaving_bytes = sum(_leaving_bytes(subgroup, plan) for subgroup in ahead)
         if leaving_bytes:
-            update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h_bytes_per_s)
+            update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h.alone)
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + left_s)
         return forward_s + max(backward_s, update_s, io_s - in_forward_s) + left_s
@@ -188,7 +189,7 @@ def predict(
         plan.slot_counts,
     )
     machine = Machine(plan, index)
-    executor = TimingExecutor(plan, rates)
+    executor = TimingExecutor(plan, in_step(mix_of(plan), rates))
     everything = range(len(plan.layout.subgroups))
 
     def has_finished(machine: Machine) -> bool:

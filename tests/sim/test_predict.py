@@ -169,6 +169,26 @@ def test_weights_updated_on_the_cpu_are_pushed_to_the_gpu():
     assert prediction.step_s == pytest.approx(4 + 1), "all but the last push hide behind updates"
 
 
+@pytest.mark.parametrize(("copied", "expected_s"), [(0, 4 + 1), (4, 12 * 2 + 13), (2, None)])
+def test_each_direction_of_the_link_has_the_rate_that_holds(copied: int, expected_s: float | None) -> None:
+    """Pushes alone go as fast as one direction does; state each way, as one does beside the other."""
+    plan = on_gpu(4, 4, [number < copied for number in range(4)], weights=True)
+    size = plan.layout.max_subgroup_bytes
+    beside, alone = size / 12.0, size / 6.0
+    even = Rates(size / 1.0, gpu=GpuRates(size / 1.0, beside, beside))
+    rates = replace(even, gpu=replace(even.gpu, h2d_alone_bytes_per_s=alone, d2h_alone_bytes_per_s=alone))
+    found, slow = predict(plan, rates).step_s, predict(plan, even).step_s
+    fast = predict(plan, replace(even, gpu=GpuRates(size / 1.0, alone, alone))).step_s
+    assert estimate(plan, rates).step_s <= estimate(plan, even).step_s
+    if not copied:
+        assert found == fast == pytest.approx(expected_s)
+        assert estimate(plan, rates).lane_s["h2d"] == pytest.approx(4)
+    elif copied == 4:
+        assert found == slow
+    else:
+        assert fast < found < slow, "what is pushed beyond what comes back goes alone"
+
+
 def test_gradients_on_the_gpu_are_fetched_before_their_updates():
     """A sixth of the state's bytes, as the weights: two visits' gradients take as long as an update."""
     plan = on_gpu(20, 0, [], gradients=True)

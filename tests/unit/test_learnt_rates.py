@@ -280,6 +280,15 @@ def test_a_gpu_is_learnt_where_there_is_one() -> None:
     assert gpu == GpuRates(100 * MB, 50 * MB, 25 * MB, 5)
 
 
+def test_a_link_s_directions_keep_their_proportion() -> None:
+    """A quarter of 400 MB to the GPU while something comes back, at half the rate."""
+    gpu = GpuRates(1 * GB, 1 * GB, 1 * GB, h2d_alone_bytes_per_s=2 * GB, d2h_alone_bytes_per_s=2 * GB)
+    timeline = spans("h2d", (0, 2), (2, 3), (3, 4), (4, 5)) + spans("d2h", (0, 2))
+    found = observe(dataclasses.replace(rates_of(), gpu=gpu), timeline).gpu
+    assert found.h2d == (pytest.approx(50 * MB), pytest.approx(100 * MB))
+    assert found.d2h == (pytest.approx(50 * MB), pytest.approx(100 * MB))
+
+
 def contended(known: Rates, cpu: float, times: list[tuple[float, float]], io: list[Interval]) -> list[Interval]:
     """Return the timeline of a CPU of that rate alone, at work at `times` beside `io` (disjoint, on one lane)."""
     alone = dataclasses.replace(known, cpu_bytes_per_s=cpu)

@@ -30,6 +30,7 @@ from offload.memory.arenas import Arena
 from offload.plan import NO_GPU, Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.predict import predict
+from offload.protocols import DeviceLane
 from offload.schedule.operations import Event
 from offload.sim import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
@@ -189,15 +190,16 @@ def test_what_copies_leave_of_the_update_is_their_cost(
 
     class Probe:
         copy_bytes = 1 << 20
+        repeats = 1
 
-        def __init__(self, *how: Any) -> None:
+        def __init__(self, *how: Any, **more: Any) -> None:
             pass
 
         def close(self) -> None:
             pass
 
-        def rates(self, *lanes: str) -> dict[str, float]:
-            return {"gpu/h2d": link, "gpu/d2h": link, "gpu/update": 10e9}
+        def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
+            return {f"gpu/{lane.name.lower()}{beside}": 10e9 if lane is DeviceLane.UPDATE else link for lane in lanes}
 
         def beside(self, update: Any, copies: int) -> dict[str, float]:
             assert copies >= 1
@@ -207,7 +209,8 @@ def test_what_copies_leave_of_the_update_is_their_cost(
     monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": 10e9})
     monkeypatch.setattr(TrialState, "stream_rate", lambda *how: 10e9 * UPDATE_MEMORY_COST)
     queue = CompletionQueue()
-    lanes = SimpleNamespace(device=SimpleNamespace(name=f"of speed {speed}"), rated=lambda measure: measure(lanes))
+    device = SimpleNamespace(name=f"of speed {speed}", free_bytes=lambda: 1 << 30)
+    lanes = SimpleNamespace(device=device, rated=lambda measure: measure(lanes))
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(20_000), lanes)  # type: ignore[arg-type]
     assert found.gpu is not None
