@@ -29,9 +29,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import figures
 
-CHECKER = ("offload/sim/checker.py", "offload/sim/books.py")
-PRODUCT = ("offload", "csrc", "integrations", *(f":(exclude){path}" for path in CHECKER))
-"""All that a figure can depend on; the checker of simulated sessions runs in tests alone."""
+PRODUCT = ("offload", "csrc", "integrations", "tests/world/device.py")
+"""All that a figure can depend on; the last is the device of simulated nodes."""
 HAS_MANY = ("quality", "capacity")
 """What takes up to an hour each on a slow machine, and so comes last."""
 

@@ -29,6 +29,8 @@ from _worker import SETTINGS, alone, memory
 
 from offload.units import format_seconds
 
+sys.path.append(str(_common.ROOT / "tests"))  # `world`, whose device stands for one
+
 IN_DEEPSPEED = (
     "offload-deepspeed",
     "offload-deepspeed-half",
@@ -177,8 +179,9 @@ def fitting_rates(file: str, paths: Sequence[str] = ()) -> tuple[str, str]:
 
 def simulated_adamw() -> Any:
     """Return `offload.AdamW` for weights that lie in host memory and count as lying on a device."""
+    from world import SimulatedDevice
+
     import offload
-    from offload.sim import SimulatedDevice
 
     class AdamW(offload.AdamW):
         def _find_device(self, parameters: list[torch.Tensor]) -> SimulatedDevice:
@@ -263,9 +266,10 @@ def deepspeed(
             del settings["optimizer"]
     if ours is not None:
         from offload.integrations.deepspeed import common, enable
-        from offload.sim import SimulatedDevice
 
         if spec.device == "simulated":
+            from world import SimulatedDevice
+
             common.find_device = lambda weights: SimulatedDevice(1 << 30)
             ours = {"subgroup_numel": 1 << 15, **ours}  # so that there are some to share out
         settings["multi_tier_offload"] = {"rates": fitting_rates(spec.rates)[0], **ours}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import _all
 import pytest
-from _common import ROOT, Kept
+from _common import Kept
 
 GOOD = """
 import argparse, json, pathlib
@@ -88,20 +87,6 @@ def test_what_has_a_report_of_this_state_is_skipped(checkout: Path, capsys: pyte
     commit(checkout, "csrc/a.cpp", "1")
     assert _all.main(["good"]) == 0
     assert "good: done" in capsys.readouterr().out
-
-
-def test_the_checker_is_no_part_as_no_benchmark_runs_it(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _all.main(["good"]) == 0
-    capsys.readouterr()
-    git(checkout, "add", "-A")
-    for path in _all.CHECKER:
-        assert (ROOT / path).is_file()
-        commit(checkout, path, "1")
-    assert _all.main(["good"]) == 0
-    assert "is of this state, skipped" in capsys.readouterr().out
-    files = {path for part in ("offload", "integrations", "bench") for path in (ROOT / part).rglob("*.py")}
-    users = {path for path in files if re.search(r"CheckedExecutor|sim\.(checker|books)", path.read_text())}
-    assert users <= {ROOT / "offload/sim/__init__.py", *(ROOT / path for path in _all.CHECKER)}
 
 
 def test_changes_that_are_not_committed_are_refused(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 from _gpu_runs import SETTINGS, simulated_adamw
+from world import SimulatedDevice
 
 import offload
 from offload.dtypes import DtypeCode
@@ -41,7 +42,6 @@ from offload.kernels.table import trial_items, trial_table
 from offload.memory.arenas import Arena
 from offload.protocols import DeviceLane
 from offload.rules import ADAMW
-from offload.sim import SimulatedDevice
 
 Found = dict[str, Any]
 SUBGROUP_BYTES = 12 << 24

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from offload.device.lanes import GpuLanes
 from offload.device.none import NO_LANES, Lanes
+from offload.errors import OffloadError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat, StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
@@ -193,7 +194,15 @@ def _probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
         alone = probe.rates(H2D, beside=" alone") | probe.rates(D2H, beside=" alone")
         return alone | probe.rates(H2D, D2H) | probe.rates(UPDATE)
 
-    with contextlib.closing(GpuProbe(lanes, state, numel, 1, copy_bytes=copy_bytes)) as probe:
+    while True:
+        try:
+            opened = GpuProbe(lanes, state, numel, 1, copy_bytes=copy_bytes)
+            break
+        except OffloadError:  # free memory may be in pieces
+            if numel == SECTOR_NUMEL:
+                raise
+            numel = max(numel // 2, SECTOR_NUMEL)
+    with contextlib.closing(opened) as probe:
         run(probe)  # may have to compile, or to touch memory
         began_s = time.perf_counter()
         run(probe)

@@ -47,7 +47,7 @@ FIRST = (
 NAMES = {"follow": 2, "give_up": 1, "record_stream": 1}
 """What is left out, with the number of arguments: other things are called the same."""
 
-ELSEWHERE = ("offload/sim/", "offload/checkpoint/")
+ELSEWHERE = ("offload/checkpoint/",)
 """Code that is not for devices, or is one itself."""
 
 UNNOTICED: dict[str, str] = {

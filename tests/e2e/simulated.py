@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from world import SimulatedDevice
+from world.device import spans_of
 
 import offload
 from offload.checkpoint.manifest import COMMIT_NAME
@@ -14,8 +16,6 @@ from offload.dtypes import ITEM_BYTES
 from offload.kernels.table import checked
 from offload.protocols import DeviceLane
 from offload.rules import ADAM
-from offload.sim import SimulatedDevice
-from offload.sim.device import spans_of
 from offload.tiers.directories import DirectoryFolder
 
 

@@ -19,13 +19,13 @@ from simulated import OnDevice, add_early
 from test_interrupts import Interrupted
 from test_lifetime import threads_end
 from test_small_tensors import Counting, vectors
+from world import HazardError, SimulatedDevice
 
 import offload
 from offload import waits
 from offload.gradients import additions
 from offload.gradients.additions import BUFFERS, Additions, buffer_bytes
 from offload.gradients.gpu import GpuGradients
-from offload.sim import HazardError, SimulatedDevice
 
 SHAPES = ((70, 40), (3000,), (17,), (150, 100))
 LONG_S = 60.0

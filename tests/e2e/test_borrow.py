@@ -17,6 +17,7 @@ from mirror import same, states
 from simulated import OnDevice
 from test_interrupts import Interrupted
 from test_simulated_gpu import backward, config, on_cpu, train, train_behind, weights
+from world import HazardError, SimulatedDevice
 
 import offload
 from offload.device import lanes
@@ -24,7 +25,6 @@ from offload.dtypes import DtypeCode
 from offload.gradients import gpu as gradients
 from offload.plan.budget import GPU_STAGING_SLOTS
 from offload.protocols import DeviceLane
-from offload.sim import HazardError, SimulatedDevice
 from offload.units import format_bytes
 
 pytestmark = pytest.mark.not_overlapped("what is borrowed goes back before forward")

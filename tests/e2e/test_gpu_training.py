@@ -18,10 +18,10 @@ from limited import limited
 from mirror import Mirror, same_bits
 from own_process import in_own_process
 from simulated import OnDevice
+from world import SimulatedDevice
 
 import offload
 from offload.backends import working_on
-from offload.sim import SimulatedDevice
 
 SIZES = ((70, 40), (30_000,), (17,), (25, 100), (), (4096,))
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}

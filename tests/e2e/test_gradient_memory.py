@@ -11,10 +11,10 @@ import gradient_programs
 import pytest
 import torch
 from simulated import OnDevice
+from world import SimulatedDevice
 
 import offload
 from offload import ConfigError, InfeasiblePlanError, OffloadConfig
-from offload.sim import SimulatedDevice
 
 WIDTH = 128
 

@@ -42,6 +42,7 @@ from test_overlap_backward import (
     weights_written,
 )
 from test_overlap_forward import assert_same, everything
+from world import SimulatedDevice
 
 import offload
 from offload import waits
@@ -53,7 +54,6 @@ from offload.predict import predict
 from offload.predict.forecast import Forecast
 from offload.predict.predict import with_backward_s
 from offload.protocols import WAKE, DeviceLane
-from offload.sim import SimulatedDevice
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 

@@ -21,10 +21,10 @@ from sharded import local, spawn
 from simulated import OnDevice
 from test_interrupts import every
 from torch.utils.checkpoint import checkpoint
+from world import SimulatedDevice
 
 import offload
 from offload.errors import ConfigError, SessionBrokenError, StepAbortedError, TierError
-from offload.sim import SimulatedDevice
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 

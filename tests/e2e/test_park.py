@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from simulated import OnDevice
+from world import SimulatedDevice
 
 import offload
-from offload.sim import SimulatedDevice
 from offload.units import format_seconds
 
 NUMELS = (3000, 1024, 5, 7000)

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from simulated import OnDevice, hung_commit
 from test_simulated_gpu import backward, on_cpu, same, states, train, weights
+from world import SimulatedDevice
 
 import offload
 from offload.errors import OffloadError
 from offload.measure import HISTORY
 from offload.plan import GpuRates, PathRates, Placement, Plan, Rates, choose_plan
 from offload.session import parts, placement_review, visits
-from offload.sim import SimulatedDevice
 
 FIRST = HISTORY + 1
 """The step before which placement is chosen again: as many have been observed by then as a rate is the median of."""

@@ -25,6 +25,7 @@ from limited import limited
 from mirror import Mirror, same, states
 from simulated import OnDevice, OnDeviceAdam, add_early, hung_commit
 from test_placement_bits import GROUPS, make_groups
+from world import HazardError, SimulatedDevice
 
 import offload
 from offload._native import CompletionQueue
@@ -39,7 +40,6 @@ from offload.predict.streams import Order
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.schedule.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.session import setup
-from offload.sim import HazardError, SimulatedDevice
 
 
 @settings(max_examples=80, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
@@ -937,8 +937,8 @@ def wait_for_copies(device: SimulatedDevice) -> None:
     """Let whoever asks for a copy see at once what became of it."""
     plain = device.copy
 
-    def copy(lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        plain(lane, target, source, nbytes)
+    def copy(lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
+        plain(lane, target, source, nbytes, piece_bytes)
         device.mark(lane).wait()
 
     device.copy = copy  # type: ignore[method-assign]

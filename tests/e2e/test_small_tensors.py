@@ -14,13 +14,13 @@ from limited import limited
 from mirror import same, states
 from simulated import OnDevice
 from test_simulated_gpu import train_behind
+from world import HazardError, SimulatedDevice
 
 import offload
 from offload.device import pieces
 from offload.gradients import gpu as gpu_gradients
 from offload.plan import budget
 from offload.protocols import DeviceLane
-from offload.sim import HazardError, SimulatedDevice
 
 CALLS = (
     "mark",

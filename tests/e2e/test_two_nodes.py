@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from simulated import OnDevice
+from world import SimulatedDevice
 
 import offload
 from offload.memory import nodes
 from offload.plan import NodeRates
 from offload.session import parts
-from offload.sim import SimulatedDevice
 
 KIB = 1 << 10
 

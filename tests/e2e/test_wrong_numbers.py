@@ -17,10 +17,10 @@ from mirror import same_bits
 from simulated import OnDevice
 from test_checkpoint_ranks import WHOLE, joined, shards
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from world import SimulatedDevice
 
 import offload
 from offload.checkpoint.reader import Checkpoint
-from offload.sim import SimulatedDevice
 
 LR, NUMEL = 1e-2, 5000
 ROUNDING = 1e-5

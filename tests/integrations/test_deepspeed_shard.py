@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import late
+from world import SimulatedDevice
 
 from offload import ConfigError, Engine, OffloadConfig
 from offload.gradients import gpu as gpu_gradients
@@ -29,7 +30,6 @@ from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
 from offload.rules import GroupScalars
 from offload.session import parts, placement_review, visits
-from offload.sim import SimulatedDevice
 
 PIECES = (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 3, 0))
 GROUPS = [GroupScalars(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True, maximize=False)]

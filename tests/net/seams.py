@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from settling import settle as settle_engine
+from world import SimulatedDevice
 
 from offload import cli
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.measure import load_rates, save_rates
 from offload.measure.rates_file import machine_facts, versions
 from offload.protocols import Device, DeviceLane
-from offload.sim import SimulatedDevice
 from offload.tiers import parse_place
 
 __all__ = [

@@ -22,6 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import saves
 import swarm
+from world import (
+    CorruptPayload,
+    Disorder,
+    FailOperation,
+    MisdirectedWrite,
+    PathFull,
+    SimData,
+    SimExecutor,
+    mix,
+)
 
 from offload.engine.executor import visit_nothing
 from offload.errors import StepAbortedError
@@ -46,16 +56,6 @@ from offload.schedule.operations import (
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep, StepAccount
 from offload.session.thread import EngineThread
-from offload.sim import (
-    CorruptPayload,
-    Disorder,
-    FailOperation,
-    MisdirectedWrite,
-    PathFull,
-    SimData,
-    SimExecutor,
-    mix,
-)
 
 ROW = np.dtype([("parameter", np.uint64), ("told", np.uint64), ("flags", np.uint32), ("numel", np.uint32)])
 """What the update of a segment is told."""

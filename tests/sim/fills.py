@@ -10,6 +10,8 @@ from dataclasses import replace
 import numpy as np
 import swarm
 from programs import Program
+from world import CheckedExecutor, Crash, Disorder, Fault, SimData, SimExecutor, SimulatedCrash, mix
+from world import random_faults as draw_faults
 
 from offload.errors import InternalError, OffloadError
 from offload.plan import Budgets, PathBudget, Plan, make_plan
@@ -19,8 +21,6 @@ from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import Begin, Drop, Fill, Run, Sweep, Visit
-from offload.sim import CheckedExecutor, Crash, Disorder, Fault, SimData, SimExecutor, SimulatedCrash, mix
-from offload.sim import random_faults as draw_faults
 
 MAX_EVENTS = 20_000
 

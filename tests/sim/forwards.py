@@ -21,6 +21,13 @@ from typing import Any
 import numpy as np
 import saves
 import swarm
+from world import (
+    CheckedExecutor,
+    CorruptPayload,
+    Disorder,
+    MisdirectedWrite,
+    mix,
+)
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -55,13 +62,6 @@ from offload.schedule.operations import (
 from offload.schedule.staging import Phase
 from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
-from offload.sim import (
-    CheckedExecutor,
-    CorruptPayload,
-    Disorder,
-    MisdirectedWrite,
-    mix,
-)
 
 
 class Lanes(CheckedExecutor):

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from world import Disorder, Fault
+
 from offload.plan import Plan, Rates
-from offload.sim import Disorder, Fault
 
 
 @dataclass

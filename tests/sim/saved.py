@@ -10,6 +10,8 @@ import fills
 import numpy as np
 import swarm
 from programs import Program
+from world import CheckedExecutor, Crash, Disorder, Fault, SimData, SimExecutor, SimulatedCrash, mix
+from world import random_faults as draw_faults
 
 from offload.errors import InternalError, OffloadError
 from offload.plan import make_plan
@@ -17,8 +19,6 @@ from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import Allocated, Begin, Cut, Discard, Pack, Packed, Run, Sweep, Unpack, Unpacked
-from offload.sim import CheckedExecutor, Crash, Disorder, Fault, SimData, SimExecutor, SimulatedCrash, mix
-from offload.sim import random_faults as draw_faults
 
 MAX_EVENTS = 40_000
 TILE_BYTES = 8192

@@ -10,6 +10,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import swarm
+from world import (
+    CheckedExecutor,
+    Crash,
+    Disorder,
+    FailOperation,
+    Fault,
+    PathFull,
+    ShortTransfer,
+    SimData,
+    SimExecutor,
+    SimulatedCrash,
+    SlowLane,
+    mix,
+)
+from world.data import mix_weights
 
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
@@ -31,21 +46,6 @@ from offload.schedule.operations import (
     Visit,
 )
 from offload.schedule.staging import Phase
-from offload.sim import (
-    CheckedExecutor,
-    Crash,
-    Disorder,
-    FailOperation,
-    Fault,
-    PathFull,
-    ShortTransfer,
-    SimData,
-    SimExecutor,
-    SimulatedCrash,
-    SlowLane,
-    mix,
-)
-from offload.sim.data import mix_weights
 
 
 @dataclass

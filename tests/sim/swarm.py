@@ -7,6 +7,23 @@ import zlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from world import (
+    CheckedExecutor,
+    CorruptPayload,
+    Crash,
+    Disorder,
+    FailOperation,
+    Fault,
+    MisdirectedWrite,
+    PathFull,
+    ShortTransfer,
+    SimData,
+    SimExecutor,
+    SimulatedCrash,
+    SlowLane,
+    mix,
+)
+from world import random_faults as draw_faults
 
 from offload.dtypes import DtypeCode
 from offload.errors import InfeasiblePlanError, InternalError, OffloadError
@@ -29,23 +46,6 @@ from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import Begin, Extend, Reshare, Run, Sweep, Visit
-from offload.sim import (
-    CheckedExecutor,
-    CorruptPayload,
-    Crash,
-    Disorder,
-    FailOperation,
-    Fault,
-    MisdirectedWrite,
-    PathFull,
-    ShortTransfer,
-    SimData,
-    SimExecutor,
-    SimulatedCrash,
-    SlowLane,
-    mix,
-)
-from offload.sim import random_faults as draw_faults
 
 MAX_EVENTS = 5000
 ROOMY_BYTES = 1 << 40

@@ -8,15 +8,7 @@ import random
 
 import numpy as np
 import pytest
-
-from offload.dtypes import DtypeCode
-from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
-from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
-from offload.protocols import SECTOR_BYTES
-from offload.schedule.index import Location, Record
-from offload.schedule.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
-from offload.sim import (
+from world import (
     CorruptPayload,
     Crash,
     Disorder,
@@ -31,6 +23,14 @@ from offload.sim import (
     StuckOperation,
     random_faults,
 )
+
+from offload.dtypes import DtypeCode
+from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
+from offload.protocols import SECTOR_BYTES
+from offload.schedule.index import Location, Record
+from offload.schedule.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
 
 LAYOUT = build_layout([Parameter("p", 2048, DtypeCode.BFLOAT16, 0)], 1024)
 OFFERS = (PathBudget("/a", 1 << 30), PathBudget("/b", 1 << 30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from world import SimExecutor
 
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
@@ -13,7 +14,6 @@ from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Begin, Reshare, Sweep, Visit
-from offload.sim import SimExecutor
 
 GB = 1e9
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import pytest
 from test_predict import make
+from world.executor import SimExecutor
 
 from offload.plan import PathRates, Rates, visit_order
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Begin, BeginSave, Release, Save, Sweep, Visit
-from offload.sim.executor import SimExecutor
 
 SUBGROUPS = 24
 

@@ -10,12 +10,12 @@ import planted
 import pytest
 import saves
 import swarm
+from world import Crash, Disorder
 
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
 from offload.schedule.machine import Machine
-from offload.sim import Crash, Disorder
 
 
 @pytest.mark.slow

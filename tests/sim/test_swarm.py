@@ -8,6 +8,7 @@ from collections.abc import Callable
 import planted
 import pytest
 import swarm
+from world import CheckedExecutor, SimExecutor
 
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError
@@ -16,7 +17,6 @@ from offload.plan import Budgets, Home, PathBudget, PathRates, Plan, Rates, make
 from offload.schedule.index import TileIndex
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Extend
-from offload.sim import CheckedExecutor, SimExecutor
 
 
 def run_seeds(seeds: range, make: Callable[[int], swarm.Scenario] = swarm.make_scenario) -> Counter[str]:

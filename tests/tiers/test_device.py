@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from devices import CUDA, LATE, the_device
+from world import SimulatedDevice
 
 from offload._native import CompletionQueue
 from offload.device.accelerator import AcceleratorDevice
@@ -17,7 +18,6 @@ from offload.kernels import CpuUpdateKernel, reference
 from offload.memory.arenas import Arena
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
-from offload.sim import SimulatedDevice
 
 
 @pytest.fixture(params=["eager", "lazy", *LATE, *CUDA])

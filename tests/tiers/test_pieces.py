@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from world import HazardError, SimulatedDevice
 
 from offload.device import pieces as module
 from offload.device.pieces import PieceCopies, as_pieces
 from offload.memory.arenas import Arena
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import DeviceLane, Mark
-from offload.sim import HazardError, SimulatedDevice
 
 BUFFER_BYTES = 4096
 

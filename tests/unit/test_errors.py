@@ -105,7 +105,7 @@ def raise_it(number: int) -> None:
 
 
 def test_all_are_found() -> None:
-    assert {"offload.errors", "offload.tiers.objects", "offload.sim.faults"} <= set(MODULES)
+    assert {"offload.errors", "offload.tiers.objects"} <= set(MODULES)
     assert {found.__name__ for found in CLASSES} >= {"ConfigError", "TierClosedError", "ObjectMissingError"}
 
 

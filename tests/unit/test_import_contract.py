@@ -16,7 +16,7 @@ ROWS: list[tuple[str, ...]] = [
     ("cli", "integrations"),
     ("optim",),
     ("session",),
-    ("sim",),
+    ("world",),  # of the tests
     ("predict", "checkpoint", "measure", "pictures"),
     ("gradients", "config"),
     ("engine",),
@@ -112,7 +112,11 @@ def violations(module: str, source: str) -> list[str]:
 
 def sources() -> list[tuple[str, str]]:
     found = []
-    for folder, prefix in ((PACKAGE, "offload"), (ROOT / "integrations", "offload.integrations")):
+    for folder, prefix in (
+        (PACKAGE, "offload"),
+        (ROOT / "integrations", "offload.integrations"),
+        (ROOT / "tests" / "world", "offload.world"),
+    ):
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
             found.append((".".join((prefix, *parts)).removesuffix(".__init__"), path.read_text()))
@@ -138,11 +142,11 @@ def test_every_module_is_in_a_layer():
         ("offload.schedule.loop", "import offload.session.engine"),
         (
             "offload.schedule.machine",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from offload import sim",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from offload import predict",
         ),
         ("offload.measure.probe", "from offload.session.engine import Engine"),
-        ("offload.sim.executor", "def late():\n    from offload.session.engine import Engine"),
-        ("offload.sim.executor", "from offload import session"),
+        ("offload.world.executor", "def late():\n    from offload.session.engine import Engine"),
+        ("offload.world.executor", "from offload import session"),
         ("offload.checkpoint.saves", "from offload.session.parts import SessionParts"),
         ("offload.measure.probe", "from offload.checkpoint.stores import Pin"),
         ("offload.errors", "from offload.protocols import TileId"),
@@ -163,7 +167,7 @@ def test_what_is_forbidden_is_seen(module: str, source: str):
     ("module", "source"),
     [
         ("offload.session.engine", "from offload.schedule.machine import Machine\nfrom offload.measure import probe"),
-        ("offload.sim.executor", "from offload.schedule.machine import Run\nfrom offload.plan import Plan"),
+        ("offload.world.executor", "from offload.schedule.machine import Run\nfrom offload.plan import Plan"),
         ("offload.optim.adamw", "from offload.predict.predict import predict"),
         ("offload.integrations.deepspeed", "import offload\nfrom offload import AdamW, errors_of"),
         ("offload.integrations.deepspeed", "from offload.rules import GroupScalars"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_memory import resident_pages
+from world import SimulatedDevice
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -20,7 +21,6 @@ from offload.memory import arenas as memory
 from offload.memory import touching
 from offload.memory.arenas import Arena
 from offload.memory.touching import PIECE_BYTES, cores_of_rank, nodes_for, nodes_here, touch
-from offload.sim import SimulatedDevice
 
 
 @pytest.fixture

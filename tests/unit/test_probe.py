@@ -15,6 +15,7 @@ from _throttled import ThrottledTier
 from devices import CUDA, LATE_FULL, the_device
 from faulty import Fault, FaultKind, FaultyTier
 from s3_server import BUCKET, S3Server
+from world.device import SimulatedDevice
 
 from offload._native import CompletionQueue
 from offload.device.lanes import GpuLanes
@@ -28,7 +29,6 @@ from offload.measure.workbench import memory_cost
 from offload.plan import NO_GPU, PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
 from offload.schedule.timeline import Interval
-from offload.sim.device import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
 
 GB = 1e9

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from world import SimulatedDevice
 
 from offload._native import CompletionQueue
 from offload.device.lanes import GpuLanes
@@ -32,7 +33,6 @@ from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.predict import predict
 from offload.protocols import DeviceLane
 from offload.schedule.operations import Event
-from offload.sim import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
 
 GIB = 1 << 30

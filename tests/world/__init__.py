@@ -1,11 +1,11 @@
 """A simulated world for the engine: clock, lanes, bytes and faults; a checker."""
 
 from offload.schedule.timeline import Interval
-from offload.sim.checker import CheckedExecutor
-from offload.sim.data import SimData, SimStore, StoredTile, mix
-from offload.sim.device import HazardError, SimulatedDevice
-from offload.sim.executor import Disorder, SimExecutor
-from offload.sim.faults import (
+from world.checker import CheckedExecutor
+from world.data import SimData, SimStore, StoredTile, mix
+from world.device import HazardError, SimulatedDevice
+from world.executor import Disorder, SimExecutor
+from world.faults import (
     CorruptPayload,
     Crash,
     FailOperation,

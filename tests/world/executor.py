@@ -40,8 +40,8 @@ from offload.schedule.operations import (
     Transfer,
     WriteTile,
 )
-from offload.sim.data import SimData, path_name
-from offload.sim.faults import (
+from world.data import SimData, path_name
+from world.faults import (
     CorruptPayload,
     Crash,
     FailOperation,

@@ -148,7 +148,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
-from offload.sim.books import (
+from world.books import (
     ActivationBook,
     Beside,
     DeviceBook,
