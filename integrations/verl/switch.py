@@ -15,7 +15,6 @@ from typing import Any
 from offload import CheckpointError, ConfigError
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
-from offload.session.parking import check_keep_host
 
 log = logging.getLogger("offload")
 
@@ -90,7 +89,11 @@ def enable(keep_host: bool = True, **sizes: Any) -> None:
         ConfigError: `keep_host` is not a bool, or the verl that is installed cannot be used; names what is missing.
     """
     global _undo
-    check_keep_host(keep_host, sizes)
+    if sizes or not isinstance(keep_host, bool):
+        name, value = next(iter(sizes.items()), ("keep_host", keep_host))
+        raise ConfigError(
+            name, value, "nothing stays by enable(False), and what host_memory has room for by enable()"
+        )
     disable()
     check_verl()
     utils, manager = import_module(_UTILS), getattr(import_module(_MANAGER[0]), _MANAGER[1])

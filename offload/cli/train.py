@@ -172,7 +172,7 @@ class _Run:
                 if record is self.main and settings.save is not None:
                     optimizer.wait_checkpoint()
                 if record.rows:
-                    record.report = report_of(optimizer)
+                    record.report = report_of(optimizer.engine, optimizer.metrics(), optimizer.plan)
         finally:
             progress.close()
             record.seconds = time.perf_counter() - started_s

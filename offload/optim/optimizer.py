@@ -617,7 +617,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._preemption.end()
             return
         self._holder.check_open()
-        self._preemption.use(self, folder, model, extra)
+        self._preemption.use(self, self.config, folder, model, extra)
 
     def park(self, keep_host: bool = False, *, wait: bool = True, **sizes: Any) -> None:
         """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
@@ -800,7 +800,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         from offload.pictures.report import page
 
         paths = [place.path for place in self.engine.config.path_configs]
-        text = page(report_of(self), self.timeline(), paths, step=self.engine.step_number)
+        text = page(
+            report_of(self.engine, self.metrics(), self.plan), self.timeline(), paths, step=self.engine.step_number
+        )
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

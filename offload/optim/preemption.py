@@ -16,16 +16,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from offload.checkpoint.folder import open_folder
+from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
-
-if TYPE_CHECKING:
-    from offload.optim.optimizer import OffloadedOptimizer
+from offload.optim.stateful import StatefulOptimizer
 
 log = logging.getLogger("offload")
 
@@ -96,7 +95,8 @@ class Preemption:
 
     def use(
         self,
-        optimizer: OffloadedOptimizer,
+        optimizer: StatefulOptimizer,
+        config: OffloadConfig,
         folder: str | os.PathLike[str],
         model: torch.nn.Module | None,
         extra: Callable[[], Any] | None,
@@ -109,7 +109,7 @@ class Preemption:
         if extra is not None and not callable(extra):
             raise ConfigError("extra", type(extra).__name__, "give a function: what it returns is saved")
         open_folder(folder)  # raises where the name can be none
-        if optimizer.config.paths and not optimizer.config.checkpoints:
+        if config.paths and not config.checkpoints:
             raise ConfigError("checkpoints_kept", 0, "keep at least 1 on the paths")
         if self._handler is None:
             self._handler = SigtermHandler()
@@ -128,7 +128,7 @@ class Preemption:
         """Whether this rank has had a SIGTERM; None where that is nobody's affair."""
         return None if self._handler is None else self._handler.has_signal
 
-    def after_call(self, optimizer: OffloadedOptimizer, told: bool | None) -> None:
+    def after_call(self, optimizer: StatefulOptimizer, told: bool | None) -> None:
         """Commit if a rank has had a SIGTERM, and have the handler before told of it on that rank.
 
         Args:
@@ -149,7 +149,7 @@ class Preemption:
             raise
         handler.pass_on()
 
-    def _commit(self, optimizer: OffloadedOptimizer) -> None:
+    def _commit(self, optimizer: StatefulOptimizer) -> None:
         extra, failure = None, None
         try:
             extra = None if self._extra is None else self._extra()

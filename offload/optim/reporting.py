@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import psutil
 
 from offload.pictures.draw import Tier
 from offload.pictures.report import Lane, Report, Step
 from offload.plan import Home, Plan
+from offload.predict import PlanReport
 from offload.predict.helps import what_helps
-
-if TYPE_CHECKING:
-    from offload.optim.optimizer import OffloadedOptimizer
+from offload.session.engine import Engine
 
 LEAST_SHARE = 0.05
 """Of a tier, below which a bar of its size would show nothing."""
 LANE, BUSY = "lane/", "/busy_s"
 
 
-def report_of(optimizer: OffloadedOptimizer) -> Report:
-    """Return what a page shows of an optimizer, with its last step alone."""
-    engine, metrics = optimizer.engine, optimizer.metrics()
+def report_of(engine: Engine, metrics: Mapping[str, float], told: PlanReport) -> Report:
+    """Return what a page shows of an engine whose plan is `told`, with its last step alone."""
     plan = engine.plan
     steps = [Step(int(metrics["step"]), metrics["step_s"], metrics["predicted_step_s"])] if metrics["step"] else []
     lanes = [
@@ -37,7 +34,7 @@ def report_of(optimizer: OffloadedOptimizer) -> Report:
     ]
     return Report(
         title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
-        plan=str(optimizer.plan),
+        plan=str(told),
         tiers=_tiers(plan, metrics),
         steps=steps,
         lanes=lanes,
