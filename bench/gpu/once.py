@@ -144,13 +144,13 @@ class Run:
         pip += ["--no-cache-dir", "--disable-pip-version-check", "--upgrade", "--target", str(self._site)]
         commands = []
         wheels = sorted(map(str, self._args.wheels.glob("*.whl"))) if self._args.wheels else []
-        if wheels:
-            commands.append(shlex.join([*pip, *wheels]))
+        # One by one: a wheel that is not for this machine keeps no other out.
+        commands += [shlex.join([*pip, wheel]) for wheel in wheels]
         if importlib.util.find_spec("offload") is None:
             own = ["--no-build-isolation", f"--config-settings=build-dir={self._scratch / 'build'}", str(ROOT)]
             commands.append(shlex.join([*pip, *own]))
         if commands:
-            self._building = self._start(["bash", "-c", " && ".join(commands)], self._scratch / "build.log")
+            self._building = self._start(["bash", "-c", "; ".join(commands)], self._scratch / "build.log")
 
     def _await_build(self) -> None:
         """Wait for the build, and note what became of it."""
