@@ -158,7 +158,7 @@ def test_parts_that_need_torch_alone_do_not_wait_for_the_build(
     assert status == 1
     assert [(entry["name"], entry["status"]) for entry in report["parts"]] == [
         ("before", "ok"),
-        ("build", "failed"),
+        ("build", "failed (1)"),
         ("after", "ok"),
     ]
 
