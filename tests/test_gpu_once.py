@@ -46,7 +46,7 @@ def ran(once: ModuleType, tmp_path: Path) -> Any:
     def run(*parts: Any, limit_s: float = 545.0) -> tuple[int, dict[str, Any]]:
         made = once.Run(args_of(tmp_path / "out", limit_s))
         status = made.run(parts)
-        assert not made._scratch.exists()
+        assert not made.scratch.exists()
         return status, json.loads(made.file.read_text())
 
     yield run
@@ -148,12 +148,12 @@ def test_parts_that_need_torch_alone_do_not_wait_for_the_build(
     ran: Any, part: Any, once: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(once.importlib.util, "find_spec", lambda name: None)
-    start = once.Run._start
+    start = once.Run.start
 
     def instead(self: Any, command: Any, *how: Any) -> Any:
         return start(self, ["false"] if "pip install" in command[-1] else command, *how)
 
-    monkeypatch.setattr(once.Run, "_start", instead)
+    monkeypatch.setattr(once.Run, "start", instead)
     status, report = ran(part("before", "print('{}')", torch_alone=True), part("after", "print('{}')"))
     assert status == 1
     assert [(entry["name"], entry["status"]) for entry in report["parts"]] == [

@@ -75,6 +75,13 @@ class Run:
 
     Args:
         args: The command's.
+
+    Attributes:
+        folder: Where reports go.
+        log: All output.
+        file: The report.
+        scratch: A folder that is gone at the end.
+        report: What `file` has.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -84,8 +91,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log, self.file = self.folder / "once.log", self.folder / "once.json"
         self.log.write_bytes(b"")
-        self._scratch = Path(tempfile.mkdtemp(prefix="offload-once-"))
-        self._site = self._scratch / "site"
+        self.scratch = Path(tempfile.mkdtemp(prefix="offload-once-"))
+        self._site = self.scratch / "site"
         self._building: subprocess.Popen[bytes] | None = None
         self._told = 0
         self._variables = {
@@ -94,7 +101,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "CMAKE_BUILD_PARALLEL_LEVEL": str(max(2, (os.cpu_count() or 1) - 4)),  # parts are measured meanwhile
-            "TRITON_CACHE_DIR": str(self._scratch / "triton"),
+            "TRITON_CACHE_DIR": str(self.scratch / "triton"),
             "OFFLOAD_COMMIT": commit_of(args.wheels),
         }
         self.report: Found = {
@@ -130,7 +137,7 @@ class Run:
             if self._building is not None:
                 end_session(self._building)
             self._save()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            shutil.rmtree(self.scratch, ignore_errors=True)
         entries = self.report["parts"]
         failed = [entry["name"] for entry in entries if entry["status"] not in ("ok", "not run")]
         self._tell(
@@ -147,10 +154,10 @@ class Run:
         # One by one: a wheel that is not for this machine keeps no other out.
         commands += [shlex.join([*pip, wheel]) for wheel in wheels]
         if importlib.util.find_spec("offload") is None:
-            own = ["--no-build-isolation", f"--config-settings=build-dir={self._scratch / 'build'}", str(ROOT)]
+            own = ["--no-build-isolation", f"--config-settings=build-dir={self.scratch / 'build'}", str(ROOT)]
             commands.append(shlex.join([*pip, *own]))
         if commands:
-            self._building = self._start(["bash", "-c", "; ".join(commands)], self._scratch / "build.log")
+            self._building = self.start(["bash", "-c", "; ".join(commands)], self.scratch / "build.log")
 
     def _await_build(self) -> None:
         """Wait for the build, and note what became of it."""
@@ -159,7 +166,7 @@ class Run:
         if self._building is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._building.wait(max(1.0, min(BUILD_S, self.left_s())))
-            output = (self._scratch / "build.log").read_text(errors="replace")
+            output = (self.scratch / "build.log").read_text(errors="replace")
             self._note("build", output)
             code = self._building.poll()
             if code != 0:
@@ -167,13 +174,14 @@ class Run:
                 entry |= {"status": status, "output_end": output[-2000:]}
         self._finish(entry)
 
-    def _start(
+    def start(
         self, command: Sequence[str], output: Path, environment: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
+        """Start a process in a session of its own, its output to a file."""
         with output.open("wb") as file:
             return subprocess.Popen(
                 command,
-                cwd=self._scratch,
+                cwd=self.scratch,
                 env=self._variables | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -200,8 +208,8 @@ class Run:
         command = [argument.replace("{limit}", f"{max(1.0, limit_s - 12):.0f}") for argument in part.command]
         entry |= {"command": shlex.join(command), "limit_s": round(limit_s, 1)}
         self._save()
-        began_s, log = time.monotonic(), self._scratch / "part.log"
-        process = self._start(command, log, part.environment)
+        began_s, log = time.monotonic(), self.scratch / "part.log"
+        process = self.start(command, log, part.environment)
         code: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
