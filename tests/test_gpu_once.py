@@ -204,10 +204,11 @@ def test_rates_that_do_not_fit_are_probed_and_it_is_said_why(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.late(shared=True)
 def test_all_of_it_runs_on_the_test_accelerator(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [str(GPU / "once.sh"), str(out), "--accelerator", "late"]
+    command = [str(GPU / "once.sh"), str(out), "--accelerator", "late", "--limit", "3000"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
     variables |= {"PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
     for ours in (prepared.FOLDER, prepared.OWNER):  # a server that a part began would end with the part

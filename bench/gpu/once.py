@@ -193,7 +193,8 @@ class Run:
     def _run_part(self, part: Part) -> None:
         entry: Found = {"name": part.name, "status": "running", "decides": part.decides}
         self.report["parts"].append(entry)
-        limit_s = min(part.limit_s, self.left_s() - 2.0)
+        most_s = part.limit_s * max(1.0, self._args.limit / LIMIT_S)
+        limit_s = min(most_s, self.left_s() - 2.0)
         why = ""
         if part.cuda and self._args.accelerator != "cuda":
             why = NEEDS_CUDA
