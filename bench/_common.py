@@ -155,7 +155,7 @@ def environment(*, device: str | None = None) -> dict[str, Any]:
         **({"compute": compute} if compute else {}),
         "numpy": np.__version__,
         "offload": getattr(offload, "__version__", None),
-        # `bench/gpu/run.sh` knows of a copy what it was copied from.
+        # `bench/gpu/once.sh` knows of a copy what it was copied from.
         "commit": git("rev-parse", "HEAD") or os.environ.get("OFFLOAD_COMMIT") or None,
         "uncommitted_changes": bool(
             # Reports that are written again are no change of what is measured.

@@ -13,7 +13,7 @@
 `python bench/gpu.py --section b --json FILE` keeps the other sections that FILE holds; each section says on what
 machine, from what commit and by what command it was run. FILE gets a Markdown file beside it. Without a CUDA device
 nothing but that fact is reported; `--simulated` puts a simulated device in a GPU's place, at smoke sizes, to see that
-everything runs. `bench/gpu/run.sh` runs this on a machine without a package index.
+everything runs. `bench/gpu/once.sh` runs this on a machine without a package index.
 """
 
 from __future__ import annotations

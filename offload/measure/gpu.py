@@ -126,7 +126,7 @@ class GpuProbe:
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
         """Return what lanes that work at once reach: bytes copied, or bytes of state updated, per second."""
         while True:
-            gate = self._gate(lanes)
+            gate = self.gate(lanes)
             marks = self._begun(lanes, self.repeats)
             opened_early = gate.reached()
             rates = self._ended(marks, self.repeats, beside)
@@ -142,7 +142,7 @@ class GpuProbe:
         self.lanes.give_back(self._host)
         self.lanes.device.release(self._memory)
 
-    def _gate(self, lanes: Sequence[DeviceLane]) -> Mark:
+    def gate(self, lanes: Sequence[DeviceLane]) -> Mark:
         """Let what is put on lanes from now on wait for the mark that is returned, which the host need not."""
         for _ in range(self._gate_copies):
             self._work[GATE]()

@@ -116,7 +116,7 @@ def quick_probe(
             cpu[state_format], reached = host.rates()
             memory = max(memory, reached)
             if not state_format.rounds:
-                gpu = lanes.rated(partial(_probe_gpu, host=host, plan=plan))
+                gpu = lanes.rated(partial(probe_gpu, host=host, plan=plan))
     paths = tuple(_probe_path(tier, queue, address, plan) for tier in tiers)
     rates = Rates(mean_rate(cpu, numels), paths, gpu, memory)
     return trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
@@ -182,7 +182,7 @@ class _HostProbe:
             self._state.close()
 
 
-def _probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
+def probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
     """Measure copies, each way alone and both ways, the update on the GPU, and what copies leave of the CPU's."""
     state = plan.layout.device_state
     room = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)

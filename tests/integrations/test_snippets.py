@@ -49,7 +49,7 @@ RUN_BY = {
     r"pip install (torch|dist/)": "wheels.py",
     r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,
     r"make ": HERE,
-    r"bench/gpu/(pack|run)\.sh ": "test_gpu_stages.py",
+    r"bench/gpu/(pack|once)\.sh ": "test_gpu_once.py",
     r'(\{|"multi_tier_offload")': HERE,
     r"import offload.integrations.deepspeed ": HERE,
     r"torchrun --nproc-per-node 2 -m offload.integrations.deepspeed ": "integrations/test_deepspeed_launcher.py",

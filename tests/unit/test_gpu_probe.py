@@ -131,7 +131,7 @@ def test_the_host_s_calls_are_no_part_of_a_rate(call_s: float, repeats: int) -> 
 
 def test_without_the_gate_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     open_gate = VirtualMark(VirtualDevice(0.0), 1.0)
-    monkeypatch.setattr(GpuProbe, "_gate", lambda self, lanes: open_gate)
+    monkeypatch.setattr(GpuProbe, "gate", lambda self, lanes: open_gate)
     found = rates_of(VirtualDevice(100e-6), 1)
     assert found["gpu/h2d alone"] < 35e9
     assert found["gpu/update"] < 150e9
@@ -176,5 +176,5 @@ def test_the_quick_probe_updates_more_than_caches_hold(
     monkeypatch.setattr(probe, "GpuProbe", make)
     lanes, plan, host = Lanes, Plan, None
     with pytest.raises(Made) as made:
-        probe._probe_gpu(lanes, host, plan)  # type: ignore[arg-type]
+        probe.probe_gpu(lanes, host, plan)  # type: ignore[arg-type]
     assert made.value.args == (expected,)

@@ -296,3 +296,13 @@ def test_machines_that_share_a_home_have_a_file_each(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert default_rates_file().parent == Path("/home/somebody/.cache/offload")
+
+
+def test_a_link_without_rates_of_one_direction_alone_has_the_same() -> None:
+    """As files of earlier versions; nothing in a plan changes by that."""
+    gpu = {"update_bytes_per_s": 900 * GB, "h2d_bytes_per_s": 25 * GB, "d2h_bytes_per_s": 24 * GB}
+    found = Rates.from_dict({"cpu_bytes_per_s": 1 * GB, "gpu": gpu}).gpu
+    assert (found.h2d, found.d2h) == ((25 * GB, 25 * GB), (24 * GB, 24 * GB))
+    assert found.copying(1e9, 2e9) is found
+    known = GpuRates(900 * GB, 25 * GB, 24 * GB, h2d_alone_bytes_per_s=50 * GB, d2h_alone_bytes_per_s=48 * GB)
+    assert Rates.from_dict(Rates(1 * GB, gpu=known).to_dict()).gpu == known
