@@ -486,9 +486,10 @@ class GpuLanes(Lanes):
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
         """Send new weights of a subgroup to the device: rows of `Tables.weight_copies`."""
         began = self.device.mark(DeviceLane.H2D)
-        self.pieces.to_device(copies)
+        scatters = self.pieces.to_device(copies)
         ended = self.device.mark(DeviceLane.H2D)
-        self._written[subgroup] = ended, self.device.mark(DeviceLane.PIECES, timed=False)
+        scattered = (self.device.mark(DeviceLane.PIECES, timed=False),) if scatters else ()
+        self._written[subgroup] = ended, *scattered
         self._time("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
@@ -503,7 +504,7 @@ class GpuLanes(Lanes):
 
     def await_push(self, operation: AwaitPush) -> None:
         """Report when a subgroup's new weights have left their slot."""
-        pushed, _ = self._written[operation.subgroup]
+        pushed = self._written[operation.subgroup][0]
         self.device.report(pushed, self._queue, operation.op)
 
     # Gradients that the CPU needs
