@@ -419,11 +419,11 @@ class GpuLanes(Lanes):
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
-        subgroup, sent = operation.visit.subgroup, None
-        if operation.gpu_slot in self._tables:  # fresh state is not copied
-            self.device.follow(DeviceLane.UPDATE, self._ready.pop(operation.gpu_slot))
-            sent = self._tables.pop(operation.gpu_slot)
-        elif table is not None:
+        subgroup, slot = operation.visit.subgroup, operation.gpu_slot
+        copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
+        if copied is not None:  # fresh state is not copied
+            self.device.follow(DeviceLane.UPDATE, copied)
+        if table is not None:
             sent = self.device.send_table(table)
         for mark in self._inputs.get(subgroup, ()):
             self.device.follow(DeviceLane.UPDATE, mark)
@@ -542,8 +542,9 @@ class GpuLanes(Lanes):
         return mark is not None
 
     def forget_inputs(self) -> None:
-        """Forget the marks of a step that has ended."""
+        """Forget marks and tables of a step that has ended, whatever came of it."""
         self._inputs.clear()
+        self._tables.clear()
 
     # Copies outside steps; the caller waits for them
 
