@@ -32,6 +32,8 @@ from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat
 from offload.kernels import gpu as kernels
 from offload.kernels.table import trial_table
+from offload.layout import Layout, Parameter, build_layout
+from offload.plan import Budgets, GpuRates, Rates, choose_plan
 from offload.protocols import LANES, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
 from offload.schedule.operations import Run, Transfer, Visit
@@ -282,11 +284,15 @@ def called(work: Callable[[], None]) -> Counter[str]:
 def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
     lanes: GpuLanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nbytes, numel = 1 << 16, 1 << 24
+    layout = build_layout([Parameter("p", 4096, DtypeCode.BFLOAT16, 0)], 4096, 4096)
+    nbytes = layout.state_bytes
+    budgets = Budgets(nbytes, gpu_staging_bytes=nbytes, weights_on_gpu=True)
+    plan = choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e11, 1e11)), 1.0)
     lanes.device.adopt_thread()
-    memory, arena = lanes.device.allocate(nbytes), lanes.arena(nbytes)
-    monkeypatch.setattr(lanes, "_slot", lambda slot: memory)
-    table = trial_table(EXACT_ADAMW, memory, numel)
+    lanes.adopt(plan, Layout((), ()), 0)
+    lanes.bind(plan)
+    arena = lanes.arena(nbytes)
+    table = trial_table(EXACT_ADAMW, arena.address, 4096)
 
     def visit() -> None:
         lanes.copy_in(Transfer(1, 0, "state", "fetch", 0, nbytes, 0), arena.address, table, 0.0)
@@ -302,7 +308,6 @@ def test_a_visit_costs_few_calls_however_many_pieces_it_is_copied_in(
             lanes.wait()
     torch.accelerator.set_device_index(0)
     lanes.give_back(arena)
-    lanes.device.release(memory)
     # Six marks, and what its table waits for; what follows: the update its state and table, and the copy the update.
     whole = found[0]
     assert (whole["record"], whole["wait_event"], whole["copy_"]) == (8, 4, 3)
