@@ -164,6 +164,19 @@ def calls(gpu: Cuda) -> Found:
             gradient = state + 12 * numel
             device.gradient_blocks(DeviceLane.GRADIENTS, gradient, DtypeCode.BFLOAT16, numel, blocks)
 
+        def visit(piece_bytes: int = 0) -> None:
+            """Make the calls of `GpuLanes` for a visit whose state is in host memory."""
+            marks.append(device.mark(DeviceLane.H2D))
+            sent = device.send_table(table)
+            device.copy(DeviceLane.H2D, memory, host.address, nbytes, piece_bytes)
+            device.follow(DeviceLane.UPDATE, device.mark(DeviceLane.H2D))
+            marks.append(device.mark(DeviceLane.UPDATE))
+            device.update(sent)
+            device.follow(DeviceLane.D2H, device.mark(DeviceLane.UPDATE))
+            marks.append(device.mark(DeviceLane.D2H))
+            device.copy(DeviceLane.D2H, host.address + nbytes, memory + nbytes, nbytes, piece_bytes)
+            marks.append(device.mark(DeviceLane.D2H))
+
         sizes = iter(range(nbytes, 2, -2))
         work: dict[str, Callable[[], Any]] = {
             "mark": lambda: marks.append(device.mark(DeviceLane.H2D)),
@@ -174,19 +187,23 @@ def calls(gpu: Cuda) -> Found:
             "copy, each of another size": lambda: device.copy(DeviceLane.H2D, memory, host.address, next(sizes)),
             "update of a segment": lambda: device.update(table),
             "gradient_blocks": gather,
+            "a visit": visit,
+            "a visit, copied in 8 pieces each way": lambda: visit(nbytes // 8),
         }
         for name, call in work.items():
             call()  # compiles
             device.mark(DeviceLane.UPDATE).wait()
-            taken = []
+            taken, worked = [], []
             for number in range(count):
-                began_s = time.perf_counter()
+                began_s, thread_s = time.perf_counter(), time.thread_time()
                 call()
+                worked.append(time.thread_time() - thread_s)
                 taken.append(time.perf_counter() - began_s)
                 if number % 20 == 19:  # so that no queue is full
                     for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS):
                         device.mark(lane).wait()
             found[f"{name}, s"] = spread(taken)
+            found[f"{name}, s of the thread"] = spread(worked)
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS):
             device.mark(lane).wait()
         device.unpin(host.address)

@@ -1,7 +1,7 @@
 """An accelerator as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
 
 Lanes are streams, every mark an event. Hardware has few queues for all streams of a process (8 by CUDA's default, 4
-by ROCm's); those that share one wait for each other. So there are few. A stream follows only what was enqueued
+by ROCm's); streams that share one wait for each other. So there are few. A stream follows only what was enqueued
 before, so no sharing makes a circle.
 
 Device memory is torch's own, so that it shows in torch's figures and what is given back is used again. Addresses

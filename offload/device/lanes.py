@@ -417,11 +417,11 @@ class GpuLanes(Lanes):
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
-        subgroup, sent = operation.visit.subgroup, None
-        if operation.gpu_slot in self._tables:  # fresh state is not copied
-            self.device.follow(DeviceLane.UPDATE, self._ready.pop(operation.gpu_slot))
-            sent = self._tables.pop(operation.gpu_slot)
-        elif table is not None:
+        subgroup, slot = operation.visit.subgroup, operation.gpu_slot
+        copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
+        if copied is not None:  # fresh state is not copied
+            self.device.follow(DeviceLane.UPDATE, copied)
+        if table is not None:
             sent = self.device.send_table(table)
         for mark in self._inputs.get(subgroup, ()):
             self.device.follow(DeviceLane.UPDATE, mark)
@@ -484,9 +484,10 @@ class GpuLanes(Lanes):
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
         """Send new weights of a subgroup to the device: rows of `Tables.weight_copies`."""
         began = self.device.mark(DeviceLane.H2D)
-        self.pieces.to_device(copies)
+        scatters = self.pieces.to_device(copies)
         ended = self.device.mark(DeviceLane.H2D)
-        self._written[subgroup] = ended, self.device.mark(DeviceLane.PIECES, timed=False)
+        scattered = (self.device.mark(DeviceLane.PIECES, timed=False),) if scatters else ()
+        self._written[subgroup] = ended, *scattered
         self._time("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
@@ -501,7 +502,7 @@ class GpuLanes(Lanes):
 
     def await_push(self, operation: AwaitPush) -> None:
         """Report when a subgroup's new weights have left their slot."""
-        pushed, _ = self._written[operation.subgroup]
+        pushed = self._written[operation.subgroup][0]
         self.device.report(pushed, self._queue, operation.op)
 
     # Gradients that the CPU needs
@@ -539,8 +540,9 @@ class GpuLanes(Lanes):
         return mark is not None
 
     def forget_inputs(self) -> None:
-        """Forget the marks of a step that has ended."""
+        """Forget marks and tables of a step that has ended, whatever came of it."""
         self._inputs.clear()
+        self._tables.clear()
 
     # Copies outside steps; the caller waits for them
 

@@ -88,11 +88,14 @@ class PieceCopies:
             self.buffer_bytes = buffer_bytes
             return old_address
 
-    def to_device(self, pieces: Pieces) -> None:
+    def to_device(self, pieces: Pieces) -> bool:
         """Copy pieces to the device: large ones on lane `H2D`, others then go on on lane `PIECES`.
 
         Args:
             pieces: In host memory, gaps of less than `PIECE_ALIGNMENT` bytes between small ones are read, too.
+
+        Returns:
+            Whether there are others.
         """
         device, lane = self._device, DeviceLane.H2D
         with self._lock:  # to the end: buffers go while they are nobody's
@@ -107,6 +110,7 @@ class PieceCopies:
                 at = part.places + np.uint64(buffer.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], at, part.pieces[:, 2]], axis=1))
                 buffer.note(device.mark(DeviceLane.PIECES, timed=False))
+            return bool(rounds)
 
     def to_host(self, pieces: Pieces, gap_bytes: int = PIECE_ALIGNMENT, lane: DeviceLane = DeviceLane.D2H) -> None:
         """Copy pieces to the host, all of them on `lane` in the end.

@@ -437,10 +437,10 @@ class Noted(SimulatedDevice):
         self.noted: list[str] = []
         super().__init__()
 
-    def _put(self, lane: Any, label: str, *arguments: Any, **options: Any) -> Any:
+    def put(self, lane: Any, label: str, *arguments: Any, **options: Any) -> Any:
         if lane is DeviceLane.H2D and label != "mark":
             self.noted.append(label)
-        return super()._put(lane, label, *arguments, **options)
+        return super().put(lane, label, *arguments, **options)
 
 
 @pytest.mark.parametrize("at_home", [False, True])
@@ -513,19 +513,19 @@ def test_a_copy_of_the_user_s_gets_in_between_pieces(order: Order, piece_bytes: 
     host, other = torch.arange(48, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     there, inputs = device.allocate(48), device.allocate(8)
     done: list[str] = []
-    plain = device._do
+    plain = device.do
 
     def do(work: Any) -> None:
         plain(work)
         if work.nbytes:
             done.append("user" if work.lane == "user" else "state")
 
-    device._do = do  # type: ignore[method-assign]
+    device.do = do  # type: ignore[method-assign]
     with device._engines[DeviceLane.H2D].held():
         for start in (0, 24):
             device.copy(DeviceLane.H2D, there + start, host.data_ptr() + start, 24, piece_bytes)
         device.copy_on("user", True, inputs, other.data_ptr(), 8)
-        waiting = device._engines[DeviceLane.H2D]._waiting
+        waiting = device._engines[DeviceLane.H2D].waiting
         while len(waiting) < 2:  # both ask for it
             threading.Event().wait(1e-3)
     for mark in (device.mark(DeviceLane.H2D), device.mark_caller("user")):

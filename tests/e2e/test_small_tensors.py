@@ -52,11 +52,11 @@ class Counting(SimulatedDevice):
 
         return call
 
-    def _put(self, lane: Any, label: str, *arguments: Any, **named: Any) -> Any:
+    def put(self, lane: Any, label: str, *arguments: Any, **named: Any) -> Any:
         kind = label.split(" of ")[0].removeprefix("a ").removeprefix("an ")
         pieces = label.endswith("pieces")
         self.calls["kernel" if pieces or kind in ("gradient", "gradients", "update") else kind] += 1
-        return super()._put(lane, label, *arguments, **named)
+        return super().put(lane, label, *arguments, **named)
 
 
 def vectors(count: int, numel: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:

@@ -318,10 +318,10 @@ class Watched(SimulatedDevice):
         super().__init__(**how)
         self.put: list[tuple[Any, str]] = []
 
-    def _put(self, lane: Any, label: str, *arguments: Any, **named: Any) -> Any:
+    def put(self, lane: Any, label: str, *arguments: Any, **named: Any) -> Any:
         if label != "mark":
             self.put.append((lane, label))
-        return super()._put(lane, label, *arguments, **named)
+        return super().put(lane, label, *arguments, **named)
 
 
 SMALL = tuple(Piece(str(number), 0, 64 * number, 61, 0) for number in range(32))

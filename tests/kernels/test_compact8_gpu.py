@@ -268,11 +268,11 @@ def test_what_is_aligned_where_blocks_begin_is_read_in_vectors(kernel, residue, 
     row = case.row()
     for name, item in items.items():
         row[name] = (1 << 40) + residue * item
-    recording.update(row)
+    recording.update(recording.send(row))
     assert [(count, found["ALIGNED"]) for count, found in launched] == [(1 + (residue > 0), True)]
     for name, item in items.items():
         launched.clear()
         changed = row.copy()
         changed[name] += np.uint64(item)
-        recording.update(changed)
+        recording.update(recording.send(changed))
         assert [found["ALIGNED"] for _, found in launched] == [False], name

@@ -122,22 +122,22 @@ class _Engine:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._some = threading.Condition()
-        self._waiting: dict[Lane, int] = {}  # the place of the first copy of each stream that waits
+        self.waiting: dict[Lane, int] = {}  # the place of the first copy of each stream that waits
         self._turn: Lane | None = None  # whose turn it is, if it is somebody's
         self._is_busy = False
 
     def take(self, place: int, lane: Lane) -> None:
         """Wait for the turn of a copy."""
         with self._some:
-            self._waiting[lane] = place
+            self.waiting[lane] = place
             self._some.wait_for(lambda: not self._is_busy and self._turn in (None, lane))
-            del self._waiting[lane]
+            del self.waiting[lane]
             self._is_busy, self._turn = True, lane
 
     def leave(self, lane: Lane, following: int | None) -> None:
         """Let the next one begin, after a copy of a stream, whose next copy has that place if it can begin."""
         with self._some:
-            candidates = dict(self._waiting)
+            candidates = dict(self.waiting)
             if following is not None:
                 candidates[lane] = following
             stays = self._order is Order.STAYS and following is not None
@@ -382,7 +382,7 @@ class SimulatedDevice:
         with self._lock:
             users, block.users = block.users, set()
             if self._failure is None and not self._closed:
-                block.ends = [self._put(lane, "mark", lambda: None, (), 0) for lane in users]
+                block.ends = [self.put(lane, "mark", lambda: None, (), 0) for lane in users]
                 block.unused.append(block)
 
     def give_up(self, tensor: torch.Tensor) -> None:
@@ -438,13 +438,13 @@ class SimulatedDevice:
                 return
             self._open = [work for work in self._open if work.lane != FREED or not work.done.is_set()]
             for lane in LANES:
-                self.follow(FREED, self._put(lane, "mark", lambda: None, (), 0))
+                self.follow(FREED, self.put(lane, "mark", lambda: None, (), 0))
             for block in borrowed:
                 self._overwrite(FREED, block, "memory that was given back")
 
     def _overwrite(self, lane: Lane, memory: npt.NDArray[np.uint8], label: str) -> None:
         begin = memory.ctypes.data
-        self._put(lane, label, lambda: memory.fill(POISON), ((begin, begin + memory.nbytes, True),), 0)
+        self.put(lane, label, lambda: memory.fill(POISON), ((begin, begin + memory.nbytes, True),), 0)
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
@@ -473,7 +473,7 @@ class SimulatedDevice:
         self._check_caller(lane)
         if lane is DeviceLane.CALLER and self.caller_is_host:
             return _Now()
-        mark = self._put(self._caller if lane is DeviceLane.CALLER else lane, "mark", lambda: None, (), 0)
+        mark = self.put(self._caller if lane is DeviceLane.CALLER else lane, "mark", lambda: None, (), 0)
         mark.timed = timed
         return mark
 
@@ -486,7 +486,7 @@ class SimulatedDevice:
         """See `Device.mark_caller`."""
         if caller is DeviceLane.CALLER and self.caller_is_host:
             return _Now()
-        return self._put(cast(Lane, caller), "mark", lambda: None, (), 0)
+        return self.put(cast(Lane, caller), "mark", lambda: None, (), 0)
 
     def follow(self, lane: Lane, mark: Mark) -> None:
         """See `Device.follow`."""
@@ -548,11 +548,11 @@ class SimulatedDevice:
             size = min(piece_bytes or nbytes, nbytes - start)
             self.copy_on(lane, lane is DeviceLane.H2D, target + start, source + start, size)
             if piece_bytes:
-                self._put(lane, "a pause", lambda: None, (), 0)
+                self.put(lane, "a pause", lambda: None, (), 0)
 
     def copy_on(self, lane: Lane, to_device: bool, target: int, source: int, nbytes: int) -> None:
         """Put a copy on a lane, or on a stream of the user's."""
-        self._put(
+        self.put(
             lane,
             f"a copy of {nbytes} bytes",
             lambda: ctypes.memmove(target, source, nbytes),
@@ -588,11 +588,11 @@ class SimulatedDevice:
             raise HazardError("pieces are copied over one another")
         if rows:
             self.follow(lane, self._send_table(32 * len(rows)))
-            self._put(lane, f"a copy of {len(rows)} pieces", act, tuple(spans), nbytes)
+            self.put(lane, f"a copy of {len(rows)} pieces", act, tuple(spans), nbytes)
 
     def _send_table(self, nbytes: int) -> _Work:
         engine = self._engines[DeviceLane.H2D]
-        return self._put(DeviceLane.H2D, "a table", lambda: None, (), nbytes, engine=engine)
+        return self.put(DeviceLane.H2D, "a table", lambda: None, (), nbytes, engine=engine)
 
     def send_table(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], _Work]:
         """See `Device.send_table`."""
@@ -605,7 +605,7 @@ class SimulatedDevice:
         spans = [span for row in rows for span in spans_of(row)]
         nbytes = sum(int(_state_of(row).item_bytes * int(row["numel"])) for row in rows)
         self.follow(DeviceLane.UPDATE, there)
-        self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
+        self.put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 
     def gradient_blocks(
         self,
@@ -637,7 +637,7 @@ class SimulatedDevice:
         )
         if target:
             spans += ((target, target + numel * int(ITEM_BYTES[target_dtype]), True),)
-        self._put(lane, "a gradient", act, spans, numel * int(ITEM_BYTES[dtype]))
+        self.put(lane, "a gradient", act, spans, numel * int(ITEM_BYTES[dtype]))
 
     def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """See `Device.sum_gradients`."""
@@ -672,13 +672,13 @@ class SimulatedDevice:
         spans += [(blocks, blocks + 8 * -(-numel // NORM_BLOCK_NUMEL), True) for _, numel, blocks in listed]
         if listed:
             self.follow(lane, self._send_table(32 * len(listed)))
-            self._put(lane, label, act, tuple(spans), item * sum(row[1] for row in listed))
+            self.put(lane, label, act, tuple(spans), item * sum(row[1] for row in listed))
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
         """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""
-        self._put(self._caller, label, act, tuple(spans), 0)
+        self.put(self._caller, label, act, tuple(spans), 0)
 
-    def _put(
+    def put(
         self,
         lane: Lane,
         label: str,
@@ -688,6 +688,7 @@ class SimulatedDevice:
         *,
         engine: _Engine | None = None,
     ) -> _Work:
+        """Put a piece of work on a lane, or on a stream."""
         self._check_thread()
         with self._lock:
             self.check()
@@ -733,7 +734,7 @@ class SimulatedDevice:
                 time.sleep(delay_s)
             with self._lock:
                 self._queues[lane].popleft()
-            self._do(work)
+            self.do(work)
             if work.engine is not None:
                 with self._lock:
                     following = self._queues[lane][0] if self._queues[lane] else None
@@ -752,9 +753,10 @@ class SimulatedDevice:
                     self.finish(other)
                 with self._lock:
                     self._queues[work.lane].popleft()
-                self._do(first)
+                self.do(first)
 
-    def _do(self, work: _Work) -> None:
+    def do(self, work: _Work) -> None:
+        """Do a piece of work, unless the device has failed."""
         with self._lock:
             if work.spans and self._failure is None:
                 self.done += 1
