@@ -456,46 +456,9 @@ def targets_of(results: Mapping[str, Any], memory_bytes: int, same: float | None
 # Report
 
 
-COLOURS = ("#9aa0a6", "#4c78a8", "#e4853a", "#54a24b", "#b07aa1", "#e45756", "#72b7b2", "#d8c14a")
-
-
-def picture(file: Path, results: Mapping[str, Any], memory_bytes: int) -> None:
-    """Draw parameters against gigabytes, and what a gigabyte went to."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = {name: row for name, row in results.items() if row.get("numel")}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for (name, row), colour in zip(rows.items(), COLOURS, strict=False):
-        points = sorted((t["peak_bytes"] / 1e9, t["numel"] / 1e9) for t in row["trials"] if t["fits"])
-        left.plot(
-            *zip(*points, strict=True), "-" if "overlap" not in name else ":", color=colour, label=name, marker="."
-        )
-    left.axvline(memory_bytes / 1e9, color="black", linewidth=0.8, linestyle="--")
-    left.set_xlabel("peak memory, GB (dashed: the limit)")
-    left.set_ylabel("parameters, billions")
-    left.legend(frameon=False, fontsize=8)
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row["explained_bytes"]))
-    starts = dict.fromkeys(rows, 0.0)
-    for part, colour in zip(parts, COLOURS, strict=False):
-        widths = [max(0.0, row["explained_bytes_per_parameter"].get(part, 0.0)) for row in rows.values()]
-        right.barh(list(rows), widths, left=list(starts.values()), color=colour, label=part)
-        starts = {name: start + w for (name, start), w in zip(starts.items(), widths, strict=True)}
-    right.invert_yaxis()
-    right.set_xlabel("bytes a parameter, of the largest model")
-    right.legend(frameon=False, fontsize=7)
-    for axes in (left, right):
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     names = [contender.name for contender in CONTENDERS]
-    parser = arguments(__doc__, path=True, picture=True)
+    parser = arguments(__doc__, path=True)
     parser.add_argument("--memory", default="6GiB", help="host memory of a trial (default: %(default)s)")
     parser.add_argument("--disk", help="most bytes on the disk (default: nine tenths of what is free)")
     parser.add_argument("--contenders", default=",".join(names), help="separated by commas (default: %(default)s)")
@@ -536,8 +499,6 @@ def main() -> None:
             row = results[contender.name] = summary(contender, found)
             print(f"{contender.name}: {row['numel']:,} parameters")
     same = same_weights(trials, chosen)
-    if args.picture:
-        picture(args.picture, results, memory_bytes)
     losses = {name: [trial.found["losses"] for trial in found if trial.fits] for name, found in trials.items()}
     checksum = hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16]
     report(

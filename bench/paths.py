@@ -3,17 +3,12 @@
 Sections, each of which can be run alone (`--sections single,sum`):
 
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
-  registered    the same with and without memory and file registered with io_uring, for large and small tiles
-  sweep         the same by tile size
-  depth         the same by requests in flight, and what a session chooses when it opens the path
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
   slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
   cpu           CPU seconds that a gigabyte costs between staging memory and path, by thread, with checksums and
                 without: what steps take beyond those of the same state in memory
-  interference  forward and backward passes alone, and while a path moves tiles at full speed
-  remote        the same tiles to a directory and to an S3 server on loopback (a test server, so a lower bound)
 """
 
 from __future__ import annotations
@@ -23,12 +18,9 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
-import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -38,17 +30,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _common import ROOT, Target, arguments, computing, environment, interleaved, report, run_sections
-from _needs import FIO, MOTO, require
+from _common import Target, arguments, environment, interleaved, report, run_sections
+from _needs import FIO, require
 from _throttled import ThrottledTier
 
 import offload
 from offload._native import CompletionQueue
-from offload.measure.depth import DEPTHS, tune_depth
 from offload.memory.arenas import Arena
 from offload.protocols import Tier, TileId, TileRequest
 from offload.session import setup
-from offload.tiers import FileTier, StoreOptions, open_tier
+from offload.tiers import StoreOptions, open_tier
 from offload.units import format_seconds
 
 MB = 1_000_000
@@ -197,84 +188,6 @@ def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
     targets.append(Target.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed"))
-    return found
-
-
-def registered(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    if "io_uring" not in backends():
-        return {"not_run": "no io_uring here"}
-    found: dict[str, Any] = {}
-    rounds, total = (2, MIB) if smoke else (9, 256 * MIB)
-    for tile, depth in ((64 << 10, 16), (8 * MIB, 4)):
-        tiles = max(1, total // tile // (1 if tile >= MIB else 8))
-        mixers: dict[str, Mixer] = {}
-        spent: dict[str, list[float]] = {}
-        with contextlib.ExitStack() as stack:
-
-            def timed(mixer: Mixer, tiles: int, spent_s: list[float]) -> None:
-                started_s = time.process_time()
-                mixer.run(tiles)
-                spent_s.append(time.process_time() - started_s)
-
-            for name, memory, file in (("both", 1, 1), ("memory", 1, 0), ("file", 0, 1), ("neither", 0, 0)):
-                queue = CompletionQueue()
-                options = StoreOptions(depth=depth, checksum=False, io_backend="io_uring")
-                tier = FileTier(folder, uuid.uuid4(), queue, options, register_file=bool(file))
-                stack.callback(tier.close)
-                mixers[name] = Mixer(tier, queue, tile, depth, 2 * depth)
-                spent[name] = []
-                if memory:
-                    tier.register_memory(mixers[name].arena.address, mixers[name].arena.nbytes)
-            contenders = {name: partial(timed, mixer, tiles, spent[name]) for name, mixer in mixers.items()}
-            times = interleaved(contenders, rounds)
-        moved = 2 * tile * tiles
-        for name, seconds in times.items():
-            cpu_s = 1e9 * statistics.median(spent[name]) / moved
-            ratio = statistics.median(b / a for a, b in zip(seconds, times["neither"], strict=True))
-            found[f"{tile >> 10} KiB, {name}"] = {"of_neither": ratio, "cpu_s_per_gb": cpu_s}
-            print(f"  {tile >> 10:5} KiB tiles, {name:<8} {ratio:.2f} times as fast as neither, {cpu_s:.4f} CPU-s/GB")
-    return found
-
-
-def sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    sizes = (1, 2) if smoke else (1, 2, 4, 8, 16, 32)
-    total = (4 if smoke else 256) * MIB
-    with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], object]] = {}
-        for backend, size in itertools.product(backends(), sizes):
-            tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
-            count = max(1, total // (size * MIB))
-            mixer = Mixer(tier, queue, size * MIB, 4, 8)
-            contenders[f"{backend}, {size} MiB tiles"] = lambda m=mixer, n=count: m.run(n)  # type: ignore[misc]
-        times = interleaved(contenders, 2 if smoke else 5)
-    found = {name: 2 * total / statistics.median(t) for name, t in times.items()}
-    for name, rate in found.items():
-        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s")
-    return found
-
-
-def depth_sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    tile, tiles, rounds = (64 << 10, 16, 2) if smoke else (2 * MIB, 64, 5)
-    found: dict[str, Any] = {}
-    for backend in backends():
-        mixers = {}
-        with contextlib.ExitStack() as stack:
-            for depth in DEPTHS:
-                tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
-                tier.set_depth(depth)
-                mixers[depth] = Mixer(tier, queue, tile, DEPTHS[-1], DEPTHS[-1])
-            times = interleaved({str(depth): partial(mixer.run, tiles) for depth, mixer in mixers.items()}, rounds)
-            chosen = []
-            for _ in range(rounds):
-                tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
-                arena = Arena(2 * DEPTHS[-1] * 2 * MIB, prefault=True)
-                tune_depth(tier, queue, arena.address, arena.nbytes)
-                chosen.append(tier.depth)
-        rates = {depth: 2 * tile * tiles / statistics.median(times[str(depth)]) for depth in mixers}
-        of_best = [rates[depth] / max(rates.values()) for depth in chosen if depth in rates]
-        found[backend] = {"bytes_per_s": rates, "chosen": chosen, "of_best": of_best}
-        said = ", ".join(f"{rate / 1e9:.2f} with {depth}" for depth, rate in rates.items())
-        print(f"  {backend:<9} {said} GB/s; chosen {chosen}, {min(of_best, default=1.0):.0%} of the best or more")
     return found
 
 
@@ -553,122 +466,22 @@ def cpu(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     return found
 
 
-def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    width, layers, batch = (128, 2, 8) if smoke else (1024, 8, 256)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).bfloat16()
-    inputs = torch.randn(batch, width).bfloat16()
-
-    def passes() -> float:
-        started_s = time.perf_counter()
-        for _ in range(2 if smoke else 20):
-            with computing():
-                model(inputs).float().square().mean().backward()
-        return time.perf_counter() - started_s
-
-    passes()
-    alone, beside = [], []
-    tile = MIB if smoke else 8 * MIB
-    with opened(folder, "threads", checksum=True) as (tier, queue):
-        mixer = Mixer(tier, queue, tile, 2, 8)
-        for _ in range(2 if smoke else 5):
-            alone.append(passes())
-            stop: list[bool] = []
-
-            def traffic_until_stopped(stop: list[bool] = stop) -> None:
-                while not stop:
-                    mixer.run(8)
-
-            thread = threading.Thread(target=traffic_until_stopped)
-            thread.start()
-            beside.append(passes())
-            stop.append(True)
-            thread.join()
-    found = {"alone_s": statistics.median(alone), "beside_traffic_s": statistics.median(beside)}
-    found["slowdown"] = found["beside_traffic_s"] / found["alone_s"]
-    print(f"  forward and backward are {found['slowdown']:.2f} times as long beside a path at full speed")
-    return found
-
-
-def remote(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "tests"))
-    try:
-        from s3_server import BUCKET, CREDENTIALS, S3Server
-
-        server = S3Server()
-    except (ImportError, RuntimeError) as error:
-        print(f"  not run: {error}")
-        return {"not_run": str(error)}
-    tile, tiles = (MIB, 2) if smoke else (8 * MIB, 16)
-    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=server.endpoint)
-    try:
-        with contextlib.ExitStack() as stack:
-            contenders: dict[str, Callable[[], object]] = {}
-            for name, path in {"directory": str(folder), "s3": f"s3://{BUCKET}/bench"}.items():
-                queue = CompletionQueue()
-                tier = open_tier(path, uuid.uuid4(), queue)
-                stack.callback(tier.close)
-                mixer = Mixer(tier, queue, tile, 4, 8)
-                contenders[f"{name}, read"] = lambda m=mixer: m.run(tiles, writes=False)  # type: ignore[misc]
-                contenders[f"{name}, mixed"] = lambda m=mixer: m.run(tiles)  # type: ignore[misc]
-            times = interleaved(contenders, 1 if smoke else 5)
-    finally:
-        server.kill()
-    found = {}
-    for name, seconds in times.items():
-        found[name] = tile * tiles * (1 if name.endswith("read") else 2) / statistics.median(seconds)
-        print(f"  {name:<28} {found[name] / 1e9:6.2f} GB/s")
-    return found
-
-
 SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "single": single,
-    "registered": registered,
-    "sweep": sweep,
-    "depth": depth_sweep,
     "sum": several,
     "slow": slow,
     "traffic": traffic,
     "overlap": overlap,
     "cpu": cpu,
-    "interference": interference,
-    "remote": remote,
 }
 
 
-def picture(file: Path, results: dict[str, Any]) -> None:
-    """Draw the bandwidths of one path and the step times over several."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    one = {**results.get("single", {}), **results.get("sweep", {})}
-    one = {name: rate for name, rate in one.items() if not name.endswith("CPU-s/GB")}
-    left.barh(list(one), [rate / 1e9 for rate in one.values()], color="#4878a8")
-    left.invert_yaxis()
-    left.set_xlabel("GB/s read and written, one path")
-    after = results.get("slow", {})
-    if after:
-        right.plot(range(1, 1 + len(after["after_s"])), after["after_s"], marker="o", color="#4878a8")
-        right.axhline(after["best_static_s"], color="#888888", linestyle="--", label="best fixed split")
-        right.axhline(after["before_s"], color="#bbbbbb", linestyle=":", label="before")
-        right.set_xlabel("steps after one of two paths slowed to a third (emulated)")
-        right.set_ylabel("seconds")
-        right.set_ylim(bottom=0)
-        right.legend()
-    figure.savefig(file, dpi=110)
-
-
 def main() -> None:
-    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    needs = {"single": [FIO], "remote": [MOTO]}
-    require(args, {section: needs.get(section, []) for section in args.sections})
+    args = arguments(__doc__, path=True, sections=SECTIONS).parse_args()
+    require(args, {"single": [FIO]} if "single" in args.sections else {})
     described = environment(device="cpu")
     results, targets = run_sections(args, SECTIONS, args.smoke)
     checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")
-    if args.picture:
-        picture(args.picture, results)
     report(args, described, results, checksum, targets)
 
 

@@ -35,7 +35,6 @@ from unittest import mock
 
 import torch
 from _common import Target, arguments, cores, environment, progress, report, run_sections
-from _needs import require
 from paths import MB, Pace, Throttles
 
 from offload import Engine, OffloadConfig
@@ -429,52 +428,16 @@ SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {
 }
 
 
-def picture(file: Path, results: dict[str, Any]) -> None:
-    """Draw predicted beside measured steps, and the bytes of the path that slowed down."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(2, 1))
-    rows = results.get("predictions", {}).get("configurations", {})
-    places = range(len(rows))
-    bars = (
-        ("measured_s", "measured, median", "#4878a8"),
-        ("predicted_s", "predicted by learnt rates", "#d08c3c"),
-        ("predicted_by_probe_s", "predicted by the probe's rates", "#bbbbbb"),
-    )
-    for number, (key, label, color) in enumerate(bars):
-        heights = [place + 0.27 * (number - 1) for place in places]
-        left.barh(heights, [row[key] for row in rows.values()], 0.25, label=label, color=color)
-    left.set_yticks(list(places), list(rows), fontsize=7)
-    left.invert_yaxis()
-    left.set_xlabel("seconds of a step")
-    left.legend(fontsize=7)
-    parts = results.get("follow", {}).get("part_of_bytes_written", [])
-    if parts:
-        right.plot(range(len(parts)), parts, marker="o", color="#4878a8")
-        right.axhline(0.25, color="#888888", linestyle="--", label="its due")
-        right.set_xlabel("steps since one of two paths slowed to a third (emulated)")
-        right.set_ylabel("part of the bytes written to it")
-        right.set_ylim(bottom=0)
-        right.legend()
-    figure.savefig(file, dpi=110)
-
-
 def _without_directories(probed: dict[str, Any]) -> dict[str, Any]:
     """Return what a probe found, with the names of its paths alone: where they were made says nothing."""
     return probed | {"paths": [facts | {"path": Path(facts["path"]).name} for facts in probed["paths"]]}
 
 
 def main() -> None:
-    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    require(args, {})
+    args = arguments(__doc__, path=True, sections=SECTIONS).parse_args()
     described = environment()
     results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
     checksum = results.get("predictions", {}).get("checksum", "none of the chosen sections computes")
-    if args.picture:
-        picture(args.picture, results)
     report(args, described, results, checksum, targets)
 
 

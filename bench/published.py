@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from _common import Target, arguments, environment, progress, report
-from _needs import require
 from _schedules import (
     STATE_BYTES,
     Drive,
@@ -950,32 +949,12 @@ def constants_said(fitted: Fitted) -> list[str]:
     return lines
 
 
-def picture(file: Path, held: Mapping[str, Sequence[Judged]]) -> None:
-    """Draw predicted beside measured updates of rows that were left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 5), layout="constrained")
-    for name, judged in held.items():
-        update = "step_s" if "step_s" in judged[0]["predicted"] else "update_s"
-        pairs = [(each["measured"][update], each["predicted"][update]) for each in judged]
-        axis.scatter(*zip(*pairs, strict=True), s=14, label=name, alpha=0.7)
-    ends = [0.35, 450.0]
-    axis.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0)
-    axis.set(xscale="log", yscale="log", xlabel="measured update, seconds", ylabel="predicted, row not fitted")
-    axis.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
-
-
 def main() -> None:
     """Fit, predict and report."""
-    parser = arguments(__doc__, picture=True)
+    parser = arguments(__doc__)
     parser.add_argument("--fit", type=Path, default=TABLES, metavar="DIR", help="tables to fit on (default: ours)")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="tables to predict, any subset of them")
     args = parser.parse_args()
-    require(args, {})
     described = environment()
     try:
         run(args, described)
@@ -1060,8 +1039,6 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
             worst = max(map(abs, errors), default=None)
             targets.append(Target.at_most(f"{name}: worst error", worst, 0.1, note))
             targets.append(Target.at_most(f"{name}: RMS error", rms(errors) if errors else None, 0.06, note))
-        if args.picture and held:
-            picture(args.picture, held)
     digest = hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
     report(args, described, results, digest, targets)
 

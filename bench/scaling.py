@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import multiprocessing
 import statistics
 import uuid
@@ -34,7 +33,6 @@ from typing import Any
 from unittest import mock
 
 from _common import Target, arguments, environment, progress, report, run_sections
-from _needs import require
 from _throttled import SharedLanes, ThrottledTier
 from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
@@ -325,40 +323,10 @@ SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
 }
 
 
-def picture(file: Path, results: dict[str, Any]) -> None:
-    """Draw every curve beside the least possible."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    results = {name: found for name, found in results.items() if "at" in found}
-    columns = max(1, min(3, len(results)))
-    rows = max(1, math.ceil(len(results) / columns))
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(3.8 * columns, 3 * rows), layout="constrained", squeeze=False
-    )
-    for place, (name, found) in zip(axes.flat, results.items(), strict=False):
-        place.plot(found["at"], found["step_s"], marker="o", color="#4878a8", label="measured")
-        place.plot(found["at"], found["least_s"], linestyle="--", color="#888888", label="least possible")
-        place.set_title(name, loc="left", fontsize=9)
-        place.set_xlabel(found["unit"], fontsize=8)
-        place.set_ylabel("seconds of a step", fontsize=8)
-        place.set_ylim(bottom=0)
-        if name in ("lookahead", "subgroup"):
-            place.set_xscale("log", base=2)
-        place.tick_params(labelsize=7)
-    axes.flat[0].legend(frameon=False, fontsize=7)
-    figure.savefig(file, dpi=110)
-
-
 def main() -> None:
-    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    require(args, {})
+    args = arguments(__doc__, path=True, sections=SECTIONS).parse_args()
     described = environment()
     results, targets = run_sections(args, SECTIONS, args.smoke)
-    if args.picture:
-        picture(args.picture, results)
     model = Model(Size(8, 1 << 12, 1, 0.0))
     report(args, described, results, model.digest(), targets)
 
