@@ -253,8 +253,9 @@ class Bounds:
     """What the hardware allows, measured in the same rounds as everything else."""
 
     def __init__(self, request: dict[str, Any]) -> None:
+        from _sessions import MIB
         from kernel import Buffers
-        from paths import MIB, Mixer, opened
+        from paths import Mixer, opened
 
         from offload.kernels import CpuUpdateKernel
         from offload.kernels.reference import segment_table
@@ -415,7 +416,7 @@ def change(changes: dict[str, Any], settings: dict[str, Any]) -> None:
 
         parts.Machine = Forgetting  # type: ignore[misc]
     if "paces" in changes:
-        from paths import Pace, Throttles
+        from _sessions import Pace, Throttles
 
         throttles = Throttles(Path(), ())
         ours = settings.get("multi_tier_offload", settings)
