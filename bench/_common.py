@@ -206,7 +206,7 @@ class Kept:
     """
 
     def __init__(self, file: Path | None, *of: Any) -> None:
-        self._file, self._of = file, json.loads(json.dumps(of))
+        self._file, self._of = file, json.loads(json.dumps(of, default=str))
         lines = file.read_text().splitlines() if file and file.exists() else []
         self._found = {part: found for of_then, part, found in map(json.loads, lines) if of_then == self._of}
 

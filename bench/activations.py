@@ -26,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _capacity import Block
+from _capacity import Model
 from _common import progress
 from _harness import Option, Run, in_process, main, medians
-from _worker import memory
+from _worker import loss_of, memory
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.functional import cross_entropy, rms_norm
-from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.cli.model import VOCABULARY, Shape
@@ -60,30 +58,12 @@ OPTIONS = (
 )
 
 
-class Model(nn.Module):
-    """A Llama whose layers may be computed again in backward."""
-
-    def __init__(self, shape: Shape, recomputes: bool, vocabulary: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.recomputes = recomputes
-        self.embed = nn.Embedding(vocabulary, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.Parameter(torch.ones(shape.hidden))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        logits = rms_norm(x, x.shape[-1:], self.norm) @ self.embed.weight.T
-        return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class Training:
     """One model, and its optimizer with all state on a path."""
 
     def __init__(self, shape: Shape, folder: Path, recomputes: bool, vocabulary: int, threads: int) -> None:
         torch.set_num_threads(threads)
+        torch.manual_seed(0)
         self.model = Model(shape, recomputes, vocabulary)
         folder.mkdir(exist_ok=True)
         config = offload.OffloadConfig(host_memory=0, paths=[folder], checkpoints_kept=0)
@@ -98,7 +78,7 @@ class Training:
         tokens = torch.randint(self.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
         started_s = time.perf_counter()
         with context:
-            loss = self.model(tokens)
+            loss = loss_of(self.model(tokens)[:, :-1], tokens)
             forward_s = time.perf_counter() - started_s
             loss.backward()
             whole_s = time.perf_counter() - started_s
