@@ -133,6 +133,12 @@ class Run:
         """Return a new folder in this one."""
         return Path(tempfile.mkdtemp(prefix=name, dir=self.folder))
 
+    @contextlib.contextmanager
+    def brief_place(self) -> Iterator[Path]:
+        """Yield a new folder in this one, deleted behind it: for much that nobody needs any more."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            yield Path(folder)
+
 
 Section = Callable[[Run], Any]
 

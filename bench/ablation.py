@@ -501,17 +501,18 @@ def losses_agree(outcomes: Sequence[dict[str, Outcome]]) -> dict[str, float | No
 def trained(run: Run, section: str, seconds: float, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Return what became of a section's contenders in so many seconds."""
     shape, smoke = choose_shape(run.args.params), run.smoke
-    common, folder = common_of(shape, max(sizes), smoke), run.place(section)
+    common = common_of(shape, max(sizes), smoke)
     aio: dict[str, Any] = {"best": {}}
-    if section == "added" and not smoke and STOCK_NVME not in run.missing:
-        aio = aio_settings(common, folder)
-    field = [
-        replace(each, left_out=run.missing.get(each.name, each.left_out))
-        for each in field_of(section, shape.numel, smoke, aio["best"])
-        if not smoke or each.name in SMOKE[section] or each.left_out
-    ]
     schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
-    outcomes, speeds = run_group(field, schedule, common, folder, print)
+    with run.brief_place() as folder:
+        if section == "added" and not smoke and STOCK_NVME not in run.missing:
+            aio = aio_settings(common, folder)
+        field = [
+            replace(each, left_out=run.missing.get(each.name, each.left_out))
+            for each in field_of(section, shape.numel, smoke, aio["best"])
+            if not smoke or each.name in SMOKE[section] or each.left_out
+        ]
+        outcomes, speeds = run_group(field, schedule, common, folder, print)
     contenders = {name: asdict(outcome) for name, outcome in outcomes.items()}
     return {"contenders": contenders, "speeds": speeds, "aio": aio}
 

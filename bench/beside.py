@@ -133,7 +133,8 @@ def measure(run: Run) -> None:
         runs: list[dict[str, Any]] = []
         results[work] = runs
         while not runs or (len(runs) < TRIES and not run.smoke and lost(runs)):
-            runs.append(compare(products, work, scale, pairs, run.place()))
+            with run.brief_place() as folder:
+                runs.append(compare(products, work, scale, pairs, folder))
             low, high = runs[-1]["quartiles"]
             print(
                 f"{work}: time {runs[-1]['ratio']:.3f} of {theirs}'s ({low:.3f} to {high:.3f}), peak memory "

@@ -285,7 +285,8 @@ def measure(run: Run) -> None:
     for share in (0.0, 0.5, 1.0):
         where = f"{share:.0%} resident"
         progress(where)
-        found = run.results[f"{share:.0%}"] = measured(run.size, share, run.place())
+        with run.brief_place() as folder:
+            found = run.results[f"{share:.0%}"] = measured(run.size, share, folder)
         parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
         print(
             f"{where}: stall {found['stall']:.3f} of an iteration of "

@@ -67,8 +67,8 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
 
 def measure(run: Run) -> None:
     def took(share: float | None) -> dict[str, Any]:
-        request = {"size": asdict(run.size), "share": share, "folder": str(run.place())}
-        return dict(in_process(__file__, request))
+        with run.brief_place() as folder:
+            return dict(in_process(__file__, {"size": asdict(run.size), "share": share, "folder": str(folder)}))
 
     twin = took(None)
     run.results |= {"parameters": twin["parameters"], "twin": twin, "offload": {}}

@@ -234,9 +234,10 @@ def measure(run: Run) -> None:
     kinds = [kind for kind in args.kinds if kind not in run.missing]
     for kind in kinds:
         queue = mp.get_context("spawn").SimpleQueue()
-        given = (args.ranks, kind, run.place(), sizes, queue)
-        mp.start_processes(train, args=given, nprocs=args.ranks, start_method="spawn")
-        found = results[kind] = queue.get()
+        with run.brief_place() as folder:
+            given = (args.ranks, kind, folder, sizes, queue)
+            mp.start_processes(train, args=given, nprocs=args.ranks, start_method="spawn")
+            found = results[kind] = queue.get()
         run.checksums.append(run.same(f"{kind}: weights differ", found["digests"].values()))
         off = found["off"]
         parts = (f"{name} {format_seconds(off[f'{name}_s'])}" for name in ("forward", "backward", "step"))

@@ -194,7 +194,8 @@ def measure(run: Run) -> None:
         for share, layout in itertools.product(size.shares, size.layouts):
             where = f"{layout}, {world} rank{'s' * (world > 1)}, {share:.0%} resident"
             progress(where)
-            found = run.results[where] = summary(size, layout, start(size, layout, world, share, run.place()))
+            with run.brief_place() as folder:
+                found = run.results[where] = summary(size, layout, start(size, layout, world, share, folder))
             digests.append(tuple(found["digests"]))
             print(
                 f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
