@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _common import computing
-from _worker import SEED, SETTINGS, DeepSpeed, batch, loss_of
+from _worker import SEED, SETTINGS, DeepSpeed, Plain, batch
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
@@ -55,18 +55,19 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A Llama without positions; each layer's activations are computed again in backward."""
+    """A Llama without positions; where it recomputes, each layer's activations are computed again in backward."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, recomputes: bool = True, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, shape.hidden)
+        self.recomputes = recomputes
+        self.embed = nn.Embedding(vocabulary, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return rms_norm(x, x.shape[-1:], self.norm) @ self.embed.weight.T
 
 
@@ -88,31 +89,13 @@ def build(shape: Shape) -> Model:
     return model
 
 
-class Plain:
-    """What all contenders share."""
-
-    def __init__(self, model: Model, request: dict[str, Any]) -> None:
-        self.model, self.clip = model, request["clip"]
-
-    def forward(self, window: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.model(window[:, :-1]), window)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def about(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
 class Torch(Plain):
     """torch.optim.AdamW over fp32 masters; a 16-bit gradient goes as soon as it has become an fp32 one."""
 
-    def __init__(self, model: Model, request: dict[str, Any]) -> None:
-        super().__init__(model, request)
-        self.masters = [nn.Parameter(weight.detach().float()) for weight in model.parameters()]
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
+        self.clip = request["clip"]
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, fused=True, **SETTINGS)
 
     @torch.no_grad()
@@ -129,20 +112,21 @@ class Torch(Plain):
 class Ours(Plain):
     """offload.AdamW, nothing resident."""
 
-    def __init__(self, model: Model, request: dict[str, Any]) -> None:
+    def __init__(self, request: dict[str, Any]) -> None:
         import offload
 
-        super().__init__(model, request)
+        super().__init__(request)
+        self.clip = request["clip"]
         settings = dict(request["settings"])
         overlap = settings.pop("overlap")
         place = {"path": request["path"], "max_bytes": request["disk_bytes"]}
         config = offload.OffloadConfig(
             host_memory=0, paths=[place], checkpoints_kept=0, overlap="auto" if overlap else "off", **settings
         )
-        self.optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config)
+        self.optimizer = offload.AdamW(self.model.named_parameters(), **SETTINGS, offload=config)
         self.ahead_bytes = 0
         if overlap:
-            self.optimizer.overlap_forward(model)
+            self.optimizer.overlap_forward(self.model)
             self.optimizer._speculate()  # from the first step on, in what memory is left
 
     def step(self) -> None:
@@ -165,31 +149,7 @@ class Ours(Plain):
         self.optimizer.close()
 
 
-class Stock(Plain):
-    """DeepSpeed's ZeRO-3."""
-
-    def __init__(self, model: Model, request: dict[str, Any]) -> None:
-        super().__init__(model, request)
-        asked = {
-            "device": "cpu",
-            "settings": json.loads(json.dumps(request["settings"]).replace("{path}", request["path"])),
-        }
-        self.ds = DeepSpeed({**asked, "model": model})
-
-    def forward(self, window: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.ds.ds(window[:, :-1]), window)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.ds.backward(loss)
-
-    def step(self) -> None:
-        self.ds.step()
-
-    def close(self) -> None:
-        self.ds.close()
-
-
-KINDS = {"torch": Torch, "ours": Ours, "deepspeed": Stock}
+KINDS = {"torch": Torch, "ours": Ours, "deepspeed": DeepSpeed}
 
 
 def memory() -> dict[str, int]:
@@ -220,7 +180,8 @@ def trial(request: dict[str, Any]) -> dict[str, Any]:
     numel = sum(weight.numel() for weight in model.parameters())
     weights = list(model.parameters())
     marks["weights"] = memory()
-    contender = KINDS[request["kind"]](model, request)
+    settings = json.loads(json.dumps(request["settings"]).replace("{path}", request["path"]))
+    contender = KINDS[request["kind"]]({**request, "device": "cpu", "settings": settings, "model": model})
     marks["optimizer"] = memory()
     losses, seconds = [], []
     for step in range(STEPS):
@@ -237,7 +198,7 @@ def trial(request: dict[str, Any]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began_s)
     if not all(math.isfinite(loss) for loss in losses):
         raise ValueError(f"the losses are not finite: {losses}")
-    about = contender.about()
+    about = contender.about() if request["kind"] == "ours" else {}
     digest = 0
     if request["kind"] != "deepspeed":  # whose weights are elsewhere
         if request["kind"] == "ours":

@@ -10,18 +10,15 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import logging
 import mmap
 import os
 import platform
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -194,42 +191,10 @@ def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dic
     return times
 
 
-def speedup(times: dict[str, list[float]], ours: str, theirs: str) -> float:
-    """Return how many times faster `ours` is: the median of the rounds' ratios."""
-    return statistics.median(b / a for a, b in zip(times[ours], times[theirs], strict=True))
-
-
 def progress(message: str) -> None:
     """Say something on a terminal, nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
-
-
-def run_sections(
-    args: argparse.Namespace,
-    sections: Mapping[str, Callable[[Path, Any, list[Target]], dict[str, Any]]],
-    size: Any,
-) -> tuple[dict[str, Any], list[Target]]:
-    """Run the chosen sections, each in a folder of its own on the chosen path.
-
-    Args:
-        args: The command's.
-        sections: What there is, by name.
-        size: What each is told about how much to do.
-
-    Returns:
-        What each found, and all targets.
-    """
-    # That all paths lie on one device is why they are throttled.
-    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
-    results: dict[str, Any] = {}
-    targets: list[Target] = []
-    for name in args.sections:
-        print(f"{name}:")
-        progress(name)
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            results[name] = sections[name](Path(folder), size, targets)
-    return results, targets
 
 
 class Kept:
@@ -241,9 +206,13 @@ class Kept:
     """
 
     def __init__(self, file: Path | None, *of: Any) -> None:
-        self._file, self._of = file, json.loads(json.dumps(of))
+        self._file, self._of = file, json.loads(json.dumps(of, default=str))
         lines = file.read_text().splitlines() if file and file.exists() else []
         self._found = {part: found for of_then, part, found in map(json.loads, lines) if of_then == self._of}
+
+    def has(self, part: str) -> bool:
+        """Return whether it is known what a part has found."""
+        return part in self._found
 
     def find(self, part: str, make: Callable[[], Any]) -> Any:
         """Return what a part has found, as JSON knows it: what is kept, else what `make` returns."""

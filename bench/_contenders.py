@@ -7,15 +7,15 @@ runs with its pipelining off and on, with the settings of its aio that a sweep i
 
 from __future__ import annotations
 
-import hashlib
-import json
+import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _common import Target, arguments, environment, report
+from _common import Target
 from _contest import (
     BASELINE,
     SPREAD,
@@ -26,20 +26,21 @@ from _contest import (
     Schedule,
     Worker,
     best,
+    common_of,
     markdown,
     picture,
     row,
     run_group,
     spread,
+    sum_of_losses,
     times_faster,
     times_shorter,
-    work_folder,
 )
-from _needs import DEEPSPEED, LIBAIO, NATIVE, TORCHAO, Need, require
+from _harness import Option, Run, main
+from _needs import DEEPSPEED, LIBAIO, NATIVE, TORCHAO, Need
 
 from offload.cli.model import choose_shape
 from offload.cli.values import parse_count, parse_number
-from offload.errors import ConfigError
 
 SUBGROUP_NUMEL = 10_000_000
 BUFFERS = {False: 4, True: 12}
@@ -172,8 +173,7 @@ GROUPS = {
 SMOKE = (BASELINE, FUSED, ALONE_MEMORY, ALONE_TWO_PATHS, STOCK_CPU, OURS_MEMORY, OURS_DISK)
 """Contenders that run at smoke size: one of each kind."""
 
-PARAMS = "130M"
-SMOKE_PARAMS = "300k"
+PARAMS, SMOKE_PARAMS = "130M", "300k"
 
 
 def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list[Target]:
@@ -244,95 +244,98 @@ def aio_settings(common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         worker.close()
 
 
-def main(question: str | None, defaults: Defaults) -> None:
-    """Run the groups and report."""
-    parser = arguments(question, path=True, picture=True, sections=defaults.groups)
-    parser.add_argument(
-        "--params", default=PARAMS, help="parameters of the model, such as 25M (default: %(default)s)"
-    )
-    parser.add_argument("--tokens", default=",".join(map(str, defaults.tokens)), help="tokens of a batch, each size")
-    parser.add_argument("--rounds", default="15", help="most rounds of a section")
-    parser.add_argument("--minutes", default=str(defaults.minutes), help="in which all is through")
-    parser.add_argument("--device", default="cpu", help="where the model lies (default: cpu)")
-    args = parser.parse_args()
-    chosen = [name for name in args.sections if not args.smoke or name in defaults.smoke]
-    try:
-        sizes = [parse_count("--tokens", size, most=1 << 20) for size in args.tokens.split(",")]
-        rounds = parse_count("--rounds", args.rounds, most=10_000)
-        minutes = parse_number("--minutes", args.minutes, least=0.01, most=10_000)
-        numel = parse_count("--params", SMOKE_PARAMS if args.smoke else args.params, most=10**12)
-        shape = choose_shape(numel)
-    except ConfigError as error:
-        parser.error(str(error))
-    described = environment(device=args.device)
-    if args.smoke:
-        sizes = [8, 16][-len(sizes) :]
-    common: dict[str, Any] = {
-        "shape": {"layers": shape.layers, "hidden": shape.hidden},
-        "numel": shape.numel,
-        "seq": max(sizes),
-        "device": args.device,
-        "smoke": args.smoke,
-    }
+def field_of(group: str, args: argparse.Namespace, aio: Mapping[str, Any]) -> list[Contender]:
+    """Return who trains in a group; at smoke size few of them do."""
+    numel = choose_shape(args.params).numel
+    if group == "standalone":
+        field = standalone_group(numel, args.smoke, args.device)
+    else:
+        field = memory_group(numel, args.smoke) if group == "memory" else disk_group(numel, args.smoke, aio)
+    return [each for each in field if not args.smoke or each.name in SMOKE or each.left_out]
 
-    def field_of(group: str) -> list[Contender]:
-        if group == "memory":
-            return memory_group(shape.numel, args.smoke)
-        if group == "disk":
-            return disk_group(shape.numel, args.smoke, aio["best"])
-        return standalone_group(shape.numel, args.smoke, args.device)
 
-    aio: dict[str, Any] = {"best": {}}
-    missing = require(args, {c.name: needs(c) for group in chosen for c in field_of(group)})
-    ends_s = time.monotonic() + 60 * minutes
-    results: dict[str, Any] = {"model": {**common["shape"], "numel": shape.numel}, "tokens": sizes}
-    targets: list[Target] = []
-    tables: dict[str, dict[str, Any]] = {}
-    digest = hashlib.sha256()
+def measure(defaults: Defaults, run: Run) -> None:
+    """Run the groups."""
+    args, results, shape = run.args, run.results, choose_shape(run.args.params)
+    chosen = [name for name in args.sections if not run.smoke or name in defaults.smoke]
+    sizes = [8, 16][-len(args.tokens) :] if run.smoke else args.tokens
+    common = common_of(shape, max(sizes), run.smoke, args.device)
+    ends_s = time.monotonic() + 60 * args.minutes
     print(
         f"model: {shape.numel:,} parameters, {shape.layers} layers of {shape.hidden}, bf16 weights, fp32 state, "
-        f"computed in {described['compute']}"
+        f"computed in {run.described['compute']}"
     )
-    with work_folder(args.path) as folder:
-        if "disk" in chosen and not args.smoke and STOCK_NVME not in missing:
-            aio = aio_settings(common, folder)
-        results["aio"] = aio
-        for number, group in enumerate(chosen):
-            left = chosen[number:]
-            schedule = Schedule(
-                parts=tuple((size, 2 if args.smoke else 3 if size == min(sizes) else 2) for size in sizes),
-                rounds=1 if args.smoke else rounds,
-                least=1 if args.smoke else 3,
-                seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in left),
-            )
-            field = [replace(c, left_out=missing.get(c.name, c.left_out)) for c in field_of(group)]
-            if args.smoke:
-                field = [contender for contender in field if contender.name in SMOKE or contender.left_out]
-            (folder / group).mkdir()
-            outcomes, speeds = run_group(field, schedule, common, folder / group, print)
-            base = outcomes[BASELINE]
-            found: dict[str, Any] = {"speeds": speeds, "contenders": {n: asdict(o) for n, o in outcomes.items()}}
-            results[group] = found
-            for tokens in sizes:
-                ran = {n: o for n, o in outcomes.items() if o.iterations and (not o.failed or n == BASELINE)}
-                rows = (
-                    {n: row(o, base, speeds, tokens, shape.numel) for n, o in ran.items()} if base.iterations else {}
-                )
-                title = f"{GROUPS[group]}, {tokens} tokens"
-                tables[title] = found[f"{tokens} tokens"] = rows
-                failed = {n: o.failed for n, o in outcomes.items() if o.failed}
-                print(f"\n### {title}, {len(speeds)} rounds\n\n{markdown(rows, failed)}\n", flush=True)
-            noise = max((spread(base.values("iteration_s", tokens)) for tokens in sizes), default=0.0)
-            if noise > SPREAD:
-                print(
-                    f"The machine was busy: iterations without an optimizer spread by {noise:.0%}; trust ratios only."
-                )
-            for outcome in outcomes.values():
-                digest.update(json.dumps([outcome.name, outcome.losses[:4]]).encode())
-            targets += targets_of(group, outcomes, sizes[-1])
-    if args.picture:
-        picture(args.picture, tables)
-    report(args, described, results, digest.hexdigest()[:16], targets)
+    aio: dict[str, Any] = {"best": {}}
+    if "disk" in chosen and not run.smoke and STOCK_NVME not in run.missing:
+        aio = aio_settings(common, run.folder)
+    results |= {"model": {**common["shape"], "numel": shape.numel}, "tokens": sizes, "aio": aio}
+    everybody: list[Outcome] = []
+    for number, group in enumerate(chosen):
+        schedule = Schedule(
+            parts=tuple((size, 2 if run.smoke else 3 if size == min(sizes) else 2) for size in sizes),
+            rounds=1 if run.smoke else args.rounds,
+            least=1 if run.smoke else 3,
+            seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in chosen[number:]),
+        )
+        field = [replace(c, left_out=run.missing.get(c.name, c.left_out)) for c in field_of(group, args, aio["best"])]
+        outcomes, speeds = run_group(field, schedule, common, run.place(group), print)
+        everybody += outcomes.values()
+        base = outcomes[BASELINE]
+        ran = {n: o for n, o in outcomes.items() if o.iterations and (not o.failed or n == BASELINE)}
+        failed = {n: o.failed for n, o in outcomes.items() if o.failed}
+        results[group] = {"speeds": speeds, "contenders": {n: asdict(o) for n, o in outcomes.items()}}
+        for tokens in sizes:
+            rows = {n: row(o, base, speeds, tokens, shape.numel) for n, o in ran.items() if base.iterations}
+            results[group][f"{tokens} tokens"] = rows
+            title = f"{GROUPS[group]}, {tokens} tokens, {len(speeds)} rounds"
+            print(f"\n### {title}\n\n{markdown(rows, failed)}\n", flush=True)
+        noise = max((spread(base.values("iteration_s", tokens)) for tokens in sizes), default=0.0)
+        if noise > SPREAD:
+            print(f"The machine was busy: iterations without an optimizer spread by {noise:.0%}; trust ratios only.")
+        run.targets += targets_of(group, outcomes, sizes[-1])
+    run.checksums.append(sum_of_losses(everybody))
+
+
+def drawn(file: Path, results: Mapping[str, Any]) -> None:
+    """Draw all tables."""
+    titles = {f"{GROUPS[group]}, {n} tokens": (group, f"{n} tokens") for group in GROUPS for n in results["tokens"]}
+    picture(file, {title: results[group][name] for title, (group, name) in titles.items() if group in results})
+
+
+def parse_sizes(name: str, text: str) -> list[int]:
+    """Return the sizes of batches, which are separated by commas."""
+    return [parse_count(name, size, most=1 << 20) for size in text.split(",")]
+
+
+def training_options(params: str, tokens: str, rounds: str, minutes: float) -> tuple[Option, ...]:
+    """Return the options of a benchmark that trains side by side, with their defaults."""
+    count, number = partial(parse_count, most=10**12), partial(parse_number, least=0.01, most=10_000)
+    return (
+        Option("params", params, SMOKE_PARAMS, "parameters of the model", read=count),
+        Option("tokens", tokens, help="tokens of a batch, each size", read=parse_sizes),
+        Option("rounds", rounds, help="most rounds of a section", read=partial(parse_count, most=10_000)),
+        Option("minutes", f"{minutes}", help="in which all is through", read=number),
+    )
+
+
+def contest(question: str | None, defaults: Defaults) -> None:
+    """Run the groups and report."""
+
+    def wanted(args: argparse.Namespace) -> dict[str, Sequence[Need]]:
+        return {c.name: needs(c) for group in args.sections for c in field_of(group, args, {})}
+
+    main(
+        question,
+        partial(measure, defaults),
+        sections=defaults.groups,
+        options=(
+            *training_options(PARAMS, ",".join(map(str, defaults.tokens)), "15", defaults.minutes),
+            Option("device", "cpu", help="where the model lies"),
+        ),
+        path=True,
+        picture=drawn,
+        needs=wanted,
+    )
 
 
 WEIGHTS = {"memory": 1.0, "disk": 2.0, "standalone": 1.0}

@@ -15,6 +15,7 @@ output, and the others go on.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -24,15 +25,15 @@ import select
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT, progress
+from _common import ROOT, end_with_parent, progress
 
+from offload.cli.model import Shape
 from offload.units import format_seconds
 
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -74,47 +75,27 @@ class ContenderError(Exception):
     """A contender crashed or did not answer in time."""
 
 
-class Worker:
-    """A contender's process.
+class Talker:
+    """A process that is asked in lines of JSON on its standard input, and answers so on its standard output.
 
     Args:
-        contender: What it is.
-        common: What all contenders are told: shape, device, ....
-        folder: Where its directories are made and its log goes.
+        command: What it runs, behind the interpreter.
+        log: Where its standard error goes.
+        folder: Where it runs.
     """
 
-    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
-        self.contender = contender
-        self.log = folder / (re.sub(r"\W+", "-", contender.name) + ".log")
-        self._counter = 0
-        self._folder = folder
+    def __init__(self, command: Sequence[object], log: Path, folder: Path) -> None:
+        self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "_worker.py")],
+            [sys.executable, *map(str, command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            env={
-                **os.environ,
-                **native_cache(),
-                **PATIENT,
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            },
+            stderr=log.open("w"),
+            env=contender_environment(),
             cwd=folder,
+            preexec_fn=end_with_parent,
         )
         self._rest = b""
-        self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
-
-    def _placed(self, value: Any) -> Any:
-        if isinstance(value, str) and "{path}" in value:
-            self._counter += 1
-            place = self._folder / f"{self.log.stem}-{self._counter}"
-            place.mkdir()
-            return value.replace("{path}", str(place))
-        if isinstance(value, Mapping):
-            return {key: self._placed(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._placed(item) for item in value]
-        return value
 
     def send(self, message: Any) -> None:
         """Ask for something."""
@@ -157,11 +138,15 @@ class Worker:
         """Return the end of what it printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
-    def close(self, timeout_s: float = 20.0) -> None:
-        """End the process, by force if need be."""
+    def hang_up(self) -> None:
+        """Say that nothing more will be asked."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """End the process, by force if need be."""
+        self.hang_up()
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -169,6 +154,42 @@ class Worker:
             self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+class Worker(Talker):
+    """A contender's process.
+
+    Args:
+        contender: What it is.
+        common: What all contenders are told: shape, device, ....
+        folder: Where its directories are made and its log goes.
+    """
+
+    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
+        self.contender = contender
+        self._counter = 0
+        self._folder = folder
+        log = folder / (re.sub(r"\W+", "-", contender.name) + ".log")
+        super().__init__([ROOT / "bench" / "_worker.py"], log, folder)
+        self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, str) and "{path}" in value:
+            self._counter += 1
+            place = self._folder / f"{self.log.stem}-{self._counter}"
+            place.mkdir()
+            return value.replace("{path}", str(place))
+        if isinstance(value, Mapping):
+            return {key: self._placed(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._placed(item) for item in value]
+        return value
+
+
+def contender_environment() -> dict[str, str]:
+    """Return the variables of a contender's process; programs are looked for beside the interpreter first."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, **native_cache(), **PATIENT, "PATH": path}
 
 
 def native_cache() -> dict[str, str]:
@@ -539,8 +560,13 @@ def picture(file: Path, tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     pyplot.close(figure)
 
 
-@contextlib.contextmanager
-def work_folder(path: Path | None) -> Iterator[Path]:
-    """Yield a new directory below `path` (or the temporary folder), deleted in the end."""
-    with tempfile.TemporaryDirectory(dir=path, prefix="contest-") as folder:
-        yield Path(folder)
+def common_of(shape: Shape, seq: int, smoke: bool, device: str = "cpu") -> dict[str, Any]:
+    """Return what all contenders are told."""
+    sized = {"layers": shape.layers, "hidden": shape.hidden}
+    return {"shape": sized, "numel": shape.numel, "seq": seq, "device": device, "smoke": smoke}
+
+
+def sum_of_losses(outcomes: Iterable[Outcome]) -> str:
+    """Return a digest of the first losses of contenders."""
+    losses = json.dumps([[outcome.name, outcome.losses[:4]] for outcome in outcomes])
+    return hashlib.sha256(losses.encode()).hexdigest()[:16]

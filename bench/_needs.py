@@ -78,7 +78,6 @@ def pinned() -> str:
 
 FIO = Need("fio", "apt-get install fio", lambda: shutil.which("fio") is not None)
 MATPLOTLIB = Need("matplotlib", "pip install matplotlib", lambda: package("matplotlib"))
-MOTO = Need("moto (an S3 server)", "pip install 'moto[server]' botocore", lambda: package("moto"))
 TORCHAO = Need("torchao", "pip install torchao", lambda: package("torchao"))
 DEEPSPEED = Need(
     "DeepSpeed", f"DS_BUILD_OPS=0 pip install --no-build-isolation {pinned()}", lambda: package("deepspeed")

@@ -48,7 +48,9 @@ def batch(step: int, tokens: int, device: str) -> torch.Tensor:
     return window.to(device)
 
 
-def loss_of(logits: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+def loss_of(found: Any, window: torch.Tensor) -> torch.Tensor:
+    """Return the loss of what a model has found: logits, alone or among other things."""
+    logits = getattr(found, "logits", found)
     return cross_entropy(logits.float().reshape(-1, logits.shape[-1]), window[:, 1:].reshape(-1))
 
 
@@ -60,7 +62,7 @@ class Plain:
         self.engine: Any = None
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.model(input_ids=window[:, :-1]).logits, window)
+        return loss_of(self.model(input_ids=window[:, :-1]), window)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -227,7 +229,7 @@ class DeepSpeed:
         self.engine = getattr(self.ds.optimizer, "offload", None)
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.ds(input_ids=window[:, :-1]).logits, window)
+        return loss_of(self.ds(input_ids=window[:, :-1]), window)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.ds.backward(loss)
@@ -253,8 +255,9 @@ class Bounds:
     """What the hardware allows, measured in the same rounds as everything else."""
 
     def __init__(self, request: dict[str, Any]) -> None:
+        from _sessions import MIB
         from kernel import Buffers
-        from paths import MIB, Mixer, opened
+        from paths import Mixer, opened
 
         from offload.kernels import CpuUpdateKernel
         from offload.kernels.reference import segment_table
@@ -415,7 +418,7 @@ def change(changes: dict[str, Any], settings: dict[str, Any]) -> None:
 
         parts.Machine = Forgetting  # type: ignore[misc]
     if "paces" in changes:
-        from paths import Pace, Throttles
+        from _sessions import Pace, Throttles
 
         throttles = Throttles(Path(), ())
         ours = settings.get("multi_tier_offload", settings)

@@ -20,21 +20,19 @@ Sections, each of which can be run alone:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import published
-from _common import Kept, Target, arguments, environment, progress, report
+from _common import progress
 from _contenders import (
-    SMOKE_PARAMS,
     STOCK_NVME,
     STOCK_PIPELINED,
     aio_settings,
@@ -43,15 +41,15 @@ from _contenders import (
     needs,
     same_losses,
     stock_on_disk,
+    training_options,
 )
-from _contest import BASELINE, STATE_BYTES, Contender, Outcome, Schedule, run_group, work_folder
-from _needs import require
+from _contest import BASELINE, STATE_BYTES, Contender, Outcome, Schedule, common_of, run_group, sum_of_losses
+from _harness import Run, main
+from _needs import Need
 from _schedules import Forgetting
 
 from offload.cli.model import choose_shape
 from offload.cli.plan import Question, ask
-from offload.cli.values import parse_count, parse_number
-from offload.errors import ConfigError
 from offload.measure import find_rates
 from offload.predict.predict import with_backward_s, with_forward_s
 from offload.schedule.machine import Machine
@@ -466,29 +464,27 @@ def pays(figures: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     return found
 
 
-def targets_of(results: dict[str, Any]) -> list[Target]:
-    """Return the promises."""
-    figures, found = results["comparisons"], []
+def judge(run: Run) -> None:
+    """Note the promises."""
+    results = run.results
     for mechanism, places in results["pays"].items():
         if mechanism == "checksums":  # which find torn and misdirected tiles, and cannot be faster
-            cost = [1 / each["times"] for each in figures if each["mechanism"] == mechanism]
-            found.append(Target.at_most("checksums: an iteration with them over one without", max(cost), 1.05))
+            cost = [1 / each["times"] for each in results["comparisons"] if each["mechanism"] == mechanism]
+            run.at_most("checksums: an iteration with them over one without", max(cost), 1.05)
         elif not mechanism.startswith("ours"):
-            name = f"{mechanism}: places where it pays by more than twice the spread"
-            found.append(Target.at_least(name, len(places), 1))
+            run.at_least(f"{mechanism}: places where it pays by more than twice the spread", len(places), 1)
     for form, same in results.get("same_losses", {}).items():
-        found.append(Target.at_least(f"losses of ours ({form}) are the same, bit for bit", same, 1.0, "none ran"))
+        run.at_least(f"losses of ours ({form}) are the same, bit for bit", same, 1.0, "none ran")
     for name, model in results.get("simulated", {}).items():
         theirs = model["published"]
         for row in ("a second path", WHOLE):
             times = theirs["multipath_s"] / model["rows"][row]
             what = f"simulated, {name}, ours up to {row}: iterations, times as fast as MLP-Offload's published"
-            found.append(Target.at_least(what, times, 1.0))
+            run.at_least(what, times, 1.0)
         for which in model["their_schedules"] if "logs" in theirs["source"] else ():
             off = abs(model["their_schedules"][which] / theirs[which] - 1)
             what = f"simulated, {name}: {which.removesuffix('_s')}'s own schedule, off what was published by"
-            found.append(Target.at_most(what, off, 0.15))
-    return found
+            run.at_most(what, off, 0.15)
 
 
 def losses_agree(outcomes: Sequence[dict[str, Outcome]]) -> dict[str, float | None]:
@@ -502,66 +498,35 @@ def losses_agree(outcomes: Sequence[dict[str, Outcome]]) -> dict[str, float | No
     return {form: same_losses(those) for form, those in forms.items()}
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True, runs=True, sections=(*DISK, "simulated"))
-    parser.add_argument("--params", default="40M", help="parameters of the model (default: %(default)s)")
-    parser.add_argument("--tokens", default="16,128", help="tokens of a batch, each size")
-    parser.add_argument("--rounds", default="30", help="most rounds, a multiple of three")
-    parser.add_argument("--minutes", default="60", help="in which what is measured is through")
-    args = parser.parse_args()
-    try:
-        sizes = [parse_count("--tokens", size, most=1 << 20) for size in args.tokens.split(",")]
-        rounds = parse_count("--rounds", args.rounds, most=1_000)
-        minutes = parse_number("--minutes", args.minutes, least=0.01, most=10_000)
-        shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params, most=10**12))
-    except ConfigError as error:
-        parser.error(str(error))
-    if args.smoke:
-        sizes, rounds = [8, 16], RUNS
-    described = environment(device="cpu")
-    run(args, described, sizes, rounds, minutes, shape.numel, {"layers": shape.layers, "hidden": shape.hidden})
+def trained(run: Run, section: str, seconds: float, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Return what became of a section's contenders in so many seconds."""
+    shape, smoke = choose_shape(run.args.params), run.smoke
+    common = common_of(shape, max(sizes), smoke)
+    aio: dict[str, Any] = {"best": {}}
+    schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
+    with run.brief_place() as folder:
+        if section == "added" and not smoke and STOCK_NVME not in run.missing:
+            aio = aio_settings(common, folder)
+        field = [
+            replace(each, left_out=run.missing.get(each.name, each.left_out))
+            for each in field_of(section, shape.numel, smoke, aio["best"])
+            if not smoke or each.name in SMOKE[section] or each.left_out
+        ]
+        outcomes, speeds = run_group(field, schedule, common, folder, print)
+    contenders = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    return {"contenders": contenders, "speeds": speeds, "aio": aio}
 
 
-def run(
-    args: argparse.Namespace,
-    described: dict[str, Any],
-    sizes: list[int],
-    rounds: int,
-    minutes: float,
-    numel: int,
-    shape: dict[str, int],
-) -> None:
-    """Do it."""
-    measured = [name for name in args.sections if name in DISK]
-    fields = [contender for name in measured for contender in field_of(name, numel, args.smoke, {})]
-    missing = require(args, {contender.name: needs(contender) for contender in fields})
-    common = {"shape": shape, "numel": numel, "seq": max(sizes), "device": "cpu", "smoke": args.smoke}
-    kept = Kept(args.runs, described["commit"], numel, sizes, rounds)
-    results: dict[str, Any] = {"model": {**shape, "numel": numel}, "tokens": sizes, "rows": {}, "comparisons": []}
+def measure(run: Run) -> None:
+    args, results, shape = run.args, run.results, choose_shape(run.args.params)
+    sizes, rounds = ([8, 16], RUNS) if run.smoke else (args.tokens, args.rounds)
+    results |= {"model": {"layers": shape.layers, "hidden": shape.hidden, "numel": shape.numel}, "tokens": sizes}
+    results |= {"rows": {}, "comparisons": []}
     groups: list[dict[str, Outcome]] = []
-
-    def trained(section: str, seconds: float) -> dict[str, Any]:
-        with work_folder(args.path) as folder:
-            aio: dict[str, Any] = {"best": {}}
-            if section == "added" and not args.smoke and STOCK_NVME not in missing:
-                aio = aio_settings(common, folder)
-            field = [
-                replace(each, left_out=missing.get(each.name, each.left_out))
-                for each in field_of(section, numel, args.smoke, aio["best"])
-                if not args.smoke or each.name in SMOKE[section] or each.left_out
-            ]
-            schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
-            outcomes, speeds = run_group(field, schedule, common, folder, print)
-        return {
-            "contenders": {name: asdict(outcome) for name, outcome in outcomes.items()},
-            "speeds": speeds,
-            "aio": aio,
-        }
-
-    ends_s = time.monotonic() + 60 * minutes
+    ends_s, measured = time.monotonic() + 60 * args.minutes, [name for name in args.sections if name in DISK]
     for number, section in enumerate(measured):
         seconds = (ends_s - time.monotonic()) / (len(measured) - number)
-        found = kept.find(section, lambda section=section, seconds=seconds: trained(section, seconds))  # type: ignore[misc]
+        found = run.kept.find(section, partial(trained, run, section, seconds, sizes, rounds))
         outcomes = {name: Outcome(**each) for name, each in found["contenders"].items()}
         figures, rows = compared(outcomes, section, sizes), measured_rows(outcomes, sizes)
         results[section] = found
@@ -574,17 +539,31 @@ def run(
         results["same_losses"] = losses_agree(groups)
     if "simulated" in args.sections:
         print("simulated:")
-        results["simulated"] = kept.find("simulated", lambda: simulate(args.smoke))
+        results["simulated"] = run.kept.find("simulated", partial(simulate, run.smoke))
         for model in results["simulated"].values():
             results["comparisons"] += model["comparisons"]
     results["pays"] = pays(results["comparisons"])
     for mechanism, places in results["pays"].items():
         print(f"{mechanism}: {', '.join(places) or 'pays nowhere'}")
-    digest = hashlib.sha256()
-    for outcome in (outcome for group in groups for outcome in group.values()):
-        digest.update(json.dumps([outcome.name, outcome.losses[:4]]).encode())
-    report(args, described, results, digest.hexdigest()[:16], targets_of(results))
+    run.checksums.append(sum_of_losses(outcome for group in groups for outcome in group.values()))
+    judge(run)
+
+
+def wanted(args: argparse.Namespace) -> dict[str, Sequence[Need]]:
+    """Return what the chosen contenders need."""
+    numel = choose_shape(args.params).numel
+    fields = (field_of(name, numel, args.smoke, {}) for name in args.sections if name in DISK)
+    return {contender.name: needs(contender) for field in fields for contender in field}
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        measure,
+        sections=(*DISK, "simulated"),
+        options=training_options("40M", "16,128", "30", 60),
+        path=True,
+        runs=True,
+        device="cpu",
+        needs=wanted,
+    )

@@ -16,13 +16,8 @@ that came back, and the path's rates. Gradients are compared bit for bit.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _capacity import Block
-from _common import Target, arguments, end_with_parent, environment, progress, report
+from _capacity import Model
+from _common import progress
+from _harness import Option, Run, in_process, main, medians
+from _worker import loss_of, memory
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.functional import cross_entropy, rms_norm
-from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.cli.model import VOCABULARY, Shape
@@ -50,24 +45,17 @@ AGAIN = 16
 LENGTH = 512
 """Tokens of a row: attention's own memory grows with its square, and is the same for all."""
 
-
-class Model(nn.Module):
-    """A Llama whose layers may be computed again in backward."""
-
-    def __init__(self, shape: Shape, recomputes: bool, vocabulary: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.recomputes = recomputes
-        self.embed = nn.Embedding(vocabulary, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.Parameter(torch.ones(shape.hidden))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        logits = rms_norm(x, x.shape[-1:], self.norm) @ self.embed.weight.T
-        return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+OPTIONS = (
+    Option("limit", "6GiB", "1GiB", "memory of a process"),
+    Option("buffers", "256MiB", "2MiB", "host_memory of activations"),
+    Option("layers", 24, 3),
+    Option("hidden", 256, 64),
+    Option("vocabulary", VOCABULARY),
+    Option("length", LENGTH, 64),
+    Option("rows", [2, 4], [8, 16], "of the two trials", more={"nargs": 2}),
+    Option("time_rows", 2, 16),
+    Option("pairs", 15, 1),
+)
 
 
 class Training:
@@ -75,6 +63,7 @@ class Training:
 
     def __init__(self, shape: Shape, folder: Path, recomputes: bool, vocabulary: int, threads: int) -> None:
         torch.set_num_threads(threads)
+        torch.manual_seed(0)
         self.model = Model(shape, recomputes, vocabulary)
         folder.mkdir(exist_ok=True)
         config = offload.OffloadConfig(host_memory=0, paths=[folder], checkpoints_kept=0)
@@ -89,7 +78,7 @@ class Training:
         tokens = torch.randint(self.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
         started_s = time.perf_counter()
         with context:
-            loss = self.model(tokens)
+            loss = loss_of(self.model(tokens)[:, :-1], tokens)
             forward_s = time.perf_counter() - started_s
             loss.backward()
             whole_s = time.perf_counter() - started_s
@@ -117,9 +106,9 @@ def trial(request: dict[str, Any]) -> list[dict[str, Any]]:
         for _ in range(request["iterations"]):
             context = training.on_paths(request["host_memory"]) if kind in ("paths", "both") else nullcontext()
             turn = training.iteration(rows, request["length"], context)
-        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
         took = {key: turn[key] for key in ("digest", "whole_s")}
-        found.append({"peak_bytes": int(peak.split()[1]) << 10, **took, "left_bytes": turn.get("written_bytes", 0.0)})
+        left_bytes = turn.get("written_bytes", 0.0)
+        found.append({"peak_bytes": memory()["peak_bytes"], **took, "left_bytes": left_bytes})
     training.optimizer.close()
     return found
 
@@ -129,16 +118,8 @@ def tried(args: Any, kind: str, rows: Sequence[int], folder: Path, iterations: i
     request = {"kind": kind, "rows": [*rows], "length": args.length, "layers": args.layers, "hidden": args.hidden}
     request |= {"folder": str(folder), "host_memory": args.buffers, "vocabulary": args.vocabulary}
     request |= {"threads": torch.get_num_threads(), "iterations": iterations}
-    command = [sys.executable, __file__, "--trial", json.dumps(request)]
     # Freed memory goes back at once: its peak is then what was in use.
-    variables = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, preexec_fn=end_with_parent, env=variables
-    )
-    if done.returncode:
-        raise RuntimeError(f"{kind}, {rows} rows: {done.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return list(in_process(__file__, request, MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536"))
 
 
 def largest(args: Any, kind: str, folder: Path) -> dict[str, Any]:
@@ -156,7 +137,7 @@ def largest(args: Any, kind: str, folder: Path) -> dict[str, Any]:
     found = {"row_bytes": row_bytes, "process_bytes": process_bytes, "tokens": rows * args.length}
     found["length"] = args.length
     found |= {"left_row_bytes": left_bytes, "memory_tokens": by_memory * args.length}
-    if not args.no_proof and rows * 0.97 >= 1:
+    if not args.smoke and rows * 0.97 >= 1:
         (near,) = tried(args, kind, [int(rows * 0.97)], folder, 1)
         found |= {
             "near_rows": int(rows * 0.97),
@@ -188,7 +169,8 @@ def by_files(folder: Path) -> saved_tensors_hooks:
 
 def times(args: Any, folder: Path) -> dict[str, Any]:
     """Return medians of iterations, by contender, taken in turns."""
-    training = Training(Shape(args.layers, args.hidden), folder / "time", False, args.vocabulary, args.threads)
+    shape, threads = Shape(args.layers, args.hidden), torch.get_num_threads()
+    training = Training(shape, folder / "time", False, args.vocabulary, threads)
     files = folder / "files"
     files.mkdir()
     contenders: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -204,16 +186,13 @@ def times(args: Any, folder: Path) -> dict[str, Any]:
             turns[name].append(training.iteration(args.time_rows, args.length, context()))
             for file in files.iterdir():
                 file.unlink()
-    found: dict[str, Any] = {
-        name: {key: statistics.median(turn[key] for turn in each[1:]) for key in each[1]}
-        for name, each in turns.items()
-    }
+    found: dict[str, Any] = {name: medians(each[1:]) for name, each in turns.items()}
     rates = training.optimizer.engine.rates.paths
     write, read = sum(path.write.alone for path in rates), sum(path.read.alone for path in rates)
     bounds = []
-    for memory, paths in zip(turns["memory"][1:], turns["paths"][1:], strict=True):
+    for kept, paths in zip(turns["memory"][1:], turns["paths"][1:], strict=True):
         left_s, back_s = paths["written_bytes"] / write, paths["read_bytes"] / read
-        bound_s = max(memory["forward_s"], left_s) + max(memory["backward_s"], back_s)
+        bound_s = max(kept["forward_s"], left_s) + max(kept["backward_s"], back_s)
         bounds.append(paths["whole_s"] / bound_s)
     found["over_bound"] = statistics.median(bounds)
     found["same"] = len({turn["digest"] for each in turns.values() for turn in each}) == 1
@@ -221,56 +200,24 @@ def times(args: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--trial"]:
-        print(json.dumps(trial(json.loads(sys.argv[2]))))
-        return
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--limit", default="6GiB", help="memory of a process")
-    parser.add_argument("--buffers", default="256MiB", help="host_memory of activations")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--rows", type=int, nargs=2, default=[2, 4], help="of the two trials")
-    parser.add_argument("--time-rows", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only-time", action="store_true", help="for looking into it; no report")
-    parser.add_argument("--no-proof", action="store_true", help="take the prediction's word for what fits")
-    args = parser.parse_args()
-    args.threads = torch.get_num_threads()
-    if args.smoke:
-        args.layers, args.hidden, args.length, args.pairs, args.no_proof = 3, 64, 64, 1, True
-        args.rows, args.time_rows, args.buffers, args.limit = [8, 16], 16, "2MiB", "1GiB"
-    described = environment(device="cpu")
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=args.path) as where:
-        folder = Path(where)
-        results["time"] = timed = times(args, folder)
-        progress("iterations have been timed")
-        if args.only_time:
-            print(json.dumps(timed, indent=1))
-            return
-        results["room"] = room = {kind: largest(args, kind, folder / kind) for kind in KINDS}
-        for kind, row in room.items():
-            bound = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
-            each = format_bytes(int(row["row_bytes"] / args.length))
-            print(f"{kind}: {row['tokens']:,} tokens by {bound}, {each} of memory each")
+def measure(run: Run) -> None:
+    run.results["time"] = timed = times(run.args, run.folder)
+    run.results["room"] = room = {kind: largest(run.args, kind, run.folder / kind) for kind in KINDS}
+    for kind, row in room.items():
+        bound = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
+        each = format_bytes(int(row["row_bytes"] / run.args.length))
+        print(f"{kind}: {row['tokens']:,} tokens by {bound}, {each} of memory each")
     for name in ("memory", "paths", "save_on_cpu", "torch.save"):
         parts = ", ".join(f"{part} {format_seconds(timed[name][f'{part}_s'])}" for part in ("forward", "whole"))
         print(f"{name}: {parts}")
     tokens = {kind: max(1, row["tokens"]) for kind, row in room.items()}
-    targets = [
-        Target.at_least("tokens on the path over those in memory", tokens["paths"] / tokens["memory"], 6.0),
-        Target.at_least("tokens with both over recomputation alone", tokens["both"] / tokens["recompute"], 1.5),
-        Target.at_most("iteration over its bound", timed["over_bound"], 1.10),
-        Target.at_least(
-            "times as fast as torch.save", timed["torch.save"]["whole_s"] / timed["paths"]["whole_s"], 1.0
-        ),
-        Target.at_least("gradients of all, bit for bit", float(timed["same"]), 1.0),
-    ]
-    report(args, described, results, f"{int(timed['memory']['digest']):08x}", targets)
+    run.at_least("tokens on the path over those in memory", tokens["paths"] / tokens["memory"], 6.0)
+    run.at_least("tokens with both over recomputation alone", tokens["both"] / tokens["recompute"], 1.5)
+    run.at_most("iteration over its bound", timed["over_bound"], 1.10)
+    run.at_least("times as fast as torch.save", timed["torch.save"]["whole_s"] / timed["paths"]["whole_s"], 1.0)
+    run.at_least("gradients of all, bit for bit", float(timed["same"]), 1.0)
+    run.checksums.append(f"{int(timed['memory']['digest']):08x}")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu", child=trial)

@@ -17,19 +17,17 @@ aim is done again, and the lesser ratio counts, as a loss that does not repeat i
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT, Target, arguments, end_with_parent, environment, progress, report
-from _contest import PATIENT
+from _common import ROOT, progress
+from _contest import ContenderError, Talker
+from _harness import Option, Run, main, turns
 
 import offload._native
 
@@ -37,6 +35,7 @@ WORK = ("kernel", "step", "step in memory", "iteration", "checkpoint", "overlap"
 EARLIER = "2ecbaa5"
 MOST = 1.02
 WARM_UP = 1
+LONGEST_S = 3600.0
 TRIES = 2
 RATIOS = {"ratio": "time", "peak_ratio": "peak memory"}
 
@@ -74,70 +73,29 @@ def assemble(source: Path, native: Path, product: Path) -> None:
     shutil.copy(native, product / "offload")
 
 
-class Side:
-    """One of both, at one work.
-
-    Args:
-        product: Its package.
-        work: What it does.
-        scale: "smoke" or "whole".
-        disk: A folder of its own.
-    """
-
-    def __init__(self, product: Path, work: str, scale: str, disk: Path) -> None:
-        self.log = disk.with_suffix(".log")
-        disk.mkdir()
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("_beside.py")), str(product), work, scale, str(disk)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            text=True,
-            env={**os.environ, **PATIENT},
-            cwd=disk,
-            preexec_fn=end_with_parent,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{shlex.join(map(str, self.process.args))} failed:\n{self.log.read_text()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def turn(self) -> float:
-        """Return the seconds of a turn."""
-        assert self.process.stdin is not None
-        print(file=self.process.stdin, flush=True)
-        return float(self.answer()["seconds"])
-
-    def end(self) -> dict[str, Any]:
-        """Return its peak memory, and a digest of what it computed."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        found = self.answer()
-        self.process.wait()
-        return found
-
-
 def compare(products: dict[str, Path], work: str, scale: str, pairs: int, disk: Path) -> dict[str, Any]:
     """Return what both took for a work."""
-    with tempfile.TemporaryDirectory(dir=disk) as folder:
-        sides = {name: Side(product, work, scale, Path(folder, name)) for name, product in products.items()}
+    program = Path(__file__).with_name("_beside.py")
+    seconds: dict[str, list[float]] = {name: [] for name in products}
+    with ExitStack() as stack:
+        sides = {}
+        for name, product in products.items():
+            (disk / name).mkdir()
+            command = [program, product, work, scale, disk / name]
+            sides[name] = Talker(command, disk / f"{name}.log", disk / name)
+            stack.callback(sides[name].close)
         try:
-            seconds: dict[str, list[float]] = {name: [] for name in sides}
-            for number in range(WARM_UP + pairs):
-                for name in sorted(sides, reverse=bool(number % 2)):
-                    took_s = sides[name].turn()
-                    if number >= WARM_UP:
-                        seconds[name].append(took_s)
-                progress(f"{work}: pair {number + 1 - WARM_UP} of {pairs}")
-            ends = {name: side.end() for name, side in sides.items()}
-        finally:
-            for side in sides.values():
-                side.process.kill()
-                side.process.wait()
+            for number, name in turns(sides, pairs, settling=WARM_UP):
+                took_s = sides[name].ask({}, LONGEST_S)["seconds"]
+                if number >= 0:
+                    seconds[name].append(took_s)
+            ends = {}
+            for name, side in sides.items():
+                side.hang_up()
+                ends[name] = side.answer(LONGEST_S)
+        except ContenderError as error:
+            logs = "\n".join(f"{name}: {side.output()}" for name, side in sides.items())
+            raise SystemExit(f"{work}: {error}\n{logs}") from None
     if len({end["checksum"] for end in ends.values()}) != 1:
         raise SystemExit(f"{work}: the weights differ: {ends}")
     ratios = sorted(now / earlier for now, earlier in zip(seconds["now"], seconds["earlier"], strict=True))
@@ -156,47 +114,43 @@ def lost(runs: list[dict[str, Any]]) -> bool:
     return any(all(run[key] > MOST for run in runs) for key in RATIOS)
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--commit", default=EARLIER, help=f"the earlier state (default: {EARLIER})")
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--work", nargs="*", choices=WORK)
-    args = parser.parse_args()
-    described = environment()
-    scale, pairs = ("smoke", 1) if args.smoke else ("whole", args.pairs)
-    works = args.work or (["kernel", "overlap"] if args.smoke else WORK)
+def measure(run: Run) -> None:
+    args, results = run.args, run.results
+    scale, pairs = ("smoke", 1) if run.smoke else ("whole", args.pairs)
     # At smoke size it stands beside itself, as compiling takes minutes.
-    theirs = "this state" if args.smoke else args.commit
-    results: dict[str, Any] = {"earlier": theirs, "pairs": pairs}
-    targets = []
-    with tempfile.TemporaryDirectory() as folder:
-        products = {}
-        for name in ("earlier", "now"):
-            place = Path(folder, name)
-            place.mkdir()
-            products[name] = place / "product"
-            if name == "now" or args.smoke:
-                assemble(ROOT, Path(offload._native.__file__), products[name])
-            else:
-                progress(f"compiling {args.commit}")
-                take(args.commit, place)
-        for work in works:
-            runs: list[dict[str, Any]] = []
-            results[work] = runs
-            while not runs or (len(runs) < TRIES and not args.smoke and lost(runs)):
-                runs.append(compare(products, work, scale, pairs, Path(args.path or folder)))
-                low, high = runs[-1]["quartiles"]
-                print(
-                    f"{work}: time {runs[-1]['ratio']:.3f} of {theirs}'s ({low:.3f} to {high:.3f}), peak memory "
-                    f"{runs[-1]['peak_ratio']:.3f}",
-                    flush=True,
-                )
-            targets += [
-                Target.at_most(f"{work}: {title} over {theirs}'s", min(run[key] for run in runs), MOST)
-                for key, title in RATIOS.items()
-            ]
-    report(args, described, results, " ".join(results[work][0]["checksum"] for work in works), targets)
+    theirs = "this state" if run.smoke else args.commit
+    results |= {"earlier": theirs, "pairs": pairs}
+    products = {}
+    for name in ("earlier", "now"):
+        place = run.place(name)
+        products[name] = place / "product"
+        if name == "now" or run.smoke:
+            assemble(ROOT, Path(offload._native.__file__), products[name])
+        else:
+            progress(f"compiling {args.commit}")
+            take(args.commit, place)
+    for work in args.work:
+        runs: list[dict[str, Any]] = []
+        results[work] = runs
+        while not runs or (len(runs) < TRIES and not run.smoke and lost(runs)):
+            with run.brief_place() as folder:
+                runs.append(compare(products, work, scale, pairs, folder))
+            low, high = runs[-1]["quartiles"]
+            print(
+                f"{work}: time {runs[-1]['ratio']:.3f} of {theirs}'s ({low:.3f} to {high:.3f}), peak memory "
+                f"{runs[-1]['peak_ratio']:.3f}",
+                flush=True,
+            )
+        for key, title in RATIOS.items():
+            run.at_most(f"{work}: {title} over {theirs}'s", min(one[key] for one in runs), MOST)
+        run.checksums.append(runs[0]["checksum"])
 
+
+OPTIONS = (
+    Option("commit", EARLIER, help="the earlier state"),
+    Option("pairs", 15),
+    Option("work", [*WORK], ["kernel", "overlap"], more={"choices": WORK}),
+)
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True)

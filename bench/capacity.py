@@ -19,6 +19,7 @@ bisected. A model has the width at which the predicted one has 40 layers.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -34,12 +35,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT, Target, arguments, end_with_parent, environment, progress, report
-from _contest import PATIENT, native_cache
-from _needs import LIBAIO, NATIVE, Need, require
+from _common import ROOT, end_with_parent, progress
+from _contest import contender_environment
+from _harness import Option, Run, main
+from _needs import LIBAIO, NATIVE, Need
 
 from offload.cli.model import Shape
 from offload.config import parse_bytes
+from offload.errors import ConfigError
 from offload.memory.arenas import control_groups
 from offload.units import format_seconds
 
@@ -95,31 +98,16 @@ def stock(**zero: Any) -> dict[str, Any]:
     return {"gradient_clipping": CLIP, "zero_optimization": {"stage": 3, **SMALL, **zero}}
 
 
-def on_disk(**more: Any) -> dict[str, Any]:
-    return {"device": "nvme", "nvme_path": "{path}", "pin_memory": False, **more}
-
-
 def ours(form: str, overlap: bool, **more: Any) -> dict[str, Any]:
     return {"state_format": form, "overlap": overlap, "subgroup_numel": 1 << 20, **more}
 
 
+IN_MEMORY = stock(offload_optimizer={"device": "cpu", "pin_memory": False})
+ON_DISK = stock(offload_optimizer={"device": "nvme", "nvme_path": "{path}", "pin_memory": False, "buffer_count": 4})
 CONTENDERS = (
     Contender("torch", "torch", {}, 18.0),
-    Contender(
-        "deepspeed-cpu",
-        "deepspeed",
-        stock(offload_optimizer={"device": "cpu", "pin_memory": False}),
-        20.0,
-        needs=NATIVE,
-    ),
-    Contender(
-        "deepspeed-nvme",
-        "deepspeed",
-        stock(offload_optimizer=on_disk(buffer_count=4)),
-        8.0,
-        16.0,
-        needs=(*NATIVE, LIBAIO),
-    ),
+    Contender("deepspeed-cpu", "deepspeed", IN_MEMORY, 20.0, needs=NATIVE),
+    Contender("deepspeed-nvme", "deepspeed", ON_DISK, 8.0, 16.0, needs=(*NATIVE, LIBAIO)),
     Contender("exact", "ours", ours("exact", False), 4.1, 12.2, same="exact"),
     Contender("exact-overlap", "ours", ours("exact", True), 4.1, 24.4, same="exact"),
     Contender("exact-gradients", "ours", ours("exact", False, gradient_memory=0), 2.1, 14.3, same="exact"),
@@ -128,6 +116,8 @@ CONTENDERS = (
     Contender("compact8-gradients", "ours", ours("compact8", False, gradient_memory=0), 2.1, 7.4, same="compact8"),
 )
 SMOKE = ("exact", "exact-overlap", "exact-gradients")
+OWN = ("process", "staging")
+"""What a peak is made of that has nothing to do with the model's size."""
 
 
 # Limits
@@ -264,12 +254,7 @@ def run_trial(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                **native_cache(),
-                **PATIENT,
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            },
+            env=contender_environment(),
             cwd=folder,
             preexec_fn=prepare,
         )
@@ -421,98 +406,40 @@ def same_weights(found: Mapping[str, Sequence[Trial]], chosen: Sequence[Contende
     return float(all(len(compared[key]) == 1 for key in shared)) if shared else None
 
 
-def targets_of(results: Mapping[str, Any], memory_bytes: int, same: float | None) -> list[Target]:
-    targets = []
+def judge(run: Run, results: Mapping[str, Any], same: float | None) -> None:
+    """Note the promises."""
+    ran = {name: row for name, row in results.items() if row.get("numel")}
+    own = {name: sum(row["explained_bytes"].get(part, 0) for part in OWN) for name, row in ran.items()}
+
+    def beside_deepspeed(name: str, least: float) -> None:
+        both = name in ran and "deepspeed-nvme" in ran
+        times = ran[name]["numel"] / ran["deepspeed-nvme"]["numel"] if both else None
+        what = f"{name}: parameters, times those of DeepSpeed's NVMe offload"
+        run.at_least(what, times, least, "one of them did not run")
+
     for name in ("exact", "exact-overlap", "compact8", "compact8-overlap"):
-        row = results.get(name) or {}
-        share = None
-        if row.get("numel"):
-            parts = row["explained_bytes"]
-            share = row["numel"] * 4 / (memory_bytes - parts["process"] - parts["staging"])
+        share = ran[name]["numel"] * 4 / (run.args.memory - own[name]) if name in ran else None
         what = f"{name}: parameters over (limit - process - staging) / 4 bytes"
-        targets.append(Target.at_least(what, share, 0.95, "it did not run"))
+        run.at_least(what, share, 0.95, "it did not run")
     for name in ("exact-gradients", "compact8-gradients"):
-        row = results.get(name) or {}
-        each = None
-        if row.get("numel"):
-            parts = row["explained_bytes"]
-            each = (row["peak_bytes"] - parts["process"] - parts["staging"]) / row["numel"]
-        what = f"{name}: bytes a parameter beside the process and staging"
-        targets.append(Target.at_most(what, each, 2.2, "it did not run"))
-        numels = [(results.get(each) or {}).get("numel") for each in (name, "deepspeed-nvme")]
-        times = numels[0] / numels[1] if all(numels) else None
-        what = f"{name}: parameters, times those of DeepSpeed's NVMe offload"
-        targets.append(Target.at_least(what, times, 2.5, "one of them did not run"))
+        each = (ran[name]["peak_bytes"] - own[name]) / ran[name]["numel"] if name in ran else None
+        run.at_most(f"{name}: bytes a parameter beside the process and staging", each, 2.2, "it did not run")
+        beside_deepspeed(name, 2.5)
     for name in ("exact", "compact8"):
-        numels = [(results.get(each) or {}).get("numel") for each in (name, "deepspeed-nvme")]
-        times = numels[0] / numels[1] if all(numels) else None
-        what = f"{name}: parameters, times those of DeepSpeed's NVMe offload"
-        targets.append(Target.at_least(what, times, 1.8, "one of them did not run"))
+        beside_deepspeed(name, 1.8)
     what = "with and without overlap, gradients in memory and on disk: the same losses and weights, bit for bit"
-    targets.append(Target.at_least(what, same, 1.0, "no size was trained by both"))
-    return targets
+    run.at_least(what, same, 1.0, "no size was trained by both")
 
 
-# Report
+def chosen_of(args: argparse.Namespace) -> list[Contender]:
+    """Return who takes part; at smoke size some of ours do."""
+    return [c for c in CONTENDERS if c.name in args.contenders and (not args.smoke or c.name in SMOKE)]
 
 
-COLOURS = ("#9aa0a6", "#4c78a8", "#e4853a", "#54a24b", "#b07aa1", "#e45756", "#72b7b2", "#d8c14a")
-
-
-def picture(file: Path, results: Mapping[str, Any], memory_bytes: int) -> None:
-    """Draw parameters against gigabytes, and what a gigabyte went to."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = {name: row for name, row in results.items() if row.get("numel")}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for (name, row), colour in zip(rows.items(), COLOURS, strict=False):
-        points = sorted((t["peak_bytes"] / 1e9, t["numel"] / 1e9) for t in row["trials"] if t["fits"])
-        left.plot(
-            *zip(*points, strict=True), "-" if "overlap" not in name else ":", color=colour, label=name, marker="."
-        )
-    left.axvline(memory_bytes / 1e9, color="black", linewidth=0.8, linestyle="--")
-    left.set_xlabel("peak memory, GB (dashed: the limit)")
-    left.set_ylabel("parameters, billions")
-    left.legend(frameon=False, fontsize=8)
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row["explained_bytes"]))
-    starts = dict.fromkeys(rows, 0.0)
-    for part, colour in zip(parts, COLOURS, strict=False):
-        widths = [max(0.0, row["explained_bytes_per_parameter"].get(part, 0.0)) for row in rows.values()]
-        right.barh(list(rows), widths, left=list(starts.values()), color=colour, label=part)
-        starts = {name: start + w for (name, start), w in zip(starts.items(), widths, strict=True)}
-    right.invert_yaxis()
-    right.set_xlabel("bytes a parameter, of the largest model")
-    right.legend(frameon=False, fontsize=7)
-    for axes in (left, right):
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
-
-
-def main() -> None:
-    names = [contender.name for contender in CONTENDERS]
-    parser = arguments(__doc__, path=True, picture=True)
-    parser.add_argument("--memory", default="6GiB", help="host memory of a trial (default: %(default)s)")
-    parser.add_argument("--disk", help="most bytes on the disk (default: nine tenths of what is free)")
-    parser.add_argument("--contenders", default=",".join(names), help="separated by commas (default: %(default)s)")
-    args = parser.parse_args()
-    asked = args.contenders.split(",")
-    for name in asked:
-        if name not in names:
-            parser.error(f"--contenders: {name!r} cannot be used; there are {', '.join(names)}")
-    memory_bytes = parse_bytes("--memory", args.memory)
-    stat = os.statvfs(args.path or tempfile.gettempdir())
-    disk_bytes = parse_bytes("--disk", args.disk) if args.disk else 9 * stat.f_bavail * stat.f_frsize // 10
-    described = environment(device="cpu")
+def measure(run: Run) -> None:
+    memory_bytes, stat = run.args.memory, os.statvfs(run.folder)
+    disk_bytes = run.args.disk or 9 * stat.f_bavail * stat.f_frsize // 10
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the group and the folders go
-    chosen = [contender for contender in CONTENDERS if contender.name in asked]
-    if args.smoke:
-        chosen = [contender for contender in chosen if contender.name in SMOKE]
-    missing = require(args, {contender.name: contender.needs for contender in chosen})
     results: dict[str, Any] = {}
     trials: dict[str, list[Trial]] = {}
     with made_group() as group:
@@ -521,35 +448,29 @@ def main() -> None:
             "disk_bytes": disk_bytes,
             "by": f"a control group, version {group.version}" if group else "the process's own peak",
         }
+        run.results |= {"limits": limits, "contenders": results}
         print(f"{memory_bytes:,} bytes of memory, limited by {limits['by']}; {disk_bytes:,} bytes of disk")
-        for contender in chosen:
-            if contender.name in missing:
-                results[contender.name] = {"left_out": missing[contender.name]}
+        for contender in chosen_of(run.args):
+            if contender.name in run.missing:
+                results[contender.name] = {"left_out": run.missing[contender.name]}
                 continue
             try:
-                found = contest(contender, args.smoke, memory_bytes, disk_bytes, group, args.path)
+                found = contest(contender, run.smoke, memory_bytes, disk_bytes, group, run.folder)
             except TrialError as error:
                 print(error)
                 results[contender.name] = {"failed": str(error)}
+                run.failed.append(contender.name)
                 continue
             trials[contender.name] = found
             row = results[contender.name] = summary(contender, found)
             print(f"{contender.name}: {row['numel']:,} parameters")
-    same = same_weights(trials, chosen)
-    if args.picture:
-        picture(args.picture, results, memory_bytes)
+    judge(run, results, same_weights(trials, chosen_of(run.args)))
     losses = {name: [trial.found["losses"] for trial in found if trial.fits] for name, found in trials.items()}
-    checksum = hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16]
-    report(
-        args, described, {"limits": limits, "contenders": results}, checksum, targets_of(results, memory_bytes, same)
-    )
-    failed = [name for name, row in results.items() if "failed" in row]
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    run.checksums.append(hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16])
 
 
 def contest(
-    contender: Contender, smoke: bool, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path | None
+    contender: Contender, smoke: bool, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path
 ) -> list[Trial]:
     """Return the trials of one contender."""
     alike = [each for each in CONTENDERS if each.same == contender.same] if contender.same else [contender]
@@ -579,5 +500,27 @@ def contest(
     return search(attempt, max(1, round(LAYERS * predicted / shape.numel)), memory_bytes, say)
 
 
+def parse_names(option: str, text: str) -> list[str]:
+    """Return names of contenders, which are separated by commas."""
+    names = [contender.name for contender in CONTENDERS]
+    for name in text.split(","):
+        if name not in names:
+            raise ConfigError(option, name, f"there are {', '.join(names)}")
+    return text.split(",")
+
+
+OPTIONS = (
+    Option("memory", "6GiB", help="host memory of a trial", read=parse_bytes),
+    Option("disk", None, help="most bytes on the disk; nine tenths of what is free without", read=parse_bytes),
+    Option("contenders", ",".join(c.name for c in CONTENDERS), help="separated by commas", read=parse_names),
+)
+
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        measure,
+        options=OPTIONS,
+        path=True,
+        device="cpu",
+        needs=lambda args: {contender.name: contender.needs for contender in chosen_of(args)},
+    )

@@ -17,10 +17,8 @@ every iteration of the same loop, of tensors as large as the state.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _common import Target, arguments, computing, environment, progress, report
+from _common import computing, progress
+from _harness import Run, digest, main
 
 import offload
 from offload.plan import Home
@@ -137,11 +136,14 @@ class Training:
         """Return how long `torch.save` of the state takes, with its file synced."""
         state = self.optimizer.state_dict()
         started_s = time.perf_counter()
+        self.torch_save(state)
+        return time.perf_counter() - started_s
+
+    def torch_save(self, state: Any) -> None:
         with open(self.folder / "torch.pt", "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        return time.perf_counter() - started_s
 
     def every(self, save: Callable[[], object] | None) -> float:
         """Return what an iteration takes when each has a checkpoint after it."""
@@ -175,12 +177,6 @@ class Training:
         }
         pending: list[Any] = []
 
-        def torch_save() -> None:
-            with open(self.folder / "torch.pt", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-
         def wait_async() -> None:
             while pending:
                 pending.pop().result()
@@ -192,16 +188,9 @@ class Training:
 
         return {
             **found,
-            "torch.save": (torch_save, lambda: None),
+            "torch.save": (lambda: self.torch_save(state), lambda: None),
             "torch.distributed.checkpoint.async_save": (async_save, wait_async),
         }
-
-    def digest(self) -> str:
-        """Return what tells these weights from others."""
-        found = hashlib.sha256()
-        for parameter in self.model.parameters():
-            found.update(parameter.detach().view(torch.int16).numpy().tobytes())
-        return found.hexdigest()[:16]
 
 
 def longer_s(saving: list[Round], plain: list[Round], kind: str, number: int) -> float:
@@ -226,13 +215,13 @@ def every_iteration(training: Training, rounds: int) -> dict[str, Any]:
     return {"iteration_s": statistics.median(plain), "every_s": medians, "plain_s": plain, "rounds_s": taken}
 
 
-def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
+def measured(size: Size, share: float, folder: Path) -> dict[str, Any]:
     training = Training(size, share, folder)
     with training.optimizer as optimizer:
         plan = optimizer.plan.plan
         for _ in range(WARM_UP):
             training.round(saves=True)
-        digest = training.digest()  # of as many iterations whatever the share, and however fast they are
+        checksum = digest(training.model.parameters())  # of as many iterations whatever the share
         plain: list[Round] = [training.round(saves=False)]
         saving: list[Round] = []
         until_s = time.perf_counter() + ROUNDS_S
@@ -288,47 +277,37 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
         "torch_save": torch_save_s / usual_s,
         "checkpoints": len(saving),
         "every": every,
-        "checksum": digest,
+        "checksum": checksum,
     }
 
 
-def main() -> None:
-    args = arguments(__doc__, path=True).parse_args()
-    described = environment(device="cpu")
-    size = Size(512, 3, 8, 2) if args.smoke else Size(2048, 12, 1536, 15)
-    results: dict[str, Any] = {}
-    targets = []
+def measure(run: Run) -> None:
     for share in (0.0, 0.5, 1.0):
-        progress(f"resident share {share:.0%}")
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            found = measure(size, share, Path(folder))
-        results[f"{share:.0%}"] = found
-        beyond = max(0.0, found["stall"] - found["floor"])
+        where = f"{share:.0%} resident"
+        progress(where)
+        with run.brief_place() as folder:
+            found = run.results[f"{share:.0%}"] = measured(run.size, share, folder)
         parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
         print(
-            f"{share:.0%} resident: stall {found['stall']:.3f} of an iteration of "
+            f"{where}: stall {found['stall']:.3f} of an iteration of "
             f"{format_seconds(found['iteration_s'])} ({parts}; {found['floor']:.3f} unavoidable), "
             f"{found['bytes_over_state']:.3f} of the state written; "
             f"torch.save takes {found['torch_save']:.2f} iterations"
         )
-        where = f"{share:.0%} resident"
-        targets.append(
-            Target.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL[share])
-        )
+        beyond = max(0.0, found["stall"] - found["floor"])
+        run.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL[share])
         if share in MOST_EVERY:
             every = found["every"]
-            said = ", ".join(
-                f"{name} {seconds / every['iteration_s']:.2f}" for name, seconds in every["every_s"].items()
-            )
+            times = {name: took_s / every["iteration_s"] for name, took_s in every["every_s"].items()}
+            said = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
             print(f"{where}, a checkpoint after every iteration: {said} of an iteration without")
             name = f"an iteration with a checkpoint after each over its bound, {where}"
-            targets.append(Target.at_most(name, every["over_bound"], MOST_EVERY[share]))
-        over = found["bytes_over_memory"]
-        targets.append(Target.at_most(f"bytes written over bytes in memory, {where}", over, 1.01))
-    if len({found["checksum"] for found in results.values()}) != 1:
-        raise SystemExit(f"the weights differ between resident shares: {results}")
-    report(args, described, results, results["0%"]["checksum"], targets)
+            run.at_most(name, every["over_bound"], MOST_EVERY[share])
+        run.at_most(f"bytes written over bytes in memory, {where}", found["bytes_over_memory"], 1.01)
+    checksums = (found["checksum"] for found in run.results.values())
+    run.checksums.append(run.same("the weights differ between resident shares", checksums))
 
 
 if __name__ == "__main__":
-    main()
+    sizes = Size(512, 3, 8, 2), Size(2048, 12, 1536, 15)
+    main(__doc__, measure, sizes=sizes, path=True, device="cpu")

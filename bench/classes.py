@@ -8,15 +8,13 @@ ways at once. `predicted` is what the session's model said before a step, over w
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, environment, progress, report
+from _common import progress
+from _harness import Option, Row, Run, digest, main, medians
 from torch import optim
 
 import offload
@@ -39,6 +37,11 @@ CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 }
 MUON = "Muon"
 WARM = 3
+OPTIONS = (
+    Option("count", 64, 3, "matrices"),
+    Option("width", 1024, 32, "their rows and columns"),
+    Option("rounds", 9, 1),
+)
 
 
 def contest(name: str, folder: Path, count: int, width: int, rounds: int) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def contest(name: str, folder: Path, count: int, width: int, rounds: int) -> dic
     else:
         kind, settings = CLASSES[name]
         beside, optimizer = kind(own, **settings), offload.wrap(kind, named, **settings, offload=places)
-    found: dict[str, list[float]] = {"own_s": [], "step_s": [], "bound_s": [], "over_bound": [], "predicted": []}
+    found: list[Row] = []
     with optimizer:
         for number in range(rounds + WARM):
             progress(f"{name} {number + 1}/{rounds + WARM}")
@@ -74,46 +77,27 @@ def contest(name: str, folder: Path, count: int, width: int, rounds: int) -> dic
             metrics, rates = optimizer.metrics(), optimizer.engine.rates.paths[0]
             read, written = metrics["path/0/read_bytes"], metrics["path/0/write_bytes"]
             bound_s = max(own_s, (read + written) / 2 / rates.each_way_bytes_per_s)
-            row = (own_s, step_s, bound_s, step_s / bound_s, said_s / step_s)
-            for values, value in zip(found.values(), row, strict=True):
-                values.append(value)
+            row = {"own_s": own_s, "step_s": step_s, "bound_s": bound_s}
+            found.append(row | {"over_bound": step_s / bound_s, "predicted": said_s / step_s})
         same = all(map(torch.equal, own, ours))
         state_bytes = optimizer.metrics()["state_bytes"] / sum(weight.numel() for weight in ours)
-    digest = 0
-    for weight in ours:
-        digest = zlib.crc32(weight.detach().numpy(), digest)
-    medians: dict[str, Any] = {key: statistics.median(values) for key, values in found.items()}
-    return {**medians, "same": same, "digest": digest, "state_bytes_each": state_bytes}
+    return {**medians(found), "same": same, "digest": digest(ours), "state_bytes_each": state_bytes}
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--count", type=int, default=64, help="matrices")
-    parser.add_argument("--width", type=int, default=1024, help="their rows and columns")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    count, width, rounds = (3, 32, 1) if args.smoke else (args.count, args.width, args.rounds)
-    described = environment()
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        for name in (*CLASSES, MUON):
-            place = Path(folder) / str(len(results))
-            place.mkdir()
-            results[name] = row = contest(name, place, count, width, rounds)
-            print(
-                f"{name}: {format_seconds(row['step_s'])}, {row['over_bound']:.2f} of its bound; in memory "
-                f"{format_seconds(row['own_s'])}; predicted {row['predicted']:.2f} of it"
-            )
+def measure(run: Run) -> None:
+    args, results = run.args, run.results
+    for name in (*CLASSES, MUON):
+        row = results[name] = contest(name, run.place(), args.count, args.width, args.rounds)
+        print(
+            f"{name}: {format_seconds(row['step_s'])}, {row['over_bound']:.2f} of its bound; in memory "
+            f"{format_seconds(row['own_s'])}; predicted {row['predicted']:.2f} of it"
+        )
+        run.at_most(f"{name}: step over its bound", row["over_bound"], 1.2)
+        run.checksums.append(row["digest"])
     if not all(row["same"] for row in results.values()):
         raise SystemExit("weights are not those of the class in memory")
-    targets = [
-        Target.at_most(f"{name}: step over its bound", row["over_bound"], 1.2) for name, row in results.items()
-    ]
-    away = abs(1 - results[MUON]["predicted"])
-    targets.append(Target.at_most(f"{MUON}: distance of a step's prediction", away, 0.10))
-    digests = "".join(f"{row['digest']:08x}" for row in results.values())
-    report(args, described, results, f"{zlib.crc32(digests.encode()):08x}", targets)
+    run.at_most(f"{MUON}: distance of a step's prediction", abs(1 - results[MUON]["predicted"]), 0.10)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True)

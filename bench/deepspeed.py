@@ -7,10 +7,10 @@ as long as the step. What the tables mean is said in `bench/_contest.py`, how ev
 
 from __future__ import annotations
 
-from _contenders import Defaults, main
+from _contenders import Defaults, contest
 
 if __name__ == "__main__":
-    main(
+    contest(
         __doc__,
         Defaults(groups=("memory", "disk", "standalone"), tokens=(16, 128), minutes=11.0, smoke=("memory", "disk")),
     )

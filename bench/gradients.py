@@ -11,18 +11,22 @@ the writing of gradients, and the step.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, environment, progress, report
+from _harness import Option, Run, main, medians
 from overlap import NAMES, Training
 
 import offload
 from offload.cli.model import build_model, choose_shape
 from offload.units import format_seconds
 
+OPTIONS = (
+    Option("numel", 60_000_000, 1_200_000, "parameters"),
+    Option("tokens", [128, 1024], [16]),
+    Option("pairs", 15, 2),
+)
 KINDS: dict[str, int | None] = {"memory": None, "paths": 0}
 
 
@@ -66,9 +70,7 @@ def contest(trainings: dict[str, Leaving], tokens: int, rounds: int) -> dict[str
         for training in trainings.values():
             training.waited(tokens)
     turns = [{name: training.waited(tokens) for name, training in trainings.items()} for _ in range(rounds)]
-    found: dict[str, Any] = {
-        name: {key: statistics.median(turn[name][key] for turn in turns) for key in turns[0][name]} for name in KINDS
-    }
+    found: dict[str, Any] = {name: medians([turn[name] for turn in turns]) for name in KINDS}
     pairs = [(turn["memory"], turn["paths"]) for turn in turns]
     found["over_memory"] = statistics.median(paths["whole_s"] / memory["whole_s"] for memory, paths in pairs)
     found["over_bound"] = statistics.median(paths["whole_s"] / bound_s(memory, paths) for memory, paths in pairs)
@@ -76,44 +78,32 @@ def contest(trainings: dict[str, Leaving], tokens: int, rounds: int) -> dict[str
     return found
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--numel", type=int, default=60_000_000, help="parameters")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 1024])
-    parser.add_argument("--pairs", type=int, default=15)
-    args = parser.parse_args()
-    numel, pairs, tokens = (1_200_000, 2, [16]) if args.smoke else (args.numel, args.pairs, args.tokens)
-    described = environment(device="cpu")
-    results: dict[str, Any] = {}
-    digests: dict[str, set[str]] = {}
+def measure(run: Run) -> None:
+    args, same = run.args, True
     for form in ("exact", "compact8"):
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            trainings = {
-                name: Leaving(numel, Path(folder, name), form, max(tokens), memory) for name, memory in KINDS.items()
-            }
-            for number in tokens:
-                name = f"{form}, {number} tokens"
-                row = results[name] = contest(trainings, number, pairs)
-                parts = ", ".join(f"{part[:-2]} {format_seconds(row['paths'][part])}" for part in NAMES)
-                print(
-                    f"{name}: {parts}; {row['over_memory']:.3f} of an iteration with gradients in memory, "
-                    f"{row['over_bound']:.3f} of the bound, predicted {row['predicted']:.3f} of it"
-                )
-                progress(name)
-            digests[form] = {training.digest() for training in trainings.values()}
-            for training in trainings.values():
-                training.optimizer.close()
-    same = float(all(len(found) == 1 for found in digests.values()))
-    targets = [
-        Target.at_most(f"{name}: iteration over its bound", row["over_bound"], 1.1) for name, row in results.items()
-    ]
-    targets += [
-        Target.at_most(f"{name}: predicted iteration, off by", abs(row["predicted"] - 1), 0.1)
-        for name, row in results.items()
-    ]
-    targets.append(Target.at_least("weights with gradients in memory and on the path, bit for bit", same, 1.0))
-    report(args, described, results, ",".join(min(found) for found in digests.values()), targets)
+        trainings = {
+            name: Leaving(args.numel, run.folder / f"{form}-{name}", form, max(args.tokens), memory)
+            for name, memory in KINDS.items()
+        }
+        for number in args.tokens:
+            name = f"{form}, {number} tokens"
+            row = run.results[name] = contest(trainings, number, args.pairs)
+            parts = ", ".join(f"{part[:-2]} {format_seconds(row['paths'][part])}" for part in NAMES)
+            print(
+                f"{name}: {parts}; {row['over_memory']:.3f} of an iteration with gradients in memory, "
+                f"{row['over_bound']:.3f} of the bound, predicted {row['predicted']:.3f} of it"
+            )
+        digests = {training.digest() for training in trainings.values()}
+        same = same and len(digests) == 1
+        run.checksums.append(min(digests))
+        for training in trainings.values():
+            training.optimizer.close()
+    for name, row in run.results.items():
+        run.at_most(f"{name}: iteration over its bound", row["over_bound"], 1.1)
+    for name, row in run.results.items():
+        run.at_most(f"{name}: predicted iteration, off by", abs(row["predicted"] - 1), 0.1)
+    run.at_least("weights with gradients in memory and on the path, bit for bit", float(same), 1.0)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu")

@@ -7,9 +7,9 @@ the same memory and with less. `offload bench` and `make bench` run this. Everyt
 
 from __future__ import annotations
 
-from _contenders import Defaults, main
+from _contenders import Defaults, contest
 
 if __name__ == "__main__":
-    main(
+    contest(
         __doc__, Defaults(groups=("standalone", "memory", "disk"), tokens=(128,), minutes=7.5, smoke=("standalone",))
     )

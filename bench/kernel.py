@@ -20,6 +20,7 @@ instruction set; and prints the row for the table in `csrc/kernels/prefetch.cpp`
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import statistics
 from collections.abc import Callable
@@ -28,8 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import Target, arguments, cores, environment, huge_tensors, interleaved, report, speedup
-from _needs import NATIVE, require
+from _common import cores, huge_tensors, interleaved
+from _harness import Option, Run, main, ratio
+from _needs import NATIVE
 
 from offload import _native
 from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS, SCALES, StateFormat
@@ -219,10 +221,7 @@ def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
         for kind in FORMATS:
             streams = [times[key] for key in times if key[0] == kind and isinstance(key[1], StreamVariant)]
             stream = [min(seconds) for seconds in zip(*streams, strict=True)]
-            found[name][kind.name] = {
-                ahead: statistics.median(s / t for s, t in zip(stream, times[kind, f"{ahead}"], strict=True))
-                for ahead in AHEAD_BYTES
-            }
+            found[name][kind.name] = {ahead: ratio(stream, times[kind, f"{ahead}"]) for ahead in AHEAD_BYTES}
     _native.set_prefetch_bytes(*before)
     return found
 
@@ -242,22 +241,13 @@ def print_row(found: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
+def measure(run: Run) -> None:
     """Measure and report."""
-    parser = arguments(__doc__)
-    parser.add_argument("--threads", type=int, default=cores(), help="worker threads, for every contender")
-    parser.add_argument("--tune", action="store_true", help="measure how far ahead memory is best asked for")
-    args = parser.parse_args()
-    if args.tune:
-        print_row(tune(args.threads, *((1 << 16, 2) if args.smoke else (16_000_000, 21))))
-        return
-    missing = require(args, {"deepspeed": NATIVE})
-    described = environment()
-    numel, rounds = (1 << 16, 2) if args.smoke else (48_000_000, 21)
-    torch.set_num_threads(args.threads)
+    threads, numel, rounds = run.args.threads, *((1 << 16, 2) if run.smoke else (48_000_000, 21))
+    torch.set_num_threads(threads)
     buffers = Buffers(numel)
-    kernel = CpuUpdateKernel(threads=args.threads)
-    checksum = checked_checksum(kernel, buffers)
+    kernel = CpuUpdateKernel(threads=threads)
+    run.checksums.append(checked_checksum(kernel, buffers))
 
     whole = segment_table([buffers.segment(4, whole=True)])
     alone = segment_table([buffers.segment(4, whole=False)])
@@ -268,8 +258,8 @@ def main() -> None:
         "torch_fused": torch_contender(buffers, fused=True),
         "torch_foreach": torch_contender(buffers, foreach=True),
         "deepspeed": "left out of the smoke run: its native part takes a minute to build"
-        if args.smoke
-        else missing.get("deepspeed") or deepspeed_contender(buffers),
+        if run.smoke
+        else run.missing.get("deepspeed") or deepspeed_contender(buffers),
     }
     functions: dict[str, Callable[[], object]] = {
         f"{name}/{part}": function
@@ -282,21 +272,18 @@ def main() -> None:
     for variant in (StreamVariant.PLAIN, ahead, weight, weight | ahead, weight | state, weight | apart):
         kinds = [kind.name.lower() for kind in (weight, state, apart, ahead) if kind in variant and kind.name]
         label = "+".join(kinds) or "plain"
-        functions[f"stream/{label}"] = lambda variant=variant: kernel.stream(whole, variant)
+        functions[f"stream/{label}"] = partial(kernel.stream, whole, variant)
         for kind, table in compact.items():
-            name = f"stream_{kind.name}/{label}"
-            functions[name] = lambda table=table, variant=variant: kernel.stream(table, variant)
+            functions[f"stream_{kind.name}/{label}"] = partial(kernel.stream, table, variant)
     for kind, table in compact.items():
-        functions[f"offload/{kind.name}"] = lambda table=table: kernel.run(table)
-    for state_format in FORMATS:
-        matching = segment_table([buffers.segment(4, whole=True, state_format=state_format)])
-        matching["flags"] |= int(SegmentFlag.MATCH_MASTER)
-        functions[f"matching/{state_format.name}"] = lambda table=matching: kernel.run(table)
+        functions[f"offload/{kind.name}"] = partial(kernel.run, table)
     small = Buffers(CACHED_NUMEL)
-    for state_format in FORMATS:
-        row = segment_table([small.segment(4, whole=True, state_format=state_format)])
-        rows = np.repeat(row, numel // CACHED_NUMEL)
-        functions[f"cached/{state_format.name}"] = lambda rows=rows: one_core.run(rows)
+    for kind in FORMATS:
+        matching = segment_table([buffers.segment(4, whole=True, state_format=kind)])
+        matching["flags"] |= int(SegmentFlag.MATCH_MASTER)
+        functions[f"matching/{kind.name}"] = partial(kernel.run, matching)
+        row = segment_table([small.segment(4, whole=True, state_format=kind)])
+        functions[f"cached/{kind.name}"] = partial(one_core.run, np.repeat(row, numel // CACHED_NUMEL))
 
     times = interleaved(functions, rounds)
     kernel.close()
@@ -306,7 +293,8 @@ def main() -> None:
     def fastest(kind: str) -> str:
         return max((name for name in rates if name.startswith(f"{kind}/")), key=rates.__getitem__)
 
-    stream = fastest("stream")
+    def faster(ours: str, theirs: str) -> float:
+        return ratio(times[theirs], times[ours])
 
     def compared(kind: StateFormat) -> dict[str, Any]:
         name = kind.name
@@ -314,69 +302,63 @@ def main() -> None:
         return {
             "fastest_stream": its_stream,
             "bytes_per_s": rates[its_stream] * COMPACT_BYTES[kind],
-            "parameters_per_s_a_core": rates[ours] / args.threads,
-            "share_of_stream": speedup(times, ours, its_stream),
-            "share_of_cached": speedup(times, ours, f"cached/{name}") / args.threads,
-            "times_exact": speedup(times, ours, "offload/whole"),
+            "parameters_per_s_a_core": rates[ours] / threads,
+            "share_of_stream": faster(ours, its_stream),
+            "share_of_cached": faster(ours, f"cached/{name}") / threads,
+            "times_exact": faster(ours, "offload/whole"),
         }
 
-    results = {
+    stream = fastest("stream")
+    results = run.results
+    results |= {
         "numel": numel,
         "rounds": rounds,
-        "threads": args.threads,
+        "threads": threads,
         "instruction_set": kernel.instruction_set,
-        "stream": {
-            "fastest": stream,
-            "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER,
-        },
+        "stream": {"fastest": stream, "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER},
         **{kind.name: compared(kind) for kind in COMPACT_BYTES},
         "contenders": {
             name: {
                 "parameters_per_s": rates[name],
-                "share_of_stream": speedup(times, name, stream),
+                "share_of_stream": faster(name, stream),
                 "seconds": seconds,
             }
             for name, seconds in times.items()
         },
         "not_run": {name: parts for name, parts in contenders.items() if isinstance(parts, str)},
     }
-    print(f"{numel} parameters, {args.threads} threads, {kernel.instruction_set}, 100% is {stream}")
-    for name in times:
-        print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {speedup(times, name, stream):6.2f} of stream")
+    print(f"{numel} parameters, {threads} threads, {kernel.instruction_set}, 100% is {stream}")
+    for name, row in results["contenders"].items():
+        print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {row['share_of_stream']:6.2f} of stream")
     for kind in COMPACT_BYTES:
         for name, value in results[kind.name].items():
             print(f"  {kind.name}, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
     for name, reason in results["not_run"].items():
         print(f"  {name:46} not run: {reason}")
+    run.at_least("whole job, share of stream", faster("offload/whole", stream), 0.95)
+    others = {"torch fused": 1.5, "DeepSpeed CPU Adam": 1.2, "torch foreach": 8.0}
+    for (name, least), other in zip(others.items(), ("torch_fused", "deepspeed", "torch_foreach"), strict=True):
+        why = results["not_run"].get(other, "")
+        value = None if why else faster("offload/whole", f"{other}/whole")
+        run.at_least(f"whole job, times {name}", value, least, why)
+    for kind in COMPACT_BYTES:
+        slower = max(results[kind.name][name] for name in ("share_of_stream", "share_of_cached"))
+        what = f"{kind.name}, share of the slower of its stream and its update in the cache"
+        run.at_least(what, slower, 0.9)
 
-    def faster(other: str) -> tuple[float | None, str]:
-        if isinstance(contenders[other], str):
-            return None, str(contenders[other])
-        return speedup(times, "offload/whole", f"{other}/whole"), ""
 
-    report(
-        args,
-        described,
-        results,
-        checksum,
-        [
-            Target.at_least("whole job, share of stream", speedup(times, "offload/whole", stream), 0.95),
-            Target.at_least("whole job, times torch fused", faster("torch_fused")[0], 1.5),
-            Target.at_least(
-                "whole job, times DeepSpeed CPU Adam", faster("deepspeed")[0], 1.2, faster("deepspeed")[1]
-            ),
-            Target.at_least("whole job, times torch foreach", faster("torch_foreach")[0], 8.0),
-            *(
-                Target.at_least(
-                    f"{kind}, share of the slower of its stream and its update in the cache",
-                    max(results[kind][name] for name in ("share_of_stream", "share_of_cached")),
-                    0.9,
-                )
-                for kind in (kind.name for kind in COMPACT_BYTES)
-            ),
-        ],
-    )
+OPTIONS = (
+    Option("threads", cores(), help="worker threads, for every contender"),
+    Option("tune", False, help="measure how far ahead memory is best asked for"),
+)
+
+
+def tuned(args: argparse.Namespace) -> bool:
+    """Do what `--tune` says instead; return whether it does."""
+    if args.tune:
+        print_row(tune(args.threads, *((1 << 16, 2) if args.smoke else (16_000_000, 21))))
+    return bool(args.tune)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, needs=lambda args: {"deepspeed": NATIVE}, instead=tuned)

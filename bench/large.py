@@ -14,12 +14,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import Target, arguments, end_with_parent, environment, progress, report
+from _common import end_with_parent, progress
+from _harness import Option, Run, main
 
 from offload.cli.model import choose_shape
 from offload.cli.values import parse_count
@@ -95,54 +95,42 @@ def line_through(points: Sequence[tuple[int, int]], at: int) -> int:
     return round(low + (high - low) / (b - a) * (at - a))
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--params", default="3B", help="parameters of the model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help=f"sequences of {SEQ} bytes (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="(default: %(default)s)")
-    parser.add_argument("--state-format", default="compact16", choices=("exact", "compact16", "compact8"))
-    parser.add_argument("--gradient-memory", metavar="SIZE", help="for gradients (default: all stay in memory)")
-    args = parser.parse_args()
-    described = environment(device="cpu")
-    if args.smoke:
-        args.params, args.batch, args.steps = "2M", 1, 3
-    shape = choose_shape(parse_count("--params", args.params))
-    with tempfile.TemporaryDirectory(dir=args.path) as name:
-        folder, rates = Path(name), Path(name) / "rates.json"
-        progress("rates")
-        offload("probe", folder, "--paths", folder, "--out", rates, "--seconds", 1 if args.smoke else 20, "--quiet")
-        state = ["--state-format", args.state_format, "--host-memory", 0, "--rates", rates]
-        hidden_in = "both"
-        if args.gradient_memory is not None:
-            state += ["--gradient-memory", args.gradient_memory]
-            hidden_in = "forward"  # what leaves memory is not there to be updated early
-        flops_per_s, beyond = small_models(folder, state, shape.hidden, args.batch)
-        said = plan(folder, shape.numel, state, "--tokens", args.batch * SEQ, "--flops", flops_per_s)
-        if hidden_in == "both":  # all of it, both ways
-            moved = dict.fromkeys(WAYS, said["speculation"]["storage_bytes"])
-        else:
-            read = sum(lane["bytes"] for name, lane in said["lanes"].items() if name.startswith("read"))
-            moved = {"read": read, "write": sum(path["written_bytes_per_step"] for path in said["paths"])}
-        predicted = {
-            "iteration_s": said["hidden_iteration_s"][hidden_in],
-            "waiting_iteration_s": said["iteration_s"],
-            "peak_bytes": said["node"]["used_bytes"]
-            + (said["speculation"]["memory_bytes"] if hidden_in == "both" else 0)
-            + line_through(beyond, shape.layers),
-            **{f"{way}_bytes": moved[way] for way in WAYS},
-        }
-        print(f"{shape.numel:,} parameters; predicted: {predicted}", flush=True)
-        progress("the large model")
-        sized = ("--layers", shape.layers, "--hidden", shape.hidden, *state)
-        found, peak = train(folder, "large", args.steps, args.batch, *sized, "--overlap", hidden_in)
-        lines = [json.loads(line) for line in (folder / "large" / "metrics.jsonl").read_text().splitlines()]
+def measure(run: Run) -> None:
+    args, folder, rates = run.args, run.folder, run.folder / "rates.json"
+    shape = choose_shape(args.params)
+    progress("rates")
+    offload("probe", folder, "--paths", folder, "--out", rates, "--seconds", 1 if run.smoke else 20, "--quiet")
+    state = ["--state-format", args.state_format, "--host-memory", 0, "--rates", rates]
+    hidden_in = "both"
+    if args.gradient_memory is not None:
+        state += ["--gradient-memory", args.gradient_memory]
+        hidden_in = "forward"  # what leaves memory is not there to be updated early
+    flops_per_s, beyond = small_models(folder, state, shape.hidden, args.batch)
+    said = plan(folder, shape.numel, state, "--tokens", args.batch * SEQ, "--flops", flops_per_s)
+    if hidden_in == "both":  # all of it, both ways
+        moved = dict.fromkeys(WAYS, said["speculation"]["storage_bytes"])
+    else:
+        read = sum(lane["bytes"] for name, lane in said["lanes"].items() if name.startswith("read"))
+        moved = {"read": read, "write": sum(path["written_bytes_per_step"] for path in said["paths"])}
+    ahead_bytes = said["speculation"]["memory_bytes"] if hidden_in == "both" else 0
+    predicted = {
+        "iteration_s": said["hidden_iteration_s"][hidden_in],
+        "waiting_iteration_s": said["iteration_s"],
+        "peak_bytes": said["node"]["used_bytes"] + ahead_bytes + line_through(beyond, shape.layers),
+        **{f"{way}_bytes": moved[way] for way in WAYS},
+    }
+    print(f"{shape.numel:,} parameters; predicted: {predicted}", flush=True)
+    progress("the large model")
+    sized = ("--layers", shape.layers, "--hidden", shape.hidden, *state)
+    found, peak = train(folder, "large", args.steps, args.batch, *sized, "--overlap", hidden_in)
+    lines = [json.loads(line) for line in (folder / "large" / "metrics.jsonl").read_text().splitlines()]
     happened = {
         "iteration_s": args.batch * SEQ / found["tokens_per_s"],
         "peak_bytes": peak,
         **{f"{way}_bytes": sum(path[f"{way}_bytes"] for path in found["paths"]) for way in WAYS},
     }
     print(f"happened: {happened}")
-    results = {
+    run.results |= {
         "model": found["model"],
         "tokens": args.batch * SEQ,
         "state_format": args.state_format,
@@ -154,13 +142,18 @@ def main() -> None:
         "summary": {name: found[name] for name in SUMMED_UP},
         "steps": lines,
     }
-    targets = [
-        Target.at_most(f"{name}: distance of what was predicted", abs(predicted[name] / value - 1), bound)
-        for (name, value), bound in zip(happened.items(), (0.15, 0.05, 0.02, 0.02), strict=True)
-    ]
-    losses = [line["loss"] for line in lines]
-    report(args, described, results, hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16], targets)
+    for (name, value), most in zip(happened.items(), (0.15, 0.05, 0.02, 0.02), strict=True):
+        run.at_most(f"{name}: distance of what was predicted", abs(predicted[name] / value - 1), most)
+    run.checksums.append(hashlib.sha256(json.dumps([line["loss"] for line in lines]).encode()).hexdigest()[:16])
 
+
+OPTIONS = (
+    Option("params", "3B", "2M", "parameters of the model", read=parse_count),
+    Option("batch", 4, 1, f"sequences of {SEQ} bytes"),
+    Option("steps", 20, 3),
+    Option("state_format", "compact16", more={"choices": ("exact", "compact16", "compact8")}),
+    Option("gradient_memory", None, help="for gradients; all stay in memory without", more={"metavar": "SIZE"}),
+)
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu")

@@ -9,16 +9,14 @@ then.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import statistics
-import tempfile
 import time
 import uuid
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from _common import Target, arguments, environment, progress, report
+from _harness import Option, Run, main, ratio, spawned, turns
 
 from offload._native import CompletionQueue
 from offload.memory.arenas import Arena
@@ -86,82 +84,52 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
     pipe.send(digest)
 
 
-def main() -> None:
-    """Measure and report."""
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--turn-mib", type=int, default=64, help="bytes of a turn")
-    parser.add_argument("--depth", type=int, help="requests in flight of each direction (default: the tier's)")
-    args = parser.parse_args()
-    described = environment()
-    turn_bytes = 256 << 10 if args.smoke else args.turn_mib << 20
-    tile_bytes, tiles, rounds = (64 << 10, 8, 2) if args.smoke else (4 << 20, 64, 9)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        pipes = []
-        for _ in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=worker, args=(theirs, folder, tile_bytes, tiles, turn_bytes, args.depth))
-            process.start()
-            pipes.append((ours, process))
-        for pipe, _ in pipes:
+def measure(run: Run) -> None:
+    args, turn_bytes = run.args, 256 << 10 if run.smoke else run.args.turn_mib << 20
+    tile_bytes, tiles, rounds = (64 << 10, 8, 2) if run.smoke else (4 << 20, 64, 9)
+    names = {"1 free": (1, 0), "1 locked": (1, 1), "2 free": (2, 0), "2 locked": (2, 1)}
+    results: dict[str, Any] = {name: {"bytes_per_s": [], "total_bytes_per_s": [], "ratio": []} for name in names}
+    with spawned(worker, 2, str(run.folder), tile_bytes, tiles, turn_bytes, args.depth) as pipes:
+        for pipe in pipes:
             pipe.recv()
-        names = {"1 free": (1, 0), "1 locked": (1, 1), "2 free": (2, 0), "2 locked": (2, 1)}
-        results: dict[str, Any] = {name: {"bytes_per_s": [], "total_bytes_per_s": [], "ratio": []} for name in names}
-        order = list(names)
-        for number in range(rounds + 1):
-            first = number % len(order)
-            for name in order[first:] + order[:first]:
-                count, locked = names[name]
-                begin_s = time.monotonic() + 0.05
-                for pipe, _ in pipes[:count]:
-                    pipe.send((locked, begin_s))
-                ends = [pipe.recv() for pipe, _ in pipes[:count]]
-                if number == 0:
-                    continue  # does not count: first touches of everything
-                until_s = min(max(times) for times in ends)
-                moved = [sum(end <= until_s for end in times) * tile_bytes for times in ends]
-                found = results[name]
-                found["bytes_per_s"].append(sum(moved) / (until_s - begin_s))
-                found["total_bytes_per_s"].append(
-                    sum(map(len, ends)) * tile_bytes / (max(max(times) for times in ends) - begin_s)
-                )
-                found["ratio"].append(min(moved) / max(moved))
-            progress(f"round {number}/{rounds}")
-        for pipe, _ in pipes:
+        for number, name in turns(names, rounds, settling=1):
+            count, locked = names[name]
+            begin_s = time.monotonic() + 0.05
+            for pipe in pipes[:count]:
+                pipe.send((locked, begin_s))
+            ends = [pipe.recv() for pipe in pipes[:count]]
+            if number < 0:
+                continue  # does not count: first touches of everything
+            until_s = min(max(times) for times in ends)
+            moved = [sum(end <= until_s for end in times) * tile_bytes for times in ends]
+            total_s, total_bytes = max(max(times) for times in ends) - begin_s, sum(map(len, ends)) * tile_bytes
+            results[name]["bytes_per_s"].append(sum(moved) / (until_s - begin_s))
+            results[name]["total_bytes_per_s"].append(total_bytes / total_s)
+            results[name]["ratio"].append(min(moved) / max(moved))
+        for pipe in pipes:
             pipe.send(None)
-        checksums = [pipe.recv() for pipe, _ in pipes]
-        for _, process in pipes:
-            process.join()
+        run.checksums += [pipe.recv() for pipe in pipes]
     print(f"{2 * tiles} tiles of {tile_bytes >> 10} KiB a process and round, half read, half written")
     for name, found in results.items():
-        rate, ratio = statistics.median(found["bytes_per_s"]), statistics.median(found["ratio"])
-        print(f"  {name:10} {rate / 1e6:8.0f} MB/s   least share / largest share {ratio:.2f}")
+        rate, share = statistics.median(found["bytes_per_s"]), statistics.median(found["ratio"])
+        print(f"  {name:10} {rate / 1e6:8.0f} MB/s   least share / largest share {share:.2f}")
 
-    def gain(ours: str, theirs: str) -> float:
-        pairs = zip(results[ours]["total_bytes_per_s"], results[theirs]["total_bytes_per_s"], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+    def gain(count: int) -> float:
+        locked, free = (results[f"{count} {kind}"]["total_bytes_per_s"] for kind in ("locked", "free"))
+        return ratio(locked, free)
 
-    print(f"  the lock, 2 processes: {gain('2 locked', '2 free'):.3f} times the throughput without it")
-    report(
-        args,
-        described,
-        {
-            "tile_bytes": tile_bytes,
-            "tiles": 2 * tiles,
-            "rounds": rounds,
-            "turn_bytes": turn_bytes,
-            "depth": args.depth,
-        }
-        | {"contenders": results, "lock_gain_2": gain("2 locked", "2 free")},
-        "+".join(checksums),
-        [
-            Target.at_least("one process, locked / free", gain("1 locked", "1 free"), 0.97),
-            Target.at_least(
-                "two processes, least share / largest share", statistics.median(results["2 locked"]["ratio"]), 0.8
-            ),
-        ],
-    )
+    print(f"  the lock, 2 processes: {gain(2):.3f} times the throughput without it")
+    run.results |= {"tile_bytes": tile_bytes, "tiles": 2 * tiles, "rounds": rounds, "turn_bytes": turn_bytes}
+    run.results |= {"depth": args.depth, "contenders": results, "lock_gain_2": gain(2)}
+    run.at_least("one process, locked / free", gain(1), 0.97)
+    share = statistics.median(results["2 locked"]["ratio"])
+    run.at_least("two processes, least share / largest share", share, 0.8)
 
+
+OPTIONS = (
+    Option("turn_mib", 64, help="bytes of a turn"),
+    Option("depth", None, help="requests in flight of each direction; None for the tier's", more={"type": int}),
+)
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True)

@@ -20,26 +20,22 @@ The serial loop of reinforcement-learning stacks, with our engine at the same me
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from _common import Kept, Target, arguments, end_with_parent, environment, interleaved, progress, report
+from _common import interleaved, progress
 from _contenders import ALONE_MEMORY, TORCHAO_OFFLOAD
 from _contest import (
     BASELINE,
@@ -47,15 +43,19 @@ from _contest import (
     Contender,
     Outcome,
     Schedule,
+    common_of,
     markdown,
     row,
     run_group,
     spread,
-    work_folder,
+    sum_of_losses,
+    times_faster,
 )
-from _needs import FIO, require
+from _harness import Row, Run, Section, digest, main, medians, ratio, spawned, turns
+from _needs import FIO
+from _sessions import MIB
 from _worker import kernel_io, moved
-from paths import MIB, fio
+from paths import fio
 from phases import SETTINGS, SerialLoop
 
 import offload
@@ -106,14 +106,6 @@ class Size:
     params: int
     tokens: int
     iterations: int
-
-
-SMOKE = Size(1 << 19, 4, 8, 2, 8, 1 << 12, 2, 1, 1, 300_000, 16, 1)
-FULL = Size(1 << 26, 64, 16, 9, 512, 1 << 20, 8, 4, 2, 130_000_000, 128, 5)
-
-
-def digest(weight: torch.Tensor) -> str:
-    return hashlib.sha256(weight.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 
 
 # A step whose state is on the disk
@@ -189,8 +181,8 @@ class Ours:
         self.optimizer.park()
 
 
-def cold(size: Size, path: Path | None) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
+def cold(run: Run) -> Row:
+    size, generator = run.size, torch.Generator().manual_seed(0)
     start = torch.randn(size.numel, generator=generator).bfloat16()
     gradient = torch.randn(size.numel, generator=generator).bfloat16()
     names = ("serial", "ahead", *FORMATS)
@@ -198,10 +190,8 @@ def cold(size: Size, path: Path | None) -> dict[str, Any]:
     used: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     total = 2 * STATE_BYTES * size.numel
     rates: dict[str, list[float]] = {"read": [], "rw": []}
-    with tempfile.TemporaryDirectory(dir=path) as made, ExitStack() as ends:
-        folders = {name: Path(made, name) for name in (*names, "fio")}
-        for folder in folders.values():
-            folder.mkdir()
+    with ExitStack() as ends:
+        folders = {name: run.place() for name in (*names, "fio")}
         loops = {
             "serial": SerialLoop(folders["serial"], weights["serial"], gradient, size.buckets, 0),
             "ahead": AheadLoop(folders["ahead"], weights["ahead"], gradient, size.buckets),
@@ -210,51 +200,39 @@ def cold(size: Size, path: Path | None) -> dict[str, Any]:
         for each in (*loops.values(), *ours.values()):
             ends.callback(each.close)
 
-        def taken(name: str, step: Callable[[], None], drain: Callable[[], None]) -> None:
+        def take(name: str) -> None:
+            one = ours.get(name) or loops[name]
+            if isinstance(one, Ours):
+                one.prepare()
             before, times = kernel_io(), [time.perf_counter()]
-            step()
+            one.step()
             times.append(time.perf_counter())
-            drain()
+            if name != "serial":
+                one.drain()
             times.append(time.perf_counter())
-            one = {"foreground_s": times[1] - times[0], "drain_s": times[2] - times[1], **moved(before)}
-            used[name].append(one)
-
-        def run(name: str) -> None:
-            if name in ours:
-                ours[name].prepare()
-                taken(name, ours[name].step, ours[name].drain)
-            else:
-                loop = loops[name]
-                taken(name, loop.step, loop.drain if isinstance(loop, AheadLoop) else lambda: None)
+            seconds = {"foreground_s": times[1] - times[0], "drain_s": times[2] - times[1]}
+            used[name].append({**seconds, "all_s": times[2] - times[0], **moved(before)})
 
         def measure(way: str) -> None:
             rate = fio(folders["fio"], min(4 * MIB, total // 8), 4, total // 4, "libaio", way)
             if rate is not None:
                 rates[way].append(rate)
 
-        contenders: dict[str, Callable[[], object]] = {name: lambda name=name: run(name) for name in names}  # type: ignore[misc]
-        contenders |= {f"fio {way}": lambda way=way: measure(way) for way in rates}  # type: ignore[misc]
-        interleaved(contenders, size.rounds)
-    digests = {
-        name: hashlib.sha256(w.view(torch.int16).numpy().tobytes()).hexdigest()[:16] for name, w in weights.items()
-    }
-    if len({digests[name] for name in ("serial", "ahead", "exact")}) != 1:
-        raise SystemExit(f"exact state came to other weights than the loops: {digests}")
+        contenders: dict[str, Callable[[], object]] = {name: partial(take, name) for name in names}
+        interleaved(contenders | {f"fio {way}": partial(measure, way) for way in rates}, size.rounds)
+    digests = {name: digest([weight]) for name, weight in weights.items()}
+    run.same("exact state and the loops", (digests[name] for name in ("serial", "ahead", "exact")))
     disk = {way: statistics.median(found[1:]) for way, found in rates.items() if found}
-    rows: dict[str, Any] = {}
+    rows: Row = {}
+    theirs = used["ahead"][1:]
     for name, rounds in used.items():
         rounds = rounds[1:]  # the first one makes files
-        row = {each: statistics.median(one[each] for one in rounds) for each in rounds[0]}
-        row["all_s"] = statistics.median(one["foreground_s"] + one["drain_s"] for one in rounds)
+        row: Row = medians(rounds)
         row["spread"] = spread([one["foreground_s"] for one in rounds])
         row["bytes_per_s"] = (row["read_bytes"] + row["write_bytes"]) / row["all_s"]
         row["of_fio"] = row["bytes_per_s"] / disk["rw"] if disk else None
         for what in ("foreground_s", "all_s"):
-            row[f"{what}_ahead"] = statistics.median(
-                (theirs["foreground_s"] + (what == "all_s") * theirs["drain_s"])
-                / (mine["foreground_s"] + (what == "all_s") * mine["drain_s"])
-                for mine, theirs in zip(rounds, used["ahead"][1:], strict=True)
-            )
+            row[f"{what}_ahead"] = ratio([one[what] for one in theirs], [one[what] for one in rounds])
         rows[name] = row | {"rounds": rounds}
         of_fio = f"{row['of_fio']:.2f} of fio" if disk else "no fio"
         print(
@@ -265,24 +243,18 @@ def cold(size: Size, path: Path | None) -> dict[str, Any]:
     return {"contenders": rows, "fio_bytes_per_s": disk, "files": files, "checksum": "-".join(digests.values())}
 
 
-def cold_targets(found: dict[str, Any]) -> list[Target]:
-    rows, targets = found["contenders"], []
-    why = "fio is not installed"
-    for name in ("ahead", "exact"):
-        what = {"ahead": "the loop that reads ahead", "exact": "exact state"}[name]
-        least = {"ahead": 0.8, "exact": 0.9}[name]
-        targets.append(
-            Target.at_least(f"cold step, {what}: bytes a second, of fio's", rows[name]["of_fio"], least, why)
-        )
+def cold_targets(run: Run, found: Row) -> None:
+    rows = found["contenders"]
+    for name, what, least in (("ahead", "the loop that reads ahead", 0.8), ("exact", "exact state", 0.9)):
+        what = f"cold step, {what}: bytes a second, of fio's"
+        run.at_least(what, rows[name]["of_fio"], least, "fio is not installed")
+    moved_bytes = {name: row["read_bytes"] + row["write_bytes"] for name, row in rows.items()}
     for form in FORMATS:
-        fewer = (rows["ahead"]["read_bytes"] + rows["ahead"]["write_bytes"]) / max(
-            1, rows[form]["read_bytes"] + rows[form]["write_bytes"]
-        )
+        fewer = moved_bytes["ahead"] / max(1, moved_bytes[form])
         what = f"cold step, {form}: with its drain, times as fast as the loop that reads ahead, over the bytes' ratio"
-        targets.append(Target.at_least(what, rows[form]["all_s_ahead"] / fewer, 0.9))
+        run.at_least(what, rows[form]["all_s_ahead"] / fewer, 0.9)
     what = "cold step, exact: foreground, times as fast as the loop that reads ahead"
-    targets.append(Target.at_least(what, rows["exact"]["foreground_s_ahead"], 1.0))
-    return targets
+    run.at_least(what, rows["exact"]["foreground_s_ahead"], 1.0)
 
 
 # A step in memory
@@ -324,48 +296,33 @@ class Stepping:
         return time.perf_counter() - started_s
 
 
-def child(request: dict[str, Any]) -> None:
-    """Be one process of the step in memory: a line comes for each step, and its seconds go back."""
-    stepping = Stepping(**request)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        print(stepping.step(), flush=True)
+def stepping(pipe: Connection, *given: Any) -> None:
+    """Be one process of the step in memory: answer with the seconds of a step, and in the end what it came to."""
+    one = Stepping(*given)
+    pipe.send("ready")
+    while pipe.recv():
+        pipe.send(one.step())
     # Weights are alike in all tensors, all processes and both sizes.
-    print(digest(stepping.weights[-1].detach()), flush=True)
+    pipe.send(digest(one.weights[-1:]))
 
 
-def processes(count: int, steps: int, **request: Any) -> tuple[list[float], set[str]]:
+def processes(count: int, steps: int, *given: Any) -> tuple[list[float], set[str]]:
     """Return the seconds until all of some processes have taken a step, for each step, and what they came to."""
-    command = [sys.executable, __file__, "--child", json.dumps(request)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen(command, **pipes, preexec_fn=end_with_parent) for _ in range(count)]
+    with spawned(stepping, count, *given) as pipes:
 
-    def answers() -> list[str]:
-        lines = [each.stdout.readline().strip() for each in running]  # type: ignore[union-attr]
-        if not all(lines):
-            raise SystemExit(f"a process with {request} has ended")
-        return lines
+        def ask(goes_on: bool) -> list[Any]:
+            for pipe in pipes:
+                pipe.send(goes_on)
+            return [pipe.recv() for pipe in pipes]
 
-    try:
-        answers()
-        found = []
-        for _ in range(steps + 1):
-            for each in running:
-                each.stdin.write("step\n")  # type: ignore[union-attr]
-                each.stdin.flush()  # type: ignore[union-attr]
-            found.append(max(map(float, answers())))
-        for each in running:
-            each.stdin.close()  # type: ignore[union-attr]
-        return found[1:], set(answers())
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
+        for pipe in pipes:
+            pipe.recv()
+        found = [max(ask(True)) for _ in range(steps + 1)]
+        return found[1:], set(ask(False))
 
 
-def in_memory(size: Size, path: Path | None) -> dict[str, Any]:
-    del path  # nothing is on a disk
-    results: dict[str, Any] = {}
+def in_memory(run: Run) -> Row:
+    size, results = run.size, {}
     cases = {"one process": (1, 1, CPUS), "eight processes": (size.processes, QUARTER, 1)}
     each_bytes = (STATE_BYTES + 4) * size.tensors * size.elements  # with weights and gradients in 16 bits
     most = max(count * (each_bytes // part + PROCESS_BYTES) for count, part, _ in cases.values())
@@ -374,56 +331,41 @@ def in_memory(size: Size, path: Path | None) -> dict[str, Any]:
     for case, (count, part, threads) in cases.items():
         seconds: dict[str, list[float]] = {"ours": [], "a tensor at a time": []}
         digests: dict[str, set[str]] = {kind: set() for kind in seconds}
-        for turn in range(size.turns):
-            for kind in list(seconds)[:: 1 if turn % 2 == 0 else -1]:
-                progress(f"{case}: {kind}, turn {turn + 1}/{size.turns}")
-                request = {"tensors": size.tensors // part, "elements": size.elements, "threads": threads}
-                taken, found = processes(count, size.steps, kind=kind, **request)
-                seconds[kind] += taken
-                digests[kind] |= found
-        medians = {kind: part * statistics.median(each) for kind, each in seconds.items()}
+        for _, kind in turns(seconds, size.turns):
+            progress(f"{case}: {kind}")
+            taken, found = processes(count, size.steps, kind, size.tensors // part, size.elements, threads)
+            seconds[kind] += taken
+            digests[kind] |= found
+        whole_s = {kind: part * statistics.median(each) for kind, each in seconds.items()}
         results[case] = {
             "part": 1 / part,
             "seconds": seconds,
-            "whole_s": medians,
-            "times": medians["a tensor at a time"] / medians["ours"],
+            "whole_s": whole_s,
+            "times": whole_s["a tensor at a time"] / whole_s["ours"],
             "checksums": {kind: sorted(found) for kind, found in digests.items()},
         }
         print(
-            f"  {case}: {format_seconds(medians['ours'])}, torch with a tensor at a time "
-            f"{format_seconds(medians['a tensor at a time'])}; published {PUBLISHED[f'{case}_s']} s"
+            f"  {case}: {format_seconds(whole_s['ours'])}, torch with a tensor at a time "
+            f"{format_seconds(whole_s['a tensor at a time'])}; published {PUBLISHED[f'{case}_s']} s"
         )
-    ours = {digest for case in results.values() for digest in case["checksums"]["ours"]}
-    if len(ours) != 1:
-        raise SystemExit(f"weights depend on processes or threads: {ours}")
-    results["checksum"] = ours.pop()
-    return results
+    ours = (digest for case in results.values() for digest in case["checksums"]["ours"])
+    return results | {"checksum": run.same("weights depend on processes or threads", ours)}
 
 
-def memory_targets(found: dict[str, Any]) -> list[Target]:
-    targets = []
-    for case in ("one process", "eight processes"):
+def memory_targets(run: Run, found: Row) -> None:
+    for case, least in (("one process", 2.0), ("eight processes", 3.0)):
         row = found[case]
-        least = {"one process": 2.0, "eight processes": 3.0}[case]
         what = f"step in memory, {case}: times as fast as torch's AdamW with a tensor at a time"
-        targets.append(Target.at_least(what, row["times"], least))
+        run.at_least(what, row["times"], least)
         what = f"step in memory, {case}: seconds of the whole size, over those published of another machine"
-        targets.append(Target.at_most(what, row["whole_s"]["ours"] / PUBLISHED[f"{case}_s"], 1.0))
-    return targets
+        run.at_most(what, row["whole_s"]["ours"] / PUBLISHED[f"{case}_s"], 1.0)
 
 
 # What torch offloads by
 
 
-def offloads(size: Size, path: Path | None) -> dict[str, Any]:
-    shape = choose_shape(size.params)
-    common = {
-        "shape": {"layers": shape.layers, "hidden": shape.hidden},
-        "numel": shape.numel,
-        "seq": size.tokens,
-        "device": "cpu",
-        "smoke": size is SMOKE,
-    }
+def offloads(run: Run) -> Row:
+    size, shape = run.size, choose_shape(run.size.params)
     field = [
         Contender(BASELINE, "plain"),
         Contender("torch AdamW, fused", "torch", {"fused": True}),
@@ -434,62 +376,52 @@ def offloads(size: Size, path: Path | None) -> dict[str, Any]:
         Contender(ALONE_MEMORY, "offload"),
         Contender("ours, nothing resident", "offload", {"host_memory": 0, "paths": ["{path}"]}),
     ]
-    if size is SMOKE:
+    if run.smoke:
         field = [each for each in field if each.name in SMOKE_FIELD or each.left_out]
-    with work_folder(path) as folder:
-        schedule = Schedule(((size.tokens, 2 if size is SMOKE else 3),), size.iterations, 1, math.inf)
-        outcomes, speeds = run_group(field, schedule, common, folder, print)
+    schedule = Schedule(((size.tokens, 2 if run.smoke else 3),), size.iterations, 1, math.inf)
+    outcomes, speeds = run_group(field, schedule, common_of(shape, size.tokens, run.smoke), run.folder, print)
     base = outcomes[BASELINE]
     ran = {name: each for name, each in outcomes.items() if each.iterations and not each.failed}
     rows = {name: row(each, base, speeds, size.tokens, shape.numel) for name, each in ran.items()}
     print(markdown(rows, {name: each.failed for name, each in outcomes.items() if each.failed}))
-    losses = json.dumps([[outcome.name, outcome.losses[:4]] for outcome in outcomes.values()])
-    checksum = hashlib.sha256(losses.encode()).hexdigest()[:16]
     kept = {name: asdict(outcome) for name, outcome in outcomes.items()}
-    return {"rows": rows, "contenders": kept, "speeds": speeds, "checksum": checksum}
+    return {"rows": rows, "contenders": kept, "speeds": speeds, "checksum": sum_of_losses(outcomes.values())}
 
 
-def offloads_targets(found: dict[str, Any]) -> list[Target]:
-    outcomes = {name: Outcome(**each) for name, each in found["contenders"].items()}
-    ours, policy = outcomes[ALONE_MEMORY], outcomes[POLICY]
-    sizes = {i["tokens"] for each in ours.iterations for i in each}
-    pairs = [
-        pair
-        for tokens in sizes
-        for pair in zip(ours.values("iteration_s", tokens), policy.values("iteration_s", tokens), strict=False)
-    ]
-    times = statistics.median(theirs / mine for mine, theirs in pairs) if pairs and not policy.failed else None
+def offloads_targets(run: Run, found: Row) -> None:
+    ours, policy = (Outcome(**found["contenders"][name]) for name in (ALONE_MEMORY, POLICY))
+    times = None if policy.failed else times_faster(ours, policy, run.size.tokens)
     what = "iteration, all in memory, times as fast as FSDP2's CPUOffloadPolicy"
-    return [Target.at_least(what, times, 1.0, "one of them did not run")]
+    run.at_least(what, times, 1.0, "one of them did not run")
 
 
-SECTIONS: dict[
-    str, tuple[Callable[[Size, Path | None], dict[str, Any]], Callable[[dict[str, Any]], list[Target]]]
-] = {
-    "cold": (cold, cold_targets),
-    "threads": (in_memory, memory_targets),
-    "offloads": (offloads, offloads_targets),
-}
+def section(name: str, measure: Section, judge: Callable[[Run, Row], None]) -> Section:
+    """Return a section that goes on from what is kept of it, and judges that."""
 
+    def do(run: Run) -> Row:
+        run.results["published"] = PUBLISHED
+        found: Row = run.kept.find(name, lambda: measure(run))
+        judge(run, found)
+        run.checksums.append(found["checksum"])
+        return found
 
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        child(json.loads(sys.argv[2]))
-        return
-    args: argparse.Namespace = arguments(__doc__, path=True, runs=True, sections=SECTIONS).parse_args()
-    require(args, {"cold": [FIO]} if "cold" in args.sections else {})
-    described = environment(device="cpu")
-    size = SMOKE if args.smoke else FULL
-    kept = Kept(args.runs, described["commit"], asdict(size))
-    results: dict[str, Any] = {"published": PUBLISHED}
-    targets: list[Target] = []
-    for name in args.sections:
-        measure, judge = SECTIONS[name]
-        print(f"{name}:")
-        results[name] = kept.find(name, lambda measure=measure: measure(size, args.path))  # type: ignore[misc]
-        targets += judge(results[name])
-    report(args, described, results, "-".join(results[name]["checksum"] for name in args.sections), targets)
+    return do
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        sections={
+            "cold": section("cold", cold, cold_targets),
+            "threads": section("threads", in_memory, memory_targets),
+            "offloads": section("offloads", offloads, offloads_targets),
+        },
+        sizes=(
+            Size(1 << 19, 4, 8, 2, 8, 1 << 12, 2, 1, 1, 300_000, 16, 1),
+            Size(1 << 26, 64, 16, 9, 512, 1 << 20, 8, 4, 2, 130_000_000, 128, 5),
+        ),
+        path=True,
+        runs=True,
+        device="cpu",
+        needs=lambda args: {"cold": [FIO]} if "cold" in args.sections else {},
+    )

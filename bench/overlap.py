@@ -17,10 +17,8 @@ longer an iteration takes than forward and backward alone. The least is these an
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,13 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, computing, cores, environment, progress, report
+from _common import computing, cores
+from _harness import Option, Run, digest, main, medians, ratio
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
 from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_seconds
 
+OPTIONS = (
+    Option("numel", 60_000_000, 300_000, "parameters"),
+    Option("tokens", [128], [16]),
+    Option("pairs", 30, 2),
+    Option("format", "exact", help="of state"),
+)
 NAMES = ("forward_s", "backward_s", "step_s")
 
 UNCLIPPED = 1e9
@@ -147,10 +152,7 @@ class Training:
         return tokens
 
     def digest(self) -> str:
-        found = hashlib.sha256()
-        for parameter in self.model.parameters():
-            found.update(parameter.detach().view(torch.int16).numpy().tobytes())
-        return found.hexdigest()[:16]
+        return digest(self.model.parameters())
 
 
 def contest(training: Training, tokens: int, rounds: int) -> dict[str, Any]:
@@ -160,80 +162,63 @@ def contest(training: Training, tokens: int, rounds: int) -> dict[str, Any]:
     turns = [training.turn(tokens) for _ in range(rounds)]
     found: dict[str, Any] = {}
     for name in turns[0]:
-        rows = [turn[name] for turn in turns]
-        found[name] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        whole = [(turn["waits"]["whole_s"], turn[name]["whole_s"], turn[name]["bound_s"]) for turn in turns]
-        found[name]["times_as_fast"] = statistics.median(waits / took for waits, took, _ in whole)
-        found[name]["limit"] = statistics.median(waits / bound for waits, _, bound in whole)
-        found[name]["over_bound"] = statistics.median(took / bound for _, took, bound in whole)
+        waits, whole, bounds = (
+            [turn[kind][what] for turn in turns]
+            for kind, what in (("waits", "whole_s"), (name, "whole_s"), (name, "bound_s"))
+        )
+        found[name] = medians([turn[name] for turn in turns]) | {
+            "times_as_fast": ratio(waits, whole),
+            "limit": ratio(waits, bounds),
+            "over_bound": ratio(whole, bounds),
+        }
     return found
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--numel", type=int, default=60_000_000, help="parameters")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[128])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--format", default="exact", help="of state")
-    args = parser.parse_args()
-    numel, pairs, tokens = (300_000, 2, [16]) if args.smoke else (args.numel, args.pairs, args.tokens)
-    described = environment(device="cpu")
-    results: dict[str, Any] = {}
-    longest = 64 if args.smoke else 8192
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        training = Training(numel, Path(folder), args.format, longest)
-        with training.optimizer:
-            names = [(str(number), number) for number in tokens]
-            names.append(("as forward", training.even(tokens[0], longest, NAMES[:1])))
-            names.append(("as both", training.even(tokens[0], longest, NAMES[:2])))
-            for name, number in names:
-                results[name] = {"tokens": number, **contest(training, number, pairs)}
-                row = results[name]["waits"]
+def measure(run: Run) -> None:
+    args, results, longest = run.args, run.results, 64 if run.smoke else 8192
+    training = Training(args.numel, run.folder, args.format, longest)
+    with training.optimizer:
+        names = [(str(number), number) for number in args.tokens]
+        names.append(("as forward", training.even(args.tokens[0], longest, NAMES[:1])))
+        names.append(("as both", training.even(args.tokens[0], longest, NAMES[:2])))
+        for name, number in names:
+            results[name] = {"tokens": number, **contest(training, number, args.pairs)}
+            row = results[name]["waits"]
+            print(f"{number} tokens: {', '.join(f'{part[:-2]} {format_seconds(row[part])}' for part in NAMES)}")
+            for kind in KINDS:
+                row = results[name][kind]
                 print(
-                    f"{number} tokens: forward {format_seconds(row['forward_s'])}, "
-                    f"backward {format_seconds(row['backward_s'])}, "
-                    f"step {format_seconds(row['step_s'])}"
+                    f"  hidden in {kind}: {row['times_as_fast']:.3f} times as fast (at most {row['limit']:.3f}), "
+                    f"{row['over_bound']:.3f} of the bound"
                 )
-                for kind in KINDS:
-                    row = results[name][kind]
-                    print(
-                        f"  hidden in {kind}: {row['times_as_fast']:.3f} times as fast (at most {row['limit']:.3f}), "
-                        f"{row['over_bound']:.3f} of the bound"
-                    )
-                progress(f"{number} tokens")
-        digest = training.digest()
-        form, number = COMPACT
-        name = f"{form}, {number}"
-        training = Training(numel, Path(folder), form, longest)
-        with training.optimizer:
-            found = results[name] = {"tokens": number, **contest(training, min(number, longest), max(1, pairs // 3))}
-        row = found["waits"]
-        alone_s = row["forward_s"] + row["backward_s"]
-        found["over_alone"] = {kind: found[kind]["whole_s"] / alone_s for kind in (*KINDS, "waits")}
-        found["least_over_alone"] = 1 + (row["update_s"] + row["io_cpu_s"]) / alone_s
-        shown = ", ".join(f"{kind} {share:.2f}" for kind, share in found["over_alone"].items())
-        print(f"{name} tokens, over forward and backward alone: {shown}; at least {found['least_over_alone']:.2f}")
-    targets = [
-        Target.at_most(f"{name}, hidden in {kind}: iteration over its bound", results[name][kind]["over_bound"], 1.1)
-        for name in results
-        for kind in KINDS
-    ]
-    targets += [
-        Target.at_most(f"{name}: predicted iteration, off by", abs(row["forward"]["predicted"] - 1), 0.1)
-        for name, row in results.items()
-    ]
-    for name in results:
+    run.checksums.append(training.digest())
+    form, number = COMPACT
+    compact = f"{form}, {number}"
+    training = Training(args.numel, run.folder, form, longest)
+    with training.optimizer:
+        rounds = max(1, args.pairs // 3)
+        found = results[compact] = {"tokens": number, **contest(training, min(number, longest), rounds)}
+    row = found["waits"]
+    alone_s = row["forward_s"] + row["backward_s"]
+    found["over_alone"] = {kind: found[kind]["whole_s"] / alone_s for kind in (*KINDS, "waits")}
+    found["least_over_alone"] = 1 + (row["update_s"] + row["io_cpu_s"]) / alone_s
+    shown = ", ".join(f"{kind} {share:.2f}" for kind, share in found["over_alone"].items())
+    print(f"{compact} tokens, over forward and backward alone: {shown}; at least {found['least_over_alone']:.2f}")
+    for name, row in results.items():
+        for kind in KINDS:
+            run.at_most(f"{name}, hidden in {kind}: iteration over its bound", row[kind]["over_bound"], 1.1)
+    for name, row in results.items():
+        run.at_most(f"{name}: predicted iteration, off by", abs(row["forward"]["predicted"] - 1), 0.1)
+    for name, row in results.items():
         for kind in ("backward", "both"):
-            row = results[name][kind]
-            share = row["confirmed_bytes"] / results[name]["waits"]["streamed_bytes"]
-            targets.append(Target.at_least(f"{name}, hidden in {kind}: share of the state made ahead", share, 0.7))
-    over = results[", ".join(map(str, COMPACT))]["over_alone"]["both"]
-    targets.append(Target.at_most(f"{form}, {number} tokens: iteration over forward and backward alone", over, 1.2))
+            share = row[kind]["confirmed_bytes"] / row["waits"]["streamed_bytes"]
+            run.at_least(f"{name}, hidden in {kind}: share of the state made ahead", share, 0.7)
+    over = found["over_alone"]["both"]
+    run.at_most(f"{compact} tokens: iteration over forward and backward alone", over, 1.2)
     for name, kind, least in (("as forward", "forward", 1.2), ("as both", "backward", 1.3), ("as both", "both", 1.4)):
         faster = results[name][kind]["times_as_fast"]
-        targets.append(Target.at_least(f"step as long {name}, hidden in {kind}: times as fast", faster, least))
-    report(args, described, results, digest, targets)
+        run.at_least(f"step as long {name}, hidden in {kind}: times as fast", faster, least)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu")

@@ -12,10 +12,8 @@ published node, most of the state on these: beside max(forward and backward, byt
 
 from __future__ import annotations
 
-import hashlib
 import os
 import statistics
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,8 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import Target, arguments, computing, environment, progress, report
-from _needs import DEEPSPEED, require
+from _common import computing, progress
+from _harness import Option, Run, digest, main, medians, ratio
+from _needs import DEEPSPEED
 from torch import multiprocessing as mp
 
 import offload
@@ -150,16 +149,13 @@ class Training:
 
     def digest(self) -> str:
         """Return a checksum of this rank's weights once all steps have ended."""
-        found = hashlib.sha256()
         if self.optimizer is not None:
             self.optimizer.finish()
             tensors = [getattr(p.data, "_local_tensor", p.data) for p in self.model.parameters()]
         else:
             self.called.optimizer.finish()
             tensors = [parameter.ds_tensor for parameter in self.model.parameters()]
-        for tensor in tensors:
-            found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+        return digest(tensors)
 
     def close(self) -> None:
         if self.optimizer is not None:
@@ -207,9 +203,9 @@ def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int],
     if rank == 0:
         found: dict[str, Any] = {"tokens": tokens, "digests": digests}
         for overlap, rows in turns.items():
-            found[overlap] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-            whole = [(off["whole_s"], row["whole_s"]) for off, row in zip(turns["off"], rows, strict=True)]
-            found[overlap]["times_as_fast"] = statistics.median(off / took for off, took in whole)
+            found[overlap] = medians(rows)
+            waits, took = ([row["whole_s"] for row in each] for each in (turns["off"], rows))
+            found[overlap]["times_as_fast"] = ratio(waits, took)
         results.put(found)
     dist.barrier()
     dist.destroy_process_group()
@@ -232,51 +228,48 @@ def simulated() -> dict[str, float]:
     return {"off": compute_s + answer.step_s, **answer.overlapped_s, "least": max(compute_s, nbytes / rate)}
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--numel", type=int, default=60_000_000, help="parameters")
-    parser.add_argument("--tokens", type=int, default=128, help="of the first iteration")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--kinds", nargs="*", default=[*KINDS], choices=KINDS)
-    args = parser.parse_args()
-    sizes = {"numel": args.numel, "tokens": args.tokens, "rounds": args.rounds, "longest": 4096}
-    if args.smoke:
-        sizes = {"numel": 300_000, "tokens": 16, "rounds": 1, "longest": 64}
-    missing = require(args, {"zero3": (DEEPSPEED,)} if "zero3" in args.kinds else {})
-    kinds = [kind for kind in args.kinds if kind not in missing][: 1 if args.smoke else None]
-    described = environment(device="cpu")
-    results: dict[str, Any] = {}
-    targets: list[Target] = []
+def measure(run: Run) -> None:
+    args, results = run.args, run.results
+    sizes = {"numel": args.numel, "tokens": args.tokens, "rounds": args.rounds, "longest": 64 if run.smoke else 4096}
+    kinds = [kind for kind in args.kinds if kind not in run.missing]
     for kind in kinds:
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            queue = mp.get_context("spawn").SimpleQueue()
-            given = (args.ranks, kind, Path(folder), sizes, queue)
+        queue = mp.get_context("spawn").SimpleQueue()
+        with run.brief_place() as folder:
+            given = (args.ranks, kind, folder, sizes, queue)
             mp.start_processes(train, args=given, nprocs=args.ranks, start_method="spawn")
             found = results[kind] = queue.get()
-        if len(set(found["digests"].values())) > 1:
-            raise RuntimeError(f"{kind}: weights differ: {found['digests']}")
+        run.checksums.append(run.same(f"{kind}: weights differ", found["digests"].values()))
         off = found["off"]
-        print(
-            f"{kind}, {found['tokens']} tokens: "
-            + ", ".join(f"{name} {format_seconds(off[f'{name}_s'])}" for name in ("forward", "backward", "step"))
-        )
+        parts = (f"{name} {format_seconds(off[f'{name}_s'])}" for name in ("forward", "backward", "step"))
+        print(f"{kind}, {found['tokens']} tokens: {', '.join(parts)}")
         for overlap in OVERLAPS[1:]:
-            row = found[overlap]
-            print(
-                f"  hidden in {overlap}: {format_seconds(row['whole_s'])}, {row['times_as_fast']:.3f} times as fast"
-            )
+            took_s, times = found[overlap]["whole_s"], found[overlap]["times_as_fast"]
+            print(f"  hidden in {overlap}: {format_seconds(took_s)}, {times:.3f} times as fast")
         best = max(found[overlap]["times_as_fast"] for overlap in OVERLAPS[1:])
-        targets.append(Target.at_least(f"{kind}: the best, times as fast as steps that are waited for", best, 1.25))
+        run.at_least(f"{kind}: the best, times as fast as steps that are waited for", best, 1.25)
         for overlap in OVERLAPS[1:] if "predicted_s" in off else ():
             off_by = abs(found[overlap]["predicted_s"] / found[overlap]["whole_s"] - 1)
-            targets.append(Target.at_most(f"{kind}, hidden in {overlap}: predicted iteration, off by", off_by, 0.1))
+            run.at_most(f"{kind}, hidden in {overlap}: predicted iteration, off by", off_by, 0.1)
     found = results["simulated"] = simulated()
     print(f"simulated, {MACHINE}: {', '.join(f'{name} {format_seconds(took_s)}' for name, took_s in found.items())}")
     over = found["both"] / found["least"]
-    targets.append(Target.at_most("simulated, 13B on 8 ranks, hidden in both: iteration over its bound", over, 1.1))
-    report(args, described, results, results[kinds[0]]["digests"]["off"], targets)
+    run.at_most("simulated, 13B on 8 ranks, hidden in both: iteration over its bound", over, 1.1)
 
+
+OPTIONS = (
+    Option("ranks", 2),
+    Option("numel", 60_000_000, 300_000, "parameters"),
+    Option("tokens", 128, 16, "of the first iteration"),
+    Option("rounds", 9, 1),
+    Option("kinds", [*KINDS], [KINDS[0]], more={"choices": KINDS}),
+)
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        measure,
+        options=OPTIONS,
+        path=True,
+        device="cpu",
+        needs=lambda args: {"zero3": (DEEPSPEED,)} if "zero3" in args.kinds else {},
+    )

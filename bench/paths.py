@@ -3,55 +3,44 @@
 Sections, each of which can be run alone (`--sections single,sum`):
 
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
-  sweep         the same by tile size
-  depth         the same by requests in flight, and what a session chooses when it opens the path
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
   slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
   cpu           CPU seconds that a gigabyte costs between staging memory and path, by thread, with checksums and
                 without: what steps take beyond those of the same state in memory
-  interference  forward and backward passes alone, and while a path moves tiles at full speed
-  remote        the same tiles to a directory and to an S3 server on loopback (a test server, so a lower bound)
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
-import math
-import os
 import shutil
 import statistics
 import subprocess
-import sys
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from _common import ROOT, Target, arguments, computing, environment, interleaved, report, run_sections
-from _needs import FIO, MOTO, require
-from _throttled import ThrottledTier
+from _common import cores, interleaved
+from _harness import Run, digest, main, medians
+from _needs import FIO
+from _sessions import MB, MIB, Configuration, Model, Pace, Session, Size, sessions
 
 import offload
 from offload._native import CompletionQueue
-from offload.measure.depth import DEPTHS, tune_depth
+from offload.formats import EXACT_ADAMW
 from offload.memory.arenas import Arena
 from offload.protocols import Tier, TileId, TileRequest
-from offload.session import setup
 from offload.tiers import StoreOptions, open_tier
 from offload.units import format_seconds
 
-MB = 1_000_000
-MIB = 1 << 20
 SLOT_HEADER = 4096
 THREADS = {
     "offload-update": "update",
@@ -154,290 +143,128 @@ def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier
         tier.close()
 
 
-def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    tile, depth, tiles, rounds = (MIB, 2, 4, 2) if smoke else (8 * MIB, 4, 64, 7)
+def single(run: Run) -> dict[str, Any]:
+    tile, depth, tiles, rounds = (MIB, 2, 4, 2) if run.smoke else (8 * MIB, 4, 64, 7)
     moved = 2 * tile * tiles
     cpu_seconds: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
 
     def timed(mixer: Mixer, name: str) -> None:
         started_s = time.process_time()  # of all threads, the tier's included
         mixer.run(tiles)
-        cpu_seconds[name].append(time.process_time() - started_s)
+        cpu_seconds.setdefault(name, []).append(time.process_time() - started_s)
+
+    def measure(engine: str) -> None:
+        rate = fio(run.folder, MIB if run.smoke else 4 * MIB, depth, moved, engine)
+        if rate is not None:
+            rates[f"fio {engine}"].append(rate)
 
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Callable[[], object]] = {}
         for backend, checksum in itertools.product(backends(), (True, False)):
-            tier, queue = stack.enter_context(opened(folder, backend, checksum=checksum))
+            tier, queue = stack.enter_context(opened(run.folder, backend, checksum=checksum))
             mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
             name = f"{backend}, {'' if checksum else 'no '}checksum"
-            cpu_seconds[name] = []
-            contenders[name] = lambda m=mixer, name=name: timed(m, name)  # type: ignore[misc]
-        rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
-
-        def measure(engine: str) -> None:
-            rate = fio(folder, 4 * MIB if not smoke else MIB, depth, moved, engine)
-            if rate is not None:
-                rates[f"fio {engine}"].append(rate)
-
-        for engine in ("libaio", "psync"):
-            contenders[f"fio {engine}"] = lambda engine=engine: measure(engine)  # type: ignore[misc]
+            contenders[name] = partial(timed, mixer, name)
+        contenders |= {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
         times = interleaved(contenders, rounds)
     cpu_s = {name: 1e9 * statistics.median(spent) / moved for name, spent in cpu_seconds.items()}
-    found: dict[str, Any] = {
-        name: moved / statistics.median(t) for name, t in times.items() if not name.startswith("fio")
-    }
+    found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in cpu_s}
     found |= {name: statistics.median(values) for name, values in rates.items() if values}
     for name, rate in found.items():
         spent = f", {cpu_s[name]:.3f} CPU-s/GB" if name in cpu_s else ""
         print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written{spent}")
-    for name, seconds in cpu_s.items():
-        found[f"{name}, CPU-s/GB"] = seconds
     best_fio = max((rate for name, rate in found.items() if name.startswith("fio")), default=None)
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
-    targets.append(Target.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed"))
-    return found
-
-
-def sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    sizes = (1, 2) if smoke else (1, 2, 4, 8, 16, 32)
-    total = (4 if smoke else 256) * MIB
-    with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], object]] = {}
-        for backend, size in itertools.product(backends(), sizes):
-            tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
-            count = max(1, total // (size * MIB))
-            mixer = Mixer(tier, queue, size * MIB, 4, 8)
-            contenders[f"{backend}, {size} MiB tiles"] = lambda m=mixer, n=count: m.run(n)  # type: ignore[misc]
-        times = interleaved(contenders, 2 if smoke else 5)
-    found = {name: 2 * total / statistics.median(t) for name, t in times.items()}
-    for name, rate in found.items():
-        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s")
-    return found
-
-
-def depth_sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    tile, tiles, rounds = (64 << 10, 16, 2) if smoke else (2 * MIB, 64, 5)
-    found: dict[str, Any] = {}
-    for backend in backends():
-        mixers = {}
-        with contextlib.ExitStack() as stack:
-            for depth in DEPTHS:
-                tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
-                tier.set_depth(depth)
-                mixers[depth] = Mixer(tier, queue, tile, DEPTHS[-1], DEPTHS[-1])
-            times = interleaved({str(depth): partial(mixer.run, tiles) for depth, mixer in mixers.items()}, rounds)
-            chosen = []
-            for _ in range(rounds):
-                tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
-                arena = Arena(2 * DEPTHS[-1] * 2 * MIB, prefault=True)
-                tune_depth(tier, queue, arena.address, arena.nbytes)
-                chosen.append(tier.depth)
-        rates = {depth: 2 * tile * tiles / statistics.median(times[str(depth)]) for depth in mixers}
-        of_best = [rates[depth] / max(rates.values()) for depth in chosen if depth in rates]
-        found[backend] = {"bytes_per_s": rates, "chosen": chosen, "of_best": of_best}
-        said = ", ".join(f"{rate / 1e9:.2f} with {depth}" for depth, rate in rates.items())
-        print(f"  {backend:<9} {said} GB/s; chosen {chosen}, {min(of_best, default=1.0):.0%} of the best or more")
-    return found
+    run.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed")
+    return found | {f"{name}, CPU-s/GB": seconds for name, seconds in cpu_s.items()}
 
 
 # The engine over throttled paths
 
-
-class Pace(NamedTuple):
-    """A device to emulate.
-
-    Attributes:
-        read: MB/s of reads alone.
-        write: MB/s of writes alone.
-        at_once: See `ThrottledTier`.
-    """
-
-    read: float
-    write: float
-    at_once: int = 0
-
-    def __str__(self) -> str:
-        if self.read == math.inf:
-            return "disk"
-        each_way = f"{self.read:.0f}" if self.read == self.write else f"{self.read:.0f}/{self.write:.0f}"
-        return f"{each_way} shared by {self.at_once}" if self.at_once else each_way
+BASE = 400.0
+"""MB/s each way."""
 
 
-class Throttles:
-    """Opens paths behind a `ThrottledTier` of the pace that each was given (or MB/s each way); an infinite one as it
-    is."""
-
-    def __init__(self, folder: Path, paces: Sequence[float | Pace]) -> None:
-        self.tiers: dict[str, ThrottledTier] = {}
-        self.rates: dict[str, Pace] = {}
-        for number, pace in enumerate(paces):
-            path = folder / f"path-{number}-{uuid.uuid4().hex[:8]}"
-            path.mkdir()
-            self.rates[str(path)] = pace if isinstance(pace, Pace) else Pace(pace, pace)
-
-    def open(self, path: str, store: uuid.UUID, queue: CompletionQueue, **settings: Any) -> Tier:
-        read, write, at_once = self.rates[path]
-        if math.isinf(read):
-            return open_tier(path, store, queue, **settings)
-        inner_queue = CompletionQueue()
-        inner = open_tier(path, store, inner_queue, **settings)
-        rates = {"read_bytes_per_s": read * MB, "write_bytes_per_s": write * MB}
-        tier = ThrottledTier(inner, inner_queue, queue, **rates, at_once=at_once)
-        self.tiers[path] = tier
-        return tier
+@contextlib.contextmanager
+def session(run: Run, rates: Sequence[float], *, slots: int = 4, cut: int = 1, **more: Any) -> Iterator[Session]:
+    """Yield a session over paths of such rates, in some subgroups, or `cut` times as many smaller ones."""
+    size = Size(6, 1 << 14) if run.smoke else Size(40 * cut, (1 << 20) // cut)
+    paths = tuple(Pace(rate, rate) for rate in rates)
+    configuration = Configuration(0.0, paths, slots, min(2, cores()), **more)
+    with sessions(run.folder, Model(size), lambda _: None, [configuration]) as (one,):
+        yield one
 
 
-class Run:
-    """An engine over throttled paths with parameters of its own."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rates: list[float],
-        subgroups: int,
-        staging: int,
-        numel: int,
-        shares: list[float] | None = None,
-    ) -> None:
-        self.throttles = Throttles(folder, rates)
-        torch.manual_seed(0)
-        self.parameters = [torch.nn.Parameter(torch.randn(numel).bfloat16()) for _ in range(subgroups)]
-        self.gradients = [torch.randn(numel).bfloat16() for _ in range(subgroups)]
-        paths: list[dict[str, Any]] = [{"path": path} for path in self.throttles.rates]
-        for path, share in zip(paths, shares or [], strict=False):
-            path["share"] = share
-        real, setup.open_tier = setup.open_tier, self.throttles.open  # type: ignore[assignment]
-        try:
-            config = offload.OffloadConfig(
-                host_memory=0, paths=paths, subgroup_numel=numel, staging_memory=12 * numel * staging
-            )
-            self.optimizer = offload.AdamW(self.parameters, lr=1e-3, offload=config)
-        finally:
-            setup.open_tier = real
-        self.state_bytes = 12 * numel * subgroups
-        self.staging_bytes = 12 * numel * staging
-
-    def step(self) -> float:
-        """Take one step; return its seconds."""
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
-        started_s = time.perf_counter()
-        self.optimizer.step()
-        return time.perf_counter() - started_s
-
-    def steady(self, steps: int) -> float:
-        for _ in range(3):
-            self.step()
-        return statistics.median(self.step() for _ in range(steps))
-
-    def close(self) -> str:
-        digest = hashlib.sha256()
-        for parameter in self.parameters:
-            digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
-        self.optimizer.close()
-        return digest.hexdigest()[:16]
+def steady_s(run: Run, one: Session) -> float:
+    return statistics.median(one.waited_s() for _ in range(1 if run.smoke else 5))
 
 
-def sizes(smoke: bool) -> tuple[int, int, int]:
-    """Return (subgroups, elements of each, timed steps)."""
-    return (6, 1 << 14, 1) if smoke else (40, 1 << 20, 5)
-
-
-def several(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    subgroups, numel, steps = sizes(smoke)
-    base = 400.0
+def several(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, rates in {
-        "1": [base],
-        "1+1": [base] * 2,
-        "1+1+1": [base] * 3,
-        "3+2+1": [base, base / 1.5, base / 3],
-    }.items():
-        run = Run(folder, rates, subgroups, 4, numel)
-        step_s = run.steady(steps)
-        moved = run.optimizer.metrics()["streamed_bytes"] - run.staging_bytes
-        found[name] = {
-            "step_s": step_s,
-            "of_sum": moved / step_s / (sum(rates) * MB),
-            "checksum": run.close(),
-        }
-        print(
-            f"  emulated {name:<8} {format_seconds(step_s):>8}, {found[name]['of_sum']:.1%} of the sum of bandwidths"
-        )
-    targets.append(
-        Target.at_least("two equal paths over one (emulated)", found["1"]["step_s"] / found["1+1"]["step_s"], 1.9)
-    )
-    targets.append(Target.at_least("paths of 3:2:1 over their sum (emulated)", found["3+2+1"]["of_sum"], 0.9))
-    if len({each["checksum"] for each in found.values()}) != 1:
-        raise SystemExit("the weights depend on the paths")
+    for name, parts in {"1": [1], "1+1": [1, 1], "1+1+1": [1, 1, 1], "3+2+1": [1, 2 / 3, 1 / 3]}.items():
+        with session(run, [BASE * part for part in parts]) as one:
+            checksum, step_s = one.warm_up(), steady_s(run, one)
+            of_sum = one.least_bytes / step_s / (sum(parts) * BASE * MB)
+        found[name] = {"step_s": step_s, "of_sum": of_sum, "checksum": checksum}
+        print(f"  emulated {name:<8} {format_seconds(step_s):>8}, {of_sum:.1%} of the sum of bandwidths")
+    run.at_least("two equal paths over one (emulated)", found["1"]["step_s"] / found["1+1"]["step_s"], 1.9)
+    run.at_least("paths of 3:2:1 over their sum (emulated)", found["3+2+1"]["of_sum"], 0.9)
+    run.checksums.append(run.same("the weights depend on the paths", (each["checksum"] for each in found.values())))
     return found
 
 
-def slow(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    subgroups, numel, steps = sizes(smoke)
-    base = 400.0
-    best = Run(folder, [base / 3, base], subgroups, 4, numel, [1, 3])
-    best_s = best.steady(steps)
-    best.close()
-    run = Run(folder, [base, base], subgroups, 4, numel)
-    before_s = run.steady(steps)
-    path = next(iter(run.throttles.rates))
-    run.throttles.tiers[path].set_rates(base / 3 * MB, base / 3 * MB)
-    after = [run.step() for _ in range(5 + steps)]
-    run.close()
-    found = {"before_s": before_s, "after_s": after, "best_static_s": best_s}
+def slow(run: Run) -> dict[str, Any]:
+    with session(run, [BASE / 3, BASE], shares=(1, 3)) as best:
+        best.warm_up()
+        best_s = steady_s(run, best)
+    with session(run, [BASE, BASE]) as one:
+        one.warm_up()
+        before_s = steady_s(run, one)
+        path = next(iter(one.throttles.rates))
+        one.throttles.tiers[path].set_rates(BASE / 3 * MB, BASE / 3 * MB)
+        after = [one.waited_s() for _ in range(6 if run.smoke else 10)]
     print(
         f"  emulated: {format_seconds(before_s)}, then {', '.join(map(format_seconds, after))}; "
         f"best fixed split {format_seconds(best_s)}"
     )
     value = statistics.median(after[4:]) / best_s
-    targets.append(
-        Target.at_most("from the fifth step after a path slowed to a third, over the best split", value, 1.1)
-    )
-    return found
+    run.at_most("from the fifth step after a path slowed to a third, over the best split", value, 1.1)
+    return {"before_s": before_s, "after_s": after, "best_static_s": best_s}
 
 
-def traffic(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    subgroups, numel, _ = sizes(smoke)
-    run = Run(folder, [2000.0, 1000.0], subgroups, 4, numel)
-    for _ in range(4):
-        run.step()
-    metrics = run.optimizer.metrics()
-    run.close()
-    least = run.state_bytes - run.staging_bytes
+def traffic(run: Run) -> dict[str, Any]:
+    with session(run, [2000.0, 1000.0]) as one:
+        one.warm_up()
+        metrics, least = one.engine.metrics(), one.least_bytes
     found = {"least_bytes": least}
     for verb in ("read", "write"):
         found[verb] = sum(int(metrics[f"path/{number}/{verb}_bytes"]) for number in range(2))
-        targets.append(Target.at_most(f"bytes {verb} in a step over the least possible", found[verb] / least, 1.01))
+        run.at_most(f"bytes {verb} in a step over the least possible", found[verb] / least, 1.01)
     print(f"  read {found['read']:,}, written {found['write']:,}, least {least:,}")
     return found
 
 
-def overlap(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    subgroups, numel, steps = sizes(smoke)
-    if not smoke:  # filling and draining cost about one subgroup each, so many small ones
-        subgroups, numel = 4 * subgroups, numel // 4
-    base = 400.0
+def overlap(run: Run) -> dict[str, Any]:
+    # Filling and draining cost about one subgroup each, so there are many small ones.
+    subgroups = 6 if run.smoke else 160
     found: dict[str, Any] = {}
     for share in (0.1, 0.5, 0.8):
-        staging = max(1, round(share * subgroups))
-        run = Run(folder, [base], subgroups, staging, numel)
-        io_s = run.state_bytes / (base * MB)
-        times = []
-        for _ in range(3 + steps):
-            time.sleep(io_s)  # forward and backward, as long as the I/O
-            times.append(run.step())
-        run.close()
-        step_s = statistics.median(times[3:])
-        real = staging / subgroups
-        found[str(share)] = {"step_s": step_s, "io_s": io_s, "ratio": step_s / io_s, "bound": 1 - real}
+        slots = max(1, round(share * subgroups))
+        with session(run, [BASE], slots=slots, cut=4) as one:
+            io_s = one.model.numel * EXACT_ADAMW.item_bytes / (BASE * MB)
+            times = []
+            for _ in range(4 if run.smoke else 8):
+                time.sleep(io_s)  # forward and backward, as long as the I/O
+                times.append(one.waited_s())
+        step_s, bound = statistics.median(times[3:]), 1 - slots / subgroups
+        found[str(share)] = {"step_s": step_s, "io_s": io_s, "ratio": step_s / io_s, "bound": bound}
         print(
-            f"  emulated, A/S = {real:.2f}: step {format_seconds(step_s)} of {format_seconds(io_s)} unoverlapped, "
-            f"bound {1 - real:.2f}"
+            f"  emulated, A/S = {1 - bound:.2f}: step {format_seconds(step_s)} of {format_seconds(io_s)} "
+            f"unoverlapped, bound {bound:.2f}"
         )
-        value = step_s / io_s / (1 - real)
-        targets.append(Target.at_most(f"exposed step over (1 - A/S) of the I/O, A/S = {share}", value, 1.1))
+        run.at_most(f"exposed step over (1 - A/S) of the I/O, A/S = {share}", step_s / io_s / bound, 1.1)
     return found
 
 
@@ -451,8 +278,8 @@ def thread_seconds() -> Counter[str]:
     return found
 
 
-def cpu(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    subgroups, numel, rounds = (6, 1 << 14, 2) if smoke else (24, 1 << 21, 9)
+def cpu(run: Run) -> dict[str, Any]:
+    subgroups, numel, rounds = (6, 1 << 14, 2) if run.smoke else (24, 1 << 21, 9)
     gradients = [torch.randn(numel).bfloat16() for _ in range(subgroups)]
     state_bytes = 12 * numel * subgroups
     settings: dict[str, dict[str, Any]] = {
@@ -462,52 +289,38 @@ def cpu(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     }
     spent: dict[str, list[Counter[str]]] = {name: [] for name in settings}
     moved: dict[str, int] = {}
-    digests = set()
+    trained = {}
+
+    def step(name: str) -> None:
+        weights, optimizer = trained[name]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        before = thread_seconds()
+        optimizer.step()
+        after = thread_seconds()
+        after.subtract(before)
+        spent[name].append(after)
+        metrics = optimizer.metrics()
+        moved[name] = sum(int(metrics.get(f"path/0/{verb}_bytes", 0)) for verb in ("read", "write"))
+
     with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], object]] = {}
-        trained = {}
         for name, more in settings.items():
             torch.manual_seed(0)
             weights = [torch.nn.Parameter(torch.randn(numel).bfloat16()) for _ in range(subgroups)]
             config = offload.OffloadConfig(
-                paths=[folder], subgroup_numel=numel, staging_memory=4 * 12 * numel, **more
+                paths=[run.folder], subgroup_numel=numel, staging_memory=4 * 12 * numel, **more
             )
             trained[name] = weights, stack.enter_context(offload.AdamW(weights, lr=1e-3, offload=config))
-
-        def step(name: str) -> None:
-            weights, optimizer = trained[name]
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient
-            before = thread_seconds()
-            optimizer.step()
-            after = thread_seconds()
-            after.subtract(before)
-            spent[name].append(after)
-            metrics = optimizer.metrics()
-            moved[name] = sum(int(metrics.get(f"path/0/{verb}_bytes", 0)) for verb in ("read", "write"))
-
-        for name in settings:
-            contenders[name] = partial(step, name)
-        interleaved(contenders, rounds + 3)
-        for weights, _ in trained.values():
-            digest = hashlib.sha256()
-            for weight in weights:
-                digest.update(weight.detach().view(torch.int16).numpy().tobytes())
-            digests.add(digest.hexdigest())
-    if len(digests) != 1:
-        raise SystemExit("the weights depend on where state lies")
+        interleaved({name: partial(step, name) for name in settings}, rounds + 3)
+    run.same("the weights depend on where state lies", (digest(weights) for weights, _ in trained.values()))
     found: dict[str, Any] = {}
     base = spent["resident"][3:]
     for name in ("checksums", "no checksums"):
         beyond = [
-            {thread: 1e9 * (took[thread] - alone[thread]) / moved[name] for thread in (*took, *alone)}
+            {thread: 1e9 * (took[thread] - alone[thread]) / moved[name] for thread in (*THREADS.values(), "others")}
             for took, alone in zip(spent[name][3:], base, strict=True)
         ]
-        threads = {
-            thread: statistics.median(each.get(thread, 0.0) for each in beyond)
-            for thread in (*dict.fromkeys(THREADS.values()), "others")
-        }
-        total = statistics.median(sum(each.values()) for each in beyond)
+        total, threads = statistics.median(sum(each.values()) for each in beyond), medians(beyond)
         found[name] = {"cpu_s_per_gb": total, "threads": threads}
         parts = ", ".join(f"{thread} {seconds:+.4f}" for thread, seconds in threads.items())
         print(f"  {name:<13} {total:.4f} CPU-s/GB ({parts})")
@@ -516,123 +329,18 @@ def cpu(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     return found
 
 
-def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    width, layers, batch = (128, 2, 8) if smoke else (1024, 8, 256)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).bfloat16()
-    inputs = torch.randn(batch, width).bfloat16()
-
-    def passes() -> float:
-        started_s = time.perf_counter()
-        for _ in range(2 if smoke else 20):
-            with computing():
-                model(inputs).float().square().mean().backward()
-        return time.perf_counter() - started_s
-
-    passes()
-    alone, beside = [], []
-    tile = MIB if smoke else 8 * MIB
-    with opened(folder, "threads", checksum=True) as (tier, queue):
-        mixer = Mixer(tier, queue, tile, 2, 8)
-        for _ in range(2 if smoke else 5):
-            alone.append(passes())
-            stop: list[bool] = []
-
-            def traffic_until_stopped(stop: list[bool] = stop) -> None:
-                while not stop:
-                    mixer.run(8)
-
-            thread = threading.Thread(target=traffic_until_stopped)
-            thread.start()
-            beside.append(passes())
-            stop.append(True)
-            thread.join()
-    found = {"alone_s": statistics.median(alone), "beside_traffic_s": statistics.median(beside)}
-    found["slowdown"] = found["beside_traffic_s"] / found["alone_s"]
-    print(f"  forward and backward are {found['slowdown']:.2f} times as long beside a path at full speed")
-    return found
-
-
-def remote(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    sys.path.insert(0, str(ROOT / "tests"))
-    try:
-        from s3_server import BUCKET, CREDENTIALS, S3Server
-
-        server = S3Server()
-    except (ImportError, RuntimeError) as error:
-        print(f"  not run: {error}")
-        return {"not_run": str(error)}
-    tile, tiles = (MIB, 2) if smoke else (8 * MIB, 16)
-    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=server.endpoint)
-    try:
-        with contextlib.ExitStack() as stack:
-            contenders: dict[str, Callable[[], object]] = {}
-            for name, path in {"directory": str(folder), "s3": f"s3://{BUCKET}/bench"}.items():
-                queue = CompletionQueue()
-                tier = open_tier(path, uuid.uuid4(), queue)
-                stack.callback(tier.close)
-                mixer = Mixer(tier, queue, tile, 4, 8)
-                contenders[f"{name}, read"] = lambda m=mixer: m.run(tiles, writes=False)  # type: ignore[misc]
-                contenders[f"{name}, mixed"] = lambda m=mixer: m.run(tiles)  # type: ignore[misc]
-            times = interleaved(contenders, 1 if smoke else 5)
-    finally:
-        server.kill()
-    found = {}
-    for name, seconds in times.items():
-        found[name] = tile * tiles * (1 if name.endswith("read") else 2) / statistics.median(seconds)
-        print(f"  {name:<28} {found[name] / 1e9:6.2f} GB/s")
-    return found
-
-
-SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
-    "single": single,
-    "sweep": sweep,
-    "depth": depth_sweep,
-    "sum": several,
-    "slow": slow,
-    "traffic": traffic,
-    "overlap": overlap,
-    "cpu": cpu,
-    "interference": interference,
-    "remote": remote,
-}
-
-
-def picture(file: Path, results: dict[str, Any]) -> None:
-    """Draw the bandwidths of one path and the step times over several."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
-    one = {**results.get("single", {}), **results.get("sweep", {})}
-    one = {name: rate for name, rate in one.items() if not name.endswith("CPU-s/GB")}
-    left.barh(list(one), [rate / 1e9 for rate in one.values()], color="#4878a8")
-    left.invert_yaxis()
-    left.set_xlabel("GB/s read and written, one path")
-    after = results.get("slow", {})
-    if after:
-        right.plot(range(1, 1 + len(after["after_s"])), after["after_s"], marker="o", color="#4878a8")
-        right.axhline(after["best_static_s"], color="#888888", linestyle="--", label="best fixed split")
-        right.axhline(after["before_s"], color="#bbbbbb", linestyle=":", label="before")
-        right.set_xlabel("steps after one of two paths slowed to a third (emulated)")
-        right.set_ylabel("seconds")
-        right.set_ylim(bottom=0)
-        right.legend()
-    figure.savefig(file, dpi=110)
-
-
-def main() -> None:
-    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    needs = {"single": [FIO], "remote": [MOTO]}
-    require(args, {section: needs.get(section, []) for section in args.sections})
-    described = environment(device="cpu")
-    results, targets = run_sections(args, SECTIONS, args.smoke)
-    checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")
-    if args.picture:
-        picture(args.picture, results)
-    report(args, described, results, checksum, targets)
-
-
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        sections={
+            "single": single,
+            "sum": several,
+            "slow": slow,
+            "traffic": traffic,
+            "overlap": overlap,
+            "cpu": cpu,
+        },
+        path=True,
+        device="cpu",
+        needs=lambda args: {"single": [FIO]} if "single" in args.sections else {},
+    )

@@ -17,8 +17,6 @@ touching memory are measured in the same run, between the rounds. Figures are me
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 import statistics
@@ -27,27 +25,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _common import Target, arguments, cores, environment, interleaved, progress, report, run_sections
+from _common import cores, interleaved, progress
+from _harness import Row, Run, digest, in_process, main, medians, ratio
+from _sessions import GROUP, MB, MIB, Throttles, quarter_staged
 from _throttled import OwnLanes
 from _worker import kernel_io, moved
 from capacity import Group, made_group
-from paths import MB, MIB, Mixer, Throttles, opened
+from paths import Mixer, opened
 
 import offload
-from offload.formats import EXACT_ADAMW, STATE_FORMATS
+from offload.formats import EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel, scalars
 from offload.kernels.reference import SegmentTensors, segment_table
 from offload.memory.arenas import Arena
 from offload.predict import predict
 from offload.protocols import SegmentFlag
-from offload.rules import GroupScalars
-from offload.session import setup
 from offload.units import format_seconds
 
 SHARES = (0.0, 0.5, 1.0)
@@ -60,7 +59,6 @@ GONE_BYTES, GONE_BYTES_EACH = 64 << 20, 0.02
 """What a parked process may hold beyond what it held without the optimizer: of its own, and for each parameter."""
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-GROUP = GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 WIDTH = 1024
 DIRECT_BYTES = 8 * MIB
 """Of one request of the serial loop; so many of its threads have one in flight:"""
@@ -85,10 +83,6 @@ class Size:
     tile_bytes: int
     tiles: int
     touched_bytes: int
-
-
-SMOKE = Size(1 << 19, 4, 2, MIB, 4, 1 << 20)
-FULL = Size(1 << 28, 16, 5, 8 * MIB, 64, 512 << 20)
 
 
 class Disk:
@@ -195,12 +189,6 @@ class Training:
         self.optimizer.finish()
         return {"seconds": time.perf_counter() - started_s, **moved(before)}
 
-    def digest(self) -> str:
-        found = hashlib.sha256()
-        for weight in self.weights:
-            found.update(weight.detach().view(torch.int16).numpy().tobytes())
-        return found.hexdigest()[:16]
-
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
     """Run the phases of one resident share."""
@@ -255,70 +243,51 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
                 rounds.append(one)
         found = {
             "rounds": rounds,
-            "rates": {**disk.medians(), "touching": middle(rounds, "touching_bytes_per_s")},
+            "rates": {**disk.medians(), "touching": statistics.median(o["touching_bytes_per_s"] for o in rounds)},
             "base_bytes": base_bytes,
             "taken_by_another": another,
             "state_bytes": said["state_bytes"],
             "resident_bytes": said["resident_bytes"],
-            "checksum": training.digest(),
+            "checksum": digest(training.weights),
         }
     disk.close()
     return found
 
 
-def middle(rounds: list[dict[str, Any]], name: str) -> float:
-    return statistics.median(one[name] for one in rounds)
-
-
-def summed_up(found: dict[str, Any]) -> dict[str, float]:
+def summed_up(found: Row) -> dict[str, float]:
     """Return the medians of rounds, and what rates allow."""
     rounds, rates = found["rounds"], found["rates"]
     for one in rounds:
-        usual = {name: statistics.median(each[name] for each in one["usual"]) for name in one["first"]}
+        usual = medians(one["usual"])
         one["usual_s"] = usual["seconds"]
         one["excess_s"] = one["unpark_s"] + one["first"]["seconds"] - usual["seconds"]
         one["read_back_bytes"] = one["first"]["read_bytes"] - usual["read_bytes"]
         taking_s = one["given_back_bytes"] / rates["touching"]
         one["back_bound_s"] = one["read_back_bytes"] / rates["read"] + taking_s
         one["over_prediction"] = one["excess_s"] / one["predicted_back_s"]
-        # Bytes of ordinary steps before the park and after it.
-        first, last = (
-            sum(each["read_bytes"] + each["write_bytes"] for each in part) for part in halves(one["usual"])
-        )
+        # Bytes of ordinary steps: half of them were before the park.
+        moved_bytes = [each["read_bytes"] + each["write_bytes"] for each in one["usual"]]
+        first, last = sum(moved_bytes[: len(moved_bytes) // 2]), sum(moved_bytes[len(moved_bytes) // 2 :])
         one["bytes_as_before"] = last / first if first else 1.0
-    names = (
-        *("park_s", "moved_bytes", "write_bytes", "read_bytes", "given_back_bytes", "beyond_bytes", "before_bytes"),
-        *("gone_beyond_bytes", "unpark_s", "usual_s", "excess_s", "read_back_bytes", "back_bound_s"),
-        *("predicted_back_s", "over_prediction", "bytes_as_before", "returns_s", "gone_s"),
-    )
-    found["medians"] = {name: middle(rounds, name) for name in names}
+    figures = [{name: value for name, value in one.items() if name not in ("first", "usual")} for one in rounds]
+    found["medians"] = medians(figures)
     return dict(found["medians"])
 
 
-def halves(usual: list[dict[str, float]]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    return usual[: len(usual) // 2], usual[len(usual) // 2 :]
-
-
-def phases(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def phases(run: Run) -> Row:
+    results: Row = {}
     with made_group() as group:
         for share in SHARES:
             where = f"{share:.0%} resident"
             progress(where)
-            place = folder / f"{share:.0%}"
-            place.mkdir()
             request = {
-                "size": asdict(size),
+                "size": asdict(run.size),
                 "share": share,
-                "folder": str(place),
+                "folder": str(run.place()),
                 "group": str(group.folder) if group else "",
                 "version": group.version if group else 0,
             }
-            command = [sys.executable, __file__, "--child", json.dumps(request)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"{where} failed:\n{done.stderr}")
-            found = results[where] = json.loads(done.stdout.splitlines()[-1])
+            found = results[where] = in_process(__file__, request)
             m, rates = summed_up(found), found["rates"]
             print(
                 f"  {where}: parked in {format_seconds(m['park_s'])} ({m['write_bytes'] / 1e6:.0f} MB written at "
@@ -334,42 +303,25 @@ def phases(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
             # The bytes alone are a bound only where there are enough of them.
             bound_s = m["moved_bytes"] / rates["write"]
             slack_s = PARK_S if share < 1 else 0.0
-            targets += [
-                Target.at_most(f"{where}: park over its bound", m["park_s"] / (slack_s + 1.1 * bound_s), 1.0),
-                Target.at_most(
-                    f"{where}: bytes written by a park over those of state that left memory",
-                    m["write_bytes"] / m["moved_bytes"],
-                    1.01,
-                ),
-                Target.at_most(f"{where}: bytes of steps after a park over those before", m["bytes_as_before"], 1.01),
-                Target.at_most(
-                    f"{where}: memory after a park beyond the process's own, over what is allowed",
-                    max(m["beyond_bytes"], m["gone_beyond_bytes"]) / (GONE_BYTES + GONE_BYTES_EACH * size.numel),
-                    1.0,
-                ),
-                Target.at_least(
-                    f"{where}: another process takes what was given back",
-                    None if found["taken_by_another"] is None else float(found["taken_by_another"]),
-                    1.0,
-                    "no control group can be made",
-                ),
-                Target.at_most(
-                    f"{where}: what unpark and the first step take longer, over bytes and memory at their rates",
-                    m["excess_s"] / m["back_bound_s"],
-                    1.2,
-                ),
-                Target.at_most(
-                    f"{where}: the same, distance of what was predicted", abs(m["over_prediction"] - 1), 0.15
-                ),
-                Target.at_most(f"{where}: park(wait=False) over 50 ms", m["returns_s"] / PARK_S, 1.0),
-                Target.at_most(
-                    f"{where}: memory gone after park(wait=False), over its bound",
-                    m["gone_s"] / (slack_s + 1.2 * bound_s),
-                    1.0,
-                ),
-            ]
-    if len({found["checksum"] for found in results.values()}) != 1:
-        raise SystemExit("the weights differ between resident shares")
+            run.at_most(f"{where}: park over its bound", m["park_s"] / (slack_s + 1.1 * bound_s), 1.0)
+            what = "bytes written by a park over those of state that left memory"
+            run.at_most(f"{where}: {what}", m["write_bytes"] / m["moved_bytes"], 1.01)
+            run.at_most(f"{where}: bytes of steps after a park over those before", m["bytes_as_before"], 1.01)
+            what = "memory after a park beyond the process's own, over what is allowed"
+            beyond, allowed = max(m["beyond_bytes"], m["gone_beyond_bytes"]), GONE_BYTES_EACH * run.size.numel
+            run.at_most(f"{where}: {what}", beyond / (GONE_BYTES + allowed), 1.0)
+            took = None if found["taken_by_another"] is None else float(found["taken_by_another"])
+            what = "another process takes what was given back"
+            run.at_least(f"{where}: {what}", took, 1.0, "no control group can be made")
+            what = "what unpark and the first step take longer, over bytes and memory at their rates"
+            run.at_most(f"{where}: {what}", m["excess_s"] / m["back_bound_s"], 1.2)
+            away = abs(m["over_prediction"] - 1)
+            run.at_most(f"{where}: the same, distance of what was predicted", away, 0.15)
+            run.at_most(f"{where}: park(wait=False) over 50 ms", m["returns_s"] / PARK_S, 1.0)
+            what = "memory gone after park(wait=False), over its bound"
+            run.at_most(f"{where}: {what}", m["gone_s"] / (slack_s + 1.2 * bound_s), 1.0)
+    digests = (found["checksum"] for found in results.values())
+    run.checksums.append(run.same("the weights differ between resident shares", digests))
     return results
 
 
@@ -570,49 +522,43 @@ def bound(
     return serial_s / max(alone_s, 2 * ours_bytes / rates["mixed"], ours_update_s)
 
 
-def serial(folder: Path, size: Size, targets: list[Target], bytes_per_s: float | None = None) -> dict[str, Any]:
-    """Run steps beside the loop, on the disk or on a path of so many bytes per second each way, emulated on it."""
+def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
+    """Run steps beside the loop, on the disk or on a path of so many bytes per second each way, emulated on it.
+
+    With `part`, of so small a part of the parameters.
+    """
     where = "" if bytes_per_s is None else "emulated duplex path, "
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(size.numel, generator=generator).bfloat16()
-    gradient = torch.randn(size.numel, generator=generator).bfloat16()
-    shape = size.numel // WIDTH, WIDTH
-    parameter = offload.Parameter("p", size.numel, offload.DtypeCode.BFLOAT16, 0, shape=shape)
+    start = torch.randn(run.size.numel // part, generator=generator).bfloat16()
+    gradient = torch.randn(run.size.numel // part, generator=generator).bfloat16()
     buckets = 16
     forms = ("exact", "compact8")
-    disk = Disk(folder, size)
-    used: dict[str, list[dict[str, Any]]] = {name: [] for name in ("serial", *forms)}
+    disk = Disk(run.folder, run.size)
+    used: dict[str, list[Row]] = {name: [] for name in ("serial", *forms)}
+    spent: list[dict[str, float]] = []
     with contextlib.ExitStack() as ends:
         ends.callback(disk.close)
         engines, weights = {}, {name: start.clone() for name in used}
-        throttles = Throttles(folder, [math.inf if bytes_per_s is None else bytes_per_s / MB] * len(forms))
-        ends.callback(setattr, setup, "open_tier", setup.open_tier)
-        setup.open_tier = throttles.open  # type: ignore[assignment]
+        throttles = Throttles(run.folder, [math.inf if bytes_per_s is None else bytes_per_s / MB] * len(forms))
+        ends.enter_context(throttles.opening())
         for form, path in zip(forms, throttles.rates, strict=True):
-            item_bytes = EXACT_ADAMW.stored_in(STATE_FORMATS[form]).item_bytes
-            config = offload.OffloadConfig(
-                host_memory=0,
-                paths=[path],
-                state_format=form,
-                subgroup_numel=size.numel // buckets,
-                staging_memory=int(1.01 * item_bytes * size.numel / 4),
-            )
-            engine = engines[form] = ends.enter_context(contextlib.closing(offload.Engine([parameter], config)))
-            engine.bind_weight(0, weights[form].data_ptr())
-            engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+            opened = quarter_staged(form, path, weights[form], gradient, buckets)
+            engines[form] = ends.enter_context(contextlib.closing(opened))
         kept = engines["exact"].plan.staging_slots
-        loop = SerialLoop(folder, weights["serial"], gradient, buckets, kept, bytes_per_s)
+        loop = SerialLoop(run.folder, weights["serial"], gradient, buckets, kept, bytes_per_s)
         ends.callback(loop.close)
 
-        def measured(name: str, step: Callable[[], object]) -> Callable[[], None]:
-            def run() -> None:
-                before, started_s = kernel_io(), time.perf_counter()
-                step()
-                used[name].append({"seconds": time.perf_counter() - started_s, **moved(before)})
+        def step(name: str) -> None:
+            before, started_s = kernel_io(), time.perf_counter()
+            if name == "serial":
+                loop.step()
+            else:
+                engines[name].step([GROUP])
+            used[name].append({"seconds": time.perf_counter() - started_s, **moved(before)})
+            if name == "serial":
+                spent.append(loop.spent_s)
 
-            return run
-
-        def medians() -> dict[str, float]:
+        def rates_now() -> dict[str, float]:
             if bytes_per_s is None:
                 return disk.medians()
             return {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
@@ -624,58 +570,38 @@ def serial(folder: Path, size: Size, targets: list[Target], bytes_per_s: float |
         ours_bytes = {form: p.slot_bytes * (buckets - p.staging_slots) for form, p in planned.items()}
         update_s = {form: planned[form].state_bytes / engines[form].rates.cpu_bytes_per_s for form in forms}
         before = {
-            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], medians()) for form in forms
+            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], rates_now())
+            for form in forms
         }
         print(
             f"  a step may be {before['exact']:.2f} times as fast as the loop, in compact8 {before['compact8']:.2f}"
         )
-        contenders: dict[str, Callable[[], object]] = {"serial": measured("serial", loop.step)}
-        for form, engine in engines.items():
-            contenders[form] = measured(form, lambda engine=engine: engine.step([GROUP]))  # type: ignore[misc]
-        contenders["disk"] = disk.measure
-        spent: list[dict[str, float]] = []
-        steps = contenders["serial"]
-
-        def serial_step() -> None:
-            steps()
-            spent.append(loop.spent_s)
-
-        contenders["serial"] = serial_step
         for _ in range(3):  # rates and staging memory have settled
             for form in forms:
                 engines[form].step([GROUP])
             loop.step()
-        times = interleaved(contenders, 2 * size.rounds)
+        contenders: dict[str, Callable[[], object]] = {name: partial(step, name) for name in used}
+        times = interleaved(contenders | {"disk": disk.measure}, 2 * run.size.rounds)
         predicted = {form: predict(engines[form].plan, engines[form].rates).step_s for form in forms}
-        digests = {
-            name: hashlib.sha256(weight.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
-            for name, weight in weights.items()
-        }
+        digests = {name: digest([weight]) for name, weight in weights.items()}
         cpu_s = {form: engines[form].metrics()["lane/cpu/busy_s"] for form in forms}
-    if digests["serial"] != digests["exact"]:
-        raise SystemExit("the loop and exact state came to other weights")
-    rates = medians()
-    each = {way: statistics.median(one[way] for one in spent[1:]) for way in spent[0]}
+    run.same("the loop and exact state came to other weights", [digests["serial"], digests["exact"]])
+    rates, each = rates_now(), medians(spent[1:])
     reached = {way: loop_bytes / each[way] / rates[way] for way in ("read", "write")}
     tried = {name: [loop.bucket_bytes / seconds for seconds in both] for name, both in loop.tried.items()}
-    found: dict[str, Any] = {
+    rows: Row = {}
+    found: Row = {
         "rates": rates,
         "bound_before": before,
         "loop": {"file": loop.chosen, "tried": tried, "seconds": each, "of_rates": reached, "bytes": loop_bytes},
         "predicted_s": predicted,
         "cpu_s": cpu_s,
-        "contenders": {
-            name: {
-                "step_s": statistics.median(times[name]),
-                "read_bytes": statistics.median(one["read_bytes"] for one in used[name][1:]),
-                "write_bytes": statistics.median(one["write_bytes"] for one in used[name][1:]),
-                "steps": used[name][1:],
-            }
-            for name in used
-        },
+        "contenders": rows,
         "checksum": "-".join(digests.values()),
     }
-    for name, row in found["contenders"].items():
+    run.checksums += digests.values()
+    for name, steps in used.items():
+        row = rows[name] = {**medians(steps[1:]), "step_s": statistics.median(times[name]), "steps": steps[1:]}
         print(
             f"  {name}: {format_seconds(row['step_s'])}, {row['read_bytes'] / 1e6:.0f} MB read and "
             f"{row['write_bytes'] / 1e6:.0f} MB written"
@@ -685,53 +611,32 @@ def serial(folder: Path, size: Size, targets: list[Target], bytes_per_s: float |
         f"both {rates['mixed'] / 1e9:.2f}; the loop ({loop.chosen}) has {reached['read']:.2f} and "
         f"{reached['write']:.2f} of them"
     )
+    both_ways = {name: row["read_bytes"] + row["write_bytes"] for name, row in rows.items()}
     for form in forms:
-        ratio = statistics.median(a / b for a, b in zip(times["serial"], times[form], strict=True))
-        moved_bytes = (found["contenders"][form]["read_bytes"] + found["contenders"][form]["write_bytes"]) / 2
-        limit = bound(loop_bytes, moved_bytes, each["update"], update_s[form], rates)
-        found["contenders"][form] |= {"times_serial": ratio, "bound": limit}
-        print(f"  {form}: {ratio:.2f} times as fast as the loop, of {limit:.2f}")
+        times_serial = ratio(times["serial"], times[form])
+        limit = bound(loop_bytes, both_ways[form] / 2, each["update"], update_s[form], rates)
+        rows[form] |= {"times_serial": times_serial, "bound": limit}
+        print(f"  {form}: {times_serial:.2f} times as fast as the loop, of {limit:.2f}")
+        what = f"{where}{form}: times as fast as the serial loop"
         if where and form == "exact":
-            targets.append(Target.at_least(f"{where}{form}: times as fast as the serial loop", ratio, 1.8))
-        targets.append(
-            Target.at_least(f"{where}{form}: times as fast as the serial loop, over its bound", ratio / limit, 0.9)
-        )
-    equal = [
-        sum(found["contenders"][name][f"{way}_bytes"] for way in ("read", "write")) for name in ("exact", "serial")
-    ]
-    targets.append(
-        Target.at_most(
-            f"{where}exact: bytes over those of the serial loop", equal[0] / equal[1] if equal[1] else 1.0, 1.01
-        )
-    )
+            run.at_least(what, times_serial, 1.8)
+        run.at_least(f"{what}, over its bound", times_serial / limit, 0.9)
+    over = both_ways["exact"] / both_ways["serial"] if both_ways["serial"] else 1.0
+    run.at_most(f"{where}exact: bytes over those of the serial loop", over, 1.01)
     for way in reached:
-        targets.append(Target.at_least(f"{where}serial loop: {way}s over the disk's rate", reached[way], 0.8))
+        run.at_least(f"{where}serial loop: {way}s over the disk's rate", reached[way], 0.8)
     return found
 
 
-def duplex(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
-    return serial(folder, replace(size, numel=size.numel // 4), targets, DUPLEX_BYTES_PER_S)
-
-
-SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {
-    "phases": phases,
-    "serial": serial,
-    "duplex": duplex,
-}
-
-
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(child(json.loads(sys.argv[2]))))
-        return
-    parser = arguments(__doc__, path=True, sections=SECTIONS)
-    args = parser.parse_args()
-    described = environment()
-    results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
-    checksums = [results["phases"]["0% resident"]["checksum"]] if "phases" in results else []
-    checksums += [results[name]["checksum"] for name in ("serial", "duplex") if name in results]
-    report(args, described, results, "-".join(checksums), targets)
-
-
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        sections={
+            "phases": phases,
+            "serial": serial,
+            "duplex": lambda run: serial(run, DUPLEX_BYTES_PER_S, part=4),
+        },
+        sizes=(Size(1 << 19, 4, 2, MIB, 4, 1 << 20), Size(1 << 28, 16, 5, 8 * MIB, 64, 512 << 20)),
+        path=True,
+        child=child,
+    )

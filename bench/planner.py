@@ -19,30 +19,23 @@ The disk is this machine's, real files with checksums; slower paths are emulated
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-from _common import Target, arguments, cores, environment, progress, report, run_sections
-from _needs import require
-from paths import MB, Pace, Throttles
+from _common import cores, progress
+from _harness import Run, main, ratio, turns
+from _sessions import DISK, MB, Configuration, Model, Pace, Session, Size, Throttles, sessions
 
-from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
-from offload.formats import EXACT, FP32
+from offload.formats import EXACT
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
-from offload.measure import RatesFile, full, full_probe, observe
+from offload.measure import full, full_probe, observe
 from offload.plan import (
     NO_GPU,
     Budgets,
@@ -57,12 +50,7 @@ from offload.plan import (
 )
 from offload.plan.planner import STAGING_SLOTS
 from offload.predict import predict
-from offload.rules import GroupScalars
-from offload.session import parts, setup
 from offload.units import format_seconds
-
-DISK = Pace(math.inf, math.inf)
-"""The path that is not throttled."""
 
 EACH_WAY = Pace(400, 400)
 THIRD = Pace(400 / 3, 400 / 3)
@@ -70,53 +58,6 @@ SHARED = Pace(800, 800, at_once=16)
 SLOW_WRITES = Pace(800, 400)
 SHARED_SLOW_WRITES = Pace(800, 400, at_once=4)
 """Paths whose directions are independent or have one bandwidth, of which a write may take twice as much; as MB/s."""
-
-WARM_UP = 5
-"""Steps before the first that counts: one that finds fresh state, three that are learnt from, and one at whose end
-the last of those has been."""
-
-SCALARS = (GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),)
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much work: subgroups, the elements of each, rounds, and the seconds of the probe."""
-
-    subgroups: int
-    numel: int
-    rounds: int
-    probe_s: float
-
-
-FULL = Size(40, 1 << 20, 7, 15.0)
-SMOKE = Size(12, 1 << 14, 1, 0.3)
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a session is given.
-
-    Attributes:
-        resident: Subgroups at home in host memory, as a part of all.
-        paths: What each path reaches; `DISK` for the disk itself.
-        slots: Staging slots.
-        threads: Threads of the update.
-        shares: How tiles are spread over the paths; empty for by their rates.
-    """
-
-    resident: float
-    paths: tuple[Pace, ...] = (DISK,)
-    slots: int = 4
-    threads: int = 2
-    shares: tuple[float, ...] = ()
-
-    def __str__(self) -> str:
-        if self.resident == 1:
-            return f"all resident, {self.threads} threads"
-        paths = "+".join(map(str, self.paths))
-        split = ":".join(f"{share:g}" for share in self.shares)
-        split = f" split {split}" if split else ""
-        return f"{self.resident:.0%} resident, {paths}{split}, {self.slots} slots, {self.threads} threads"
 
 
 CONFIGURATIONS = (
@@ -151,104 +92,22 @@ CONFIGURATIONS = (
 SPLITS = ((1, 1), (3, 1), (5, 1))
 
 
-class Model:
-    """Weights and gradients that all sessions use: as each session updates them from the start, in the same number
-    of steps, they are the same after each one's last."""
-
-    def __init__(self, size: Size) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.size = size
-        self.numel = size.subgroups * size.numel
-        self.start = torch.randn(self.numel, generator=generator).bfloat16()
-        self.weight = self.start.clone()
-        self.gradient = torch.randn(self.numel, generator=generator).bfloat16()
-        self.parameters = [
-            Parameter(f"p{number}", size.numel, DtypeCode.BFLOAT16, 0) for number in range(size.subgroups)
-        ]
-        self.subgroup_bytes = 3 * FP32.item_bytes * size.numel
-
-    def digest(self) -> str:
-        return hashlib.sha256(self.weight.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
-
-
-class Session:
-    """An engine over throttled paths that starts from given rates, as one does that starts from a file."""
-
-    def __init__(self, folder: Path, model: Model, configuration: Configuration, rates: Rates) -> None:
-        self.configuration = configuration
-        self.model = model
-        self.throttles = Throttles(folder, list(configuration.paths))
-        paths: list[dict[str, Any]] = [{"path": path} for path in self.throttles.rates]
-        for path, share in zip(paths, configuration.shares, strict=False):
-            path["share"] = share
-        config = OffloadConfig(
-            host_memory=round(configuration.resident * model.size.subgroups) * model.subgroup_bytes,
-            paths=paths,
-            staging_memory=configuration.slots * model.subgroup_bytes,
-            subgroup_numel=model.size.numel,
-            threads=configuration.threads,
-        )
-        with (
-            mock.patch.object(setup, "open_tier", self.throttles.open),
-            mock.patch.object(parts, "session_rates", return_value=rates),
-        ):
-            self.engine = Engine(model.parameters, config)
-        for number in range(model.size.subgroups):
-            offset = 2 * number * model.size.numel
-            self.engine.bind_weight(number, model.weight.data_ptr() + offset)
-            self.engine.gradients.bind(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
-
-    def step(self) -> float:
-        """Take one step; return its seconds."""
-        self.engine.step(SCALARS)
-        return self.engine.metrics()["step_s"]
-
-    def predict(self) -> float:
-        """Return the seconds that a step should take by what the session knows now."""
-        return predict(self.engine.plan, self.engine.rates).step_s
-
-    def warm_up(self) -> str:
-        """Take all steps up to the first that counts; return the digest of the weights."""
-        self.model.weight.copy_(self.model.start)
-        for _ in range(WARM_UP):
-            self.engine.step(SCALARS)
-        return self.model.digest()
-
-
-@contextlib.contextmanager
-def sessions(
-    folder: Path, model: Model, rates: Callable[[Configuration], Rates], configurations: Sequence[Configuration]
-) -> Iterator[list[Session]]:
-    """Open a session of each configuration."""
-    with contextlib.ExitStack() as stack:
-        opened = []
-        for configuration in configurations:
-            opened.append(Session(folder, model, configuration, rates(configuration)))
-            stack.callback(opened[-1].engine.close)
-        yield opened
-
-
-def probe(folder: Path, size: Size, kinds: Sequence[Pace]) -> RatesFile:
-    """Return what the full probe measures of the CPU and of each kind of path."""
-    throttles = Throttles(folder, list(kinds))
-
-    def show(done: int, total: int, what: str) -> None:
-        progress(f"probe: {what} {done}/{total}")
-
-    with mock.patch.object(full, "open_tier", throttles.open):
-        numel = None if size is FULL else 1 << 17
-        found = full_probe(list(throttles.rates), seconds=size.probe_s, numel=numel, report=show)
-    for warning in found.warnings:
-        print(f"  probe: {warning}")
-    return found
-
-
 class Probed:
-    """The probe's rates, put together for a configuration."""
+    """What the full probe measures of the CPU and of each kind of path, put together for a configuration."""
 
-    def __init__(self, folder: Path, size: Size, configurations: Sequence[Configuration]) -> None:
+    def __init__(self, run: Run, configurations: Sequence[Configuration]) -> None:
         self.kinds = sorted({rate for configuration in configurations for rate in configuration.paths})
-        self.file = probe(folder, size, self.kinds)
+        throttles = Throttles(run.folder, list(self.kinds))
+
+        def show(done: int, total: int, what: str) -> None:
+            progress(f"probe: {what} {done}/{total}")
+
+        with mock.patch.object(full, "open_tier", throttles.open):
+            numel = 1 << 17 if run.smoke else None
+            paths = list(throttles.rates)
+            self.file = full_probe(paths, seconds=run.size.probe_s, numel=numel, report=show)
+        for warning in self.file.warnings:
+            print(f"  probe: {warning}")
 
     def rates(self, configuration: Configuration) -> Rates:
         paths = tuple(self.file.rates.paths[self.kinds.index(rate)] for rate in configuration.paths)
@@ -256,27 +115,21 @@ class Probed:
         return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=NO_GPU)
 
 
-def rounds_of(opened: Sequence[Session], rounds: int, each: Callable[[Session], None]) -> str:
+def rounds_of(run: Run, opened: Sequence[Session], each: Callable[[Session], None]) -> str:
     """Call `each` for all sessions, round by round, another one first each time; return the digest of the weights."""
-    digests = set()
+    digests = []
     for number, one in enumerate(opened):
         progress(f"warm-up {number + 1}/{len(opened)}: {one.configuration}")
-        digests.add(one.warm_up())
-    if len(digests) != 1:
-        raise SystemExit("the weights depend on the configuration")
-    for number in range(rounds):
-        first = number % len(opened)
-        for one in itertools.chain(opened[first:], opened[:first]):
-            each(one)
-        progress(f"round {number + 1}/{rounds}")
-    return digests.pop()
+        digests.append(one.warm_up())
+    for _, one in turns(opened, run.size.rounds):
+        each(one)
+    return str(run.same("the weights depend on the configuration", digests))
 
 
-def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
-    chosen = CONFIGURATIONS if size is FULL else CONFIGURATIONS[4::4][:3]
+def predictions(run: Run) -> dict[str, Any]:
+    chosen = CONFIGURATIONS[4::4][:3] if run.smoke else CONFIGURATIONS
     chosen = tuple(dataclasses.replace(each, threads=min(each.threads, cores())) for each in chosen)
-    probed = Probed(folder, size, chosen)
-    model = Model(size)
+    probed = Probed(run, chosen)
     found: dict[Configuration, dict[str, Any]] = {
         each: {"steps_s": [], "predicted_each_s": [], "hindsight_s": []} for each in chosen
     }
@@ -290,10 +143,10 @@ def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, An
         row["steps_s"].append(one.step())
         row["hindsight_s"].append(predict(one.engine.plan, observe(known, one.engine.timeline())).step_s)
 
-    with sessions(folder, model, probed.rates, chosen) as opened:
+    with sessions(run.folder, Model(run.size), probed.rates, chosen) as opened:
         for one in opened:
             found[one.configuration]["predicted_by_probe_s"] = one.predict()
-        checksum = rounds_of(opened, size.rounds, measure)
+        checksum = rounds_of(run, opened, measure)
         for one in opened:
             metrics = one.engine.metrics()
             row = found[one.configuration]
@@ -308,7 +161,7 @@ def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, An
         row["error_by_probe"] = row["predicted_by_probe_s"] / measured_s - 1
         row["error"] = row["predicted_s"] / measured_s - 1
         for error, predicted in (("error_each", "predicted_each_s"), ("error_in_hindsight", "hindsight_s")):
-            row[error] = statistics.median(p / m for p, m in zip(row[predicted], row["steps_s"], strict=True)) - 1
+            row[error] = ratio(row[predicted], row["steps_s"]) - 1
         print(
             f"  {configuration!s:<52} {measured_s:7.4f}s {row['error_by_probe']:+7.1%} {row['error']:+7.1%} "
             f"{row['error_each']:+7.1%} {row['error_in_hindsight']:+7.1%}"
@@ -318,52 +171,50 @@ def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, An
         ("the same, predicted before each step", "error_each"),
         ("the same, by the rates that the step itself showed", "error_in_hindsight"),
     ):
-        targets.append(Target.at_most(name, max(abs(row[key]) for row in found.values()), 0.1))
+        run.at_most(name, max(abs(row[key]) for row in found.values()), 0.1)
+    run.checksums.append(checksum)
+    said = probed.file.to_dict()
     return {
-        "probe": _without_directories(probed.file.to_dict()),
+        # Where paths were made says nothing.
+        "probe": said | {"paths": [facts | {"path": Path(facts["path"]).name} for facts in said["paths"]]},
         "configurations": {str(configuration): row for configuration, row in found.items()},
         "checksum": checksum,
     }
 
 
-def timed(steps: dict[Configuration, list[float]], one: Session) -> None:
-    steps[one.configuration].append(one.step())
-
-
-def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+def choice(run: Run) -> dict[str, Any]:
     threads = min(2, cores())
-    deepest = max(STAGING_SLOTS) if size is FULL else min(STAGING_SLOTS) + 2
+    deepest = min(STAGING_SLOTS) + 2 if run.smoke else max(STAGING_SLOTS)
     depths = [slots for slots in STAGING_SLOTS if slots <= deepest]
-    memory = 16 if size is FULL else deepest  # subgroups' worth of host memory, at home and staging
+    memory = deepest if run.smoke else 16  # subgroups' worth of host memory, at home and staging
     found: dict[str, Any] = {}
-    probed = Probed(folder, size, [Configuration(0.0, (DISK, EACH_WAY, THIRD))])
-    model = Model(size)
+    probed = Probed(run, [Configuration(0.0, (DISK, EACH_WAY, THIRD))])
+    model = Model(run.size)
     for paths in ((DISK,), (EACH_WAY, THIRD)):
         splits: tuple[tuple[float, ...], ...] = ((), *SPLITS) if len(paths) > 1 else ((),)
 
         def configured(slots: int, split: tuple[float, ...], paths: tuple[Pace, ...] = paths) -> Configuration:
-            return Configuration((memory - slots) / size.subgroups, paths, slots, threads, split)
+            return Configuration((memory - slots) / run.size.subgroups, paths, slots, threads, split)
 
         candidates = [configured(slots, split) for slots, split in itertools.product(depths, splits)]
         steps: dict[Configuration, list[float]] = {each: [] for each in candidates}
-        with sessions(folder, model, probed.rates, candidates) as opened:
+        with sessions(run.folder, model, probed.rates, candidates) as opened:
             asked = opened[0].engine
             # Deciding, as a session does that is told the host memory and not the staging memory.
             budgets = dataclasses.replace(asked.plan.budgets, staging_bytes=None, follow_rates=True)
             plan = choose_plan(asked.plan.layout, budgets, probed.rates(candidates[0]))
             planned = configured(min(plan.staging_slots, deepest), ())
-            checksum = rounds_of(opened, size.rounds, partial(timed, steps))
+            checksum = rounds_of(run, opened, lambda one, steps=steps: steps[one.configuration].append(one.step()))
             costs = {one.configuration: estimate(one.engine.plan, one.engine.rates).step_s for one in opened}
         medians = {each: statistics.median(seconds) for each, seconds in steps.items()}
         best = min(medians, key=lambda each: medians[each])
-        value = statistics.median(p / b for p, b in zip(steps[planned], steps[best], strict=True))
+        value = ratio(steps[planned], steps[best])
         name = "+".join(map(str, paths))
         print(
-            f"  {name}: chosen {planned}: {format_seconds(medians[planned])}; best of {len(candidates)} {best}: ",
-            end="",
+            f"  {name}: chosen {planned}: {format_seconds(medians[planned])}; best of {len(candidates)} {best}: "
+            f"{format_seconds(medians[best])}"
         )
-        print(format_seconds(medians[best]))
-        targets.append(Target.at_most(f"the planner's choice over the best of all, {name}", value, 1.05))
+        run.at_most(f"the planner's choice over the best of all, {name}", value, 1.05)
         found[name] = {
             "chosen": str(planned),
             "best": str(best),
@@ -377,12 +228,12 @@ def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
     return found
 
 
-def follow(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+def follow(run: Run) -> dict[str, Any]:
     rate = EACH_WAY.read
     configuration = Configuration(0.0, (EACH_WAY, EACH_WAY), threads=min(2, cores()))
-    probed = Probed(folder, size, [configuration])
+    probed = Probed(run, [configuration])
     parts, seconds = [], []
-    with sessions(folder, Model(size), probed.rates, [configuration]) as (one,):
+    with sessions(run.folder, Model(run.size), probed.rates, [configuration]) as (one,):
         one.warm_up()
         for number in range(9):
             if number == 1:
@@ -394,17 +245,16 @@ def follow(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
             parts.append(written[0] / max(sum(written), 1))
     print(f"  part of the bytes written to it: {parts[0]:.3f}, then {', '.join(f'{part:.3f}' for part in parts[1:])}")
     # It reaches a third of the other, and 1 / (1 + 3) is its due.
-    value = parts[5] / 0.25
-    targets.append(Target.at_most("bytes to a path slowed to a third, in the fifth step, over its due", value, 1.1))
+    run.at_most("bytes to a path slowed to a third, in the fifth step, over its due", parts[5] / 0.25, 1.1)
     return {"part_of_bytes_written": parts, "steps_s": seconds, "slowed_before_step": 2}
 
 
-def planning(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+def planning(run: Run) -> dict[str, Any]:
     """Two paths and a GPU, so that there is much to choose; rates that need no measuring."""
     count, numel = 10_000, 16 * SECTOR_NUMEL
     rates = Rates(40e9, (PathRates(6e9, 5e9), PathRates(2e9, 1e9)), GpuRates(1e12, 50e9, 50e9), 300e9)
     seconds: list[float] = []
-    for _ in range(3 if size is SMOKE else 9):
+    for _ in range(3 if run.smoke else 9):
         # Anew each time: what a layout has worked out once it remembers.
         layout = build_layout([Parameter("p", count * numel, DtypeCode.BFLOAT16, 0)], numel)
         paths = (PathBudget("/a", 1 << 50), PathBudget("/b", 1 << 50))
@@ -417,66 +267,14 @@ def planning(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
     value = statistics.median(seconds)
     on_gpu = plan.placements.count(Placement.GPU)
     print(f"  {len(plan.layout.subgroups):,} subgroups, {on_gpu:,} of them on the GPU: {format_seconds(value)}")
-    targets.append(Target.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1))
+    run.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1)
     return {"process_s": seconds, "subgroups": count}
 
 
-SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {
-    "predictions": predictions,
-    "choice": choice,
-    "follow": follow,
-    "time": planning,
-}
-
-
-def picture(file: Path, results: dict[str, Any]) -> None:
-    """Draw predicted beside measured steps, and the bytes of the path that slowed down."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(2, 1))
-    rows = results.get("predictions", {}).get("configurations", {})
-    places = range(len(rows))
-    bars = (
-        ("measured_s", "measured, median", "#4878a8"),
-        ("predicted_s", "predicted by learnt rates", "#d08c3c"),
-        ("predicted_by_probe_s", "predicted by the probe's rates", "#bbbbbb"),
-    )
-    for number, (key, label, color) in enumerate(bars):
-        heights = [place + 0.27 * (number - 1) for place in places]
-        left.barh(heights, [row[key] for row in rows.values()], 0.25, label=label, color=color)
-    left.set_yticks(list(places), list(rows), fontsize=7)
-    left.invert_yaxis()
-    left.set_xlabel("seconds of a step")
-    left.legend(fontsize=7)
-    parts = results.get("follow", {}).get("part_of_bytes_written", [])
-    if parts:
-        right.plot(range(len(parts)), parts, marker="o", color="#4878a8")
-        right.axhline(0.25, color="#888888", linestyle="--", label="its due")
-        right.set_xlabel("steps since one of two paths slowed to a third (emulated)")
-        right.set_ylabel("part of the bytes written to it")
-        right.set_ylim(bottom=0)
-        right.legend()
-    figure.savefig(file, dpi=110)
-
-
-def _without_directories(probed: dict[str, Any]) -> dict[str, Any]:
-    """Return what a probe found, with the names of its paths alone: where they were made says nothing."""
-    return probed | {"paths": [facts | {"path": Path(facts["path"]).name} for facts in probed["paths"]]}
-
-
-def main() -> None:
-    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    require(args, {})
-    described = environment()
-    results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
-    checksum = results.get("predictions", {}).get("checksum", "none of the chosen sections computes")
-    if args.picture:
-        picture(args.picture, results)
-    report(args, described, results, checksum, targets)
-
-
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        sections={"predictions": predictions, "choice": choice, "follow": follow, "time": planning},
+        sizes=(Size(12, 1 << 14, 1, 0.3), Size(40, 1 << 20, 7, 15.0)),
+        path=True,
+    )

@@ -14,22 +14,21 @@ these rates.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import functools
 import hashlib
 import json
 import math
-import sys
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import Target, arguments, environment, progress, report
-from _needs import require
+from _common import progress
+from _harness import Option, Run, main
 from _schedules import (
     STATE_BYTES,
     Drive,
@@ -125,10 +124,15 @@ def fit(
     return dict(zip(names, np.exp(at).tolist(), strict=True))
 
 
-def rms(errors: Iterable[float]) -> float:
-    """Return the root of the mean square; 0 of nothing."""
+def rms(errors: Iterable[float]) -> float | None:
+    """Return the root of the mean square; None of nothing."""
     squares = [error * error for error in errors]
-    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+    return math.sqrt(sum(squares) / len(squares)) if squares else None
+
+
+def worst(errors: Iterable[float]) -> float | None:
+    """Return the largest; None of nothing."""
+    return max(map(abs, errors), default=None)
 
 
 # Tables -------------------------------------------------------------------------------------------------------------
@@ -804,6 +808,18 @@ def show(judged: Sequence[Judged]) -> None:
         print(f"  {what}: {', '.join(parts)}")
 
 
+def show_held_out(held: Mapping[str, Sequence[Judged]]) -> None:
+    """Print the errors of each way of leaving rows out."""
+    print("updates that were not fitted (rows of that kind left out, the rest fitted):")
+    for name, judged in held.items():
+        errors = update_errors(judged)
+        print(f"  {name:<46} RMS {rms(errors):.1%}, worst {worst(errors):.1%}")
+        for column in ("fwd_s", "bwd_s", "iter_s", "forward_s", "backward_s", "iteration_s"):
+            others = [abs(row["errors_percent"][column]) for row in judged if column in row["errors_percent"]]
+            if others:
+                print(f"    {column:<6} median {statistics.median(others):.1f}%, worst {max(others):.1f}%")
+
+
 def update_errors(judged: Iterable[Judged], table: str = "") -> list[float]:
     """Return the errors of updates, as parts."""
     wanted = (each for each in judged if each["table"] == table or not table)
@@ -919,6 +935,11 @@ def _layout(numel: int, subgroup_numel: int) -> Layout:
 def _compared(what: str, plan: Plan, rates: Rates, best: str, best_s: float, plain_s: float | None) -> dict[str, Any]:
     progress(f"our plan: {what}")
     prediction = predict(plan, rates)
+    times = best_s / prediction.step_s
+    print(
+        f"  our planner with the same rates, {what}: {format_seconds(prediction.step_s)}, bound by "
+        f"{prediction.bound_by}; {best} {format_seconds(best_s)}: {times:.2f} times"
+    )
     return {
         "what": what,
         "ours_predicted_s": prediction.step_s,
@@ -928,7 +949,7 @@ def _compared(what: str, plan: Plan, rates: Rates, best: str, best_s: float, pla
         "their_best": best,
         "their_best_measured_s": best_s,
         "unmodified_measured_s": plain_s,
-        "speedup": best_s / prediction.step_s,
+        "speedup": times,
     }
 
 
@@ -941,7 +962,7 @@ def constants_said(fitted: Fitted) -> list[str]:
         ("storage paths of the 4xH100 nodes", fitted.paths),
         ("the node with CXL memory", fitted.memory),
     ]
-    lines = []
+    lines = ["constants:"]
     for (machine, values), meant in zip(named, known, strict=True):
         lines += [f"  {machine}"] if values else []
         for name, value in values.items():
@@ -950,121 +971,62 @@ def constants_said(fitted: Fitted) -> list[str]:
     return lines
 
 
-def picture(file: Path, held: Mapping[str, Sequence[Judged]]) -> None:
-    """Draw predicted beside measured updates of rows that were left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 5), layout="constrained")
-    for name, judged in held.items():
-        update = "step_s" if "step_s" in judged[0]["predicted"] else "update_s"
-        pairs = [(each["measured"][update], each["predicted"][update]) for each in judged]
-        axis.scatter(*zip(*pairs, strict=True), s=14, label=name, alpha=0.7)
-    ends = [0.35, 450.0]
-    axis.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0)
-    axis.set(xscale="log", yscale="log", xlabel="measured update, seconds", ylabel="predicted, row not fitted")
-    axis.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
-
-
-def main() -> None:
-    """Fit, predict and report."""
-    parser = arguments(__doc__, picture=True)
-    parser.add_argument("--fit", type=Path, default=TABLES, metavar="DIR", help="tables to fit on (default: ours)")
-    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="tables to predict, any subset of them")
-    args = parser.parse_args()
-    require(args, {})
-    described = environment()
-    try:
-        run(args, described)
-    except OffloadError as error:
-        sys.exit(f"error: {error}")
-
-
-def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
-    """Do it."""
-    rounds = 2 if args.smoke else 25
-    tables = read_tables(args.fit)
-    interleaved, paths, waits_s = interleaved_rows(tables, [tables]), paths_rows(tables, [tables]), mean_waits(tables)
-    memory = memory_rows(tables)
-    asked: tuple[list[Interleaved], list[Paths], list[Memory]] | None = None
-    if args.evaluate is not None:
-        given = read_tables(args.evaluate)
-        asked = interleaved_rows(given, [given, tables]), paths_rows(given, [given, tables]), memory_rows(given)
-    if args.smoke:
+def measure(run: Run) -> None:
+    """Fit, and predict."""
+    rounds = 2 if run.smoke else 25
+    tables = read_tables(run.args.fit)
+    interleaved, paths, memory = interleaved_rows(tables, [tables]), paths_rows(tables, [tables]), memory_rows(tables)
+    waits_s = mean_waits(tables)
+    if run.smoke:
         interleaved = [row for row in interleaved if len(row.numels) < 30]
     fitted = Fitted(
         fit_machines(interleaved, rounds),
         fit_paths(paths, waits_s, rounds) if paths else {},
         fit_memory(memory, rounds) if memory else {},
     )
-    print("constants:", *constants_said(fitted), sep="\n")
-    targets: list[Target] = []
-    results: dict[str, Any] = {
-        "constants": {"machines": fitted.machines, "paths": fitted.paths, "memory": fitted.memory}
-    }
-    if asked is not None:
-        judged = evaluate(fitted, *asked)
-        print(f"rows of {args.evaluate}, none of which was fitted:")
+    print(*constants_said(fitted), sep="\n")
+    run.results["constants"] = {"machines": fitted.machines, "paths": fitted.paths, "memory": fitted.memory}
+    if run.args.evaluate is not None:
+        given = read_tables(run.args.evaluate)
+        known = [given, tables]
+        judged = evaluate(fitted, interleaved_rows(given, known), paths_rows(given, known), memory_rows(given))
+        run.results["evaluated"] = run.results["rows"] = judged
+        print(f"rows of {run.args.evaluate}, none of which was fitted:")
         show(judged)
-        results["evaluated"] = results["rows"] = judged
-        for table in dict.fromkeys(each["table"] for each in judged):
-            errors = update_errors(judged, table)
-            if errors:
-                print(f"  {table}: update, RMS error {rms(errors):.1%}, worst {max(map(abs, errors)):.1%}")
-        errors = update_errors(judged, "interleaved_update_sweep")
-        note = "" if errors else "no such rows"
-        targets.append(Target.at_most("evaluated sweep, RMS error", rms(errors) if errors else None, 0.02, note))
-        errors = update_errors(judged, "multipath_iterations")
-        note = "" if errors else "no such rows"
-        worst = max(map(abs, errors), default=None)
-        targets.append(Target.at_most("evaluated multi-path updates, worst error", worst, 0.06, note))
+        sweep, several = (
+            update_errors(judged, "interleaved_update_sweep"),
+            update_errors(judged, "multipath_iterations"),
+        )
+        run.at_most("evaluated sweep, RMS error", rms(sweep), 0.02, "no such rows")
+        run.at_most("evaluated multi-path updates, worst error", worst(several), 0.06, "no such rows")
     else:
         judged = evaluate(fitted, interleaved, paths, memory)
+        run.results["fitted"] = run.results["rows"] = judged
         print("rows that were fitted:")
         show(judged)
-        results["fitted"] = results["rows"] = judged
-        held = {} if args.smoke else held_out(interleaved, paths, waits_s, memory, fitted, rounds)
-        results["held_out"] = held
-        print("updates that were not fitted (rows of that kind left out, the rest fitted):")
-        for name, each in held.items():
-            errors = update_errors(each)
-            median = sorted(map(abs, errors))[len(errors) // 2]
-            print(f"  {name:<46} RMS {rms(errors):.1%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}")
-            for column in ("fwd_s", "bwd_s", "iter_s", "forward_s", "backward_s", "iteration_s"):
-                others = sorted(abs(row["errors_percent"][column]) for row in each if column in row["errors_percent"])
-                if others:
-                    print(f"    {column:<6} median {others[len(others) // 2]:.1f}%, worst {others[-1]:.1f}%")
-        results["ours"] = ours(fitted, interleaved, paths[:2] if args.smoke else paths)
-        print("our planner with the same rates, predicted, beside their best, measured:")
-        for found in results["ours"]:
-            print(
-                "  {what:<14} {ours}, {updated_on_gpu:.0%} on the GPU, bound by {bound_by}; "
-                "{their_best} {theirs}: {speedup:.2f} times".format(
-                    **found,
-                    ours=format_seconds(found["ours_predicted_s"]),
-                    theirs=format_seconds(found["their_best_measured_s"]),
-                )
-            )
-        note = "smoke" if args.smoke else "no such rows"
+        held = {} if run.smoke else held_out(interleaved, paths, waits_s, memory, fitted, rounds)
+        run.results["held_out"] = held
+        show_held_out(held)
+        run.results["ours"] = ours(fitted, interleaved, paths[:2] if run.smoke else paths)
+        note = "smoke" if run.smoke else "no such rows"
         for name in ("sweep, each row by itself", "sweep, each stride by itself", "sweep, each model by itself"):
-            value = rms(update_errors(held[name])) if name in held else None
-            targets.append(Target.at_most(f"{name}: RMS error", value, 0.02, note))
+            run.at_most(f"{name}: RMS error", rms(update_errors(held.get(name, []))), 0.02, note)
         name = "paths, each model by itself"
-        value = max(map(abs, update_errors(held[name]))) if name in held else None
-        targets.append(Target.at_most(f"{name}: worst error", value, 0.06, note))
+        run.at_most(f"{name}: worst error", worst(update_errors(held.get(name, []))), 0.06, note)
         for name, each in (("memory, fitted", judged), (MEMORY_ROWS, held.get(MEMORY_ROWS, []))):
             errors = update_errors(each, "cxl_runs")
-            worst = max(map(abs, errors), default=None)
-            targets.append(Target.at_most(f"{name}: worst error", worst, 0.1, note))
-            targets.append(Target.at_most(f"{name}: RMS error", rms(errors) if errors else None, 0.06, note))
-        if args.picture and held:
-            picture(args.picture, held)
-    digest = hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
-    report(args, described, results, digest, targets)
+            run.at_most(f"{name}: worst error", worst(errors), 0.1, note)
+            run.at_most(f"{name}: RMS error", rms(errors), 0.06, note)
+    run.checksums.append(hashlib.sha256(json.dumps(run.results, sort_keys=True).encode()).hexdigest()[:16])
 
+
+OPTIONS = (
+    Option("fit", TABLES, help="tables to fit on", more={"type": Path, "metavar": "DIR"}),
+    Option("evaluate", None, help="tables to predict, any subset of them", more={"type": Path, "metavar": "DIR"}),
+)
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(__doc__, measure, options=OPTIONS)
+    except OffloadError as error:
+        raise SystemExit(f"error: {error}") from None

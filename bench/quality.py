@@ -6,9 +6,7 @@ with the last bit of every gradient's mantissa drawn at random: what differs by 
 report gives mean differences with their 95% intervals (Student's t), and which difference the pairs would have shown:
 one that such an interval excludes 0 for in four of five repetitions.
 
-Runs of an hour are killed: `--runs` keeps what each found, and goes on from there. Runs of another commit count where
-`--made-at` names it, which is for commits between which no contender's bits changed: the digest of the weights, kept
-with each loss, tells that of two runs.
+Runs of an hour are killed: `--runs` keeps what each found, and goes on from there.
 
 `nearest` is bf16 moments rounded to nearest, known to freeze where beta2 is near 1
 (tests/kernels/test_format_decay.py); torchao's and bitsandbytes' 8-bit AdamW, with an fp32 master beside them, run
@@ -19,19 +17,18 @@ AdamW updates there.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import multiprocessing
 import os
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, computing, environment, progress, report
+from _common import computing, progress
+from _harness import Option, Run, digest, main
 
 import offload
 from offload.cli.model import Shape, build_model
@@ -155,34 +152,15 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
             losses += torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
             ).tolist()
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+    checksum = digest(model.parameters())
     optimizer.close()
-    return statistics.fmean(losses), digest.hexdigest()
+    return statistics.fmean(losses), checksum
 
 
-def run(task: tuple[str, dict[str, Any], float, int]) -> tuple[tuple[str, float, int], tuple[float, str]]:
+def trained(task: tuple[str, dict[str, Any], float, int]) -> tuple[tuple[str, float, int], tuple[float, str]]:
     torch.set_num_threads(1)
     contender, sizes, beta2, seed = task
     return (contender, beta2, seed), train(contender, sizes, beta2, seed)
-
-
-def kept_runs(
-    file: Path | None, commits: list[str], sizes: dict[str, Any]
-) -> tuple[dict[tuple[str, float, int], tuple[float, str]], dict[tuple[str, float, int], str]]:
-    """Return what runs of these sizes are kept in a file, and at which of some commits each was made."""
-    found, made_at = {}, {}
-    lines = file.read_text().splitlines() if file and file.exists() else []
-    for (commit, sizes_then), key, (loss, digest) in map(json.loads, lines):
-        if commit not in commits or sizes_then != sizes:
-            continue
-        contender, beta2, seed = key
-        of = contender, beta2, seed
-        if of in found and found[of] != (loss, digest):
-            raise SystemExit(f"{file}: {contender}, beta2 {beta2}, seed {seed} ended otherwise at {commit}")
-        found[of], made_at[of] = (loss, digest), commit
-    return found, made_at
 
 
 def summary(differences: list[float]) -> dict[str, Any]:
@@ -200,12 +178,13 @@ def summary(differences: list[float]) -> dict[str, Any]:
     }
 
 
-def draw(results: dict[str, Any], file: Path) -> None:
+def draw(file: Path, found: dict[str, Any]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    results = found["loss"]
     figure, axes = pyplot.subplots(1, len(results), figsize=(5 * len(results), 3.2), sharey=True, squeeze=False)
     for axis, (beta2, found) in zip(axes[0], results.items(), strict=True):
         for place, row in enumerate(found["contenders"].values()):
@@ -220,64 +199,28 @@ def draw(results: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def main() -> None:
-    parser = arguments(__doc__, picture=True)
-    parser.add_argument("--data", help="text file or folder (default: the sources of Python's standard library)")
-    parser.add_argument("--pairs", type=int, choices=QUANTILES, default=5, help="seeds for each beta2")
-    parser.add_argument(
-        "--pairs-of-others",
-        type=int,
-        choices=QUANTILES,
-        help=f"seeds for each beta2 of {' and '.join(OTHERS)}, which take longer (default: as many)",
-    )
-    parser.add_argument(
-        "--runs", type=Path, metavar="FILE", help="add each run's loss there; skip those that are there"
-    )
-    parser.add_argument(
-        "--made-at", nargs="+", default=[], metavar="COMMIT", help="take runs of these commits from there, too"
-    )
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at once")
-    args = parser.parse_args()
-    described = environment(device="cpu")
+def measure(run: Run) -> None:
+    args, pairs = run.args, run.args.pairs
+    betas = BETAS[:1] if run.smoke or args.optimizer == "muon" else BETAS
     sizes: dict[str, Any] = {
         "data": args.data, "layers": args.layers, "hidden": args.hidden, "steps": args.steps,
-        "seq": 64, "batch": 8, "lr": 2e-3, "evaluated": 512,
+        "seq": 64, "batch": 8, "lr": 2e-3, "evaluated": 4 if run.smoke else 512,
     }  # fmt: skip
-    if described["compute"] != "bf16":  # which runs that were kept earlier do not say
-        sizes["compute"] = described["compute"]
-    pairs, betas = args.pairs, BETAS
-    if args.smoke:
-        sizes |= {"layers": 1, "hidden": 64, "steps": 3, "evaluated": 4}
-        pairs, betas = 2, BETAS[:1]
     contenders = ("exact", "control", *FORMATS)
     if args.optimizer == "muon":
-        sizes["optimizer"], betas = "muon", BETAS[:1]
-    elif not args.smoke:
+        sizes["optimizer"] = "muon"
+    elif not run.smoke:
         contenders += ("nearest", *available(OTHERS))
-    found, made_at = kept_runs(args.runs, [described["commit"], *args.made_at], sizes)
     seeds = {
         name: range(min(pairs, args.pairs_of_others or pairs) if name in OTHERS else pairs) for name in contenders
     }
-    tasks = [
-        (name, sizes, beta2, seed)
-        for seed in range(pairs)
-        for beta2 in betas
-        for name in contenders
-        if seed in seeds[name]
-    ]
-    made_at = {(name, *of): made_at.get((name, *of), described["commit"]) for name, _, *of in tasks}
-    tasks = [task for task in tasks if (task[0], *task[2:]) not in found]
+    keys = [(name, beta2, n) for n in range(pairs) for beta2 in betas for name in contenders if n in seeds[name]]
+    tasks = [(name, sizes, beta2, n) for name, beta2, n in keys if not run.kept.has(f"{name}, {beta2}, {n}")]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for done, (key, value) in enumerate(pool.imap_unordered(run, tasks), 1):
-            found[key] = value
-            if args.runs:
-                with args.runs.open("a") as file:
-                    print(json.dumps([[described["commit"], sizes], key, value]), file=file)
-            progress(f"{done} of {len(tasks)} runs: {key[0]}, beta2 {key[1]}, seed {key[2]}: {value[0]:.4f}")
+        for done, ((name, beta2, n), value) in enumerate(pool.imap_unordered(trained, tasks), 1):
+            run.kept.find(f"{name}, {beta2}, {n}", lambda value=value: value)
+            progress(f"{done} of {len(tasks)} runs: {name}, beta2 {beta2}, seed {n}: {value[0]:.4f}")
+    found = {(name, beta2, n): run.kept.find(f"{name}, {beta2}, {n}", tuple) for name, beta2, n in keys}
     results = {}
     for beta2 in betas:
         exact = [found["exact", beta2, seed][0] for seed in range(pairs)]
@@ -289,36 +232,34 @@ def main() -> None:
         for name, row in rows.items():
             interval = "[{:+.4f}, {:+.4f}]".format(*row["interval"])
             print(f"beta2 {beta2}, {name}: {row['mean']:+.4f} {interval}, would show {row['would_show']:.4f}")
-    if args.picture:
-        draw(results, args.picture)
-    targets = [
-        Target.at_most(
-            f"beta2 {beta2}, {name}: mean loss difference to exact over the control's 95% half-width",
-            abs(rows["contenders"][name]["mean"]) / rows["contenders"]["control"]["half_width"],
-            1.0,
-        )
-        for beta2, rows in results.items()
-        for name in FORMATS
-    ]
-    checksum = hashlib.sha256(
-        "".join(found[key][1] for key in sorted(found) if key[0] in ("exact", *FORMATS)).encode()
-    )
-    text = load_text(args.data, min_bytes=1 << 20)
-    model = build_model(
-        Shape(sizes["layers"], sizes["hidden"]), seq=sizes["seq"], dtype=torch.bfloat16, device="cpu", seed=0
-    )
-    described_sizes = sizes | {
+        for name in FORMATS:
+            what = f"beta2 {beta2}, {name}: mean loss difference to exact over the control's 95% half-width"
+            run.at_most(what, abs(rows[name]["mean"]) / rows["control"]["half_width"], 1.0)
+    digests = "".join(found[key][1] for key in sorted(found) if key[0] in ("exact", *FORMATS))
+    run.checksums.append(hashlib.sha256(digests.encode()).hexdigest()[:16])
+    shape = Shape(sizes["layers"], sizes["hidden"])
+    model = build_model(shape, seq=sizes["seq"], dtype=torch.bfloat16, device="cpu", seed=0)
+    sizes |= {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trained_tokens": sizes["steps"] * sizes["batch"] * sizes["seq"],
-        "text_bytes": len(text.values),
+        "text_bytes": len(load_text(args.data, min_bytes=1 << 20).values),
     }
     versions = {name: metadata.version(name) for name in contenders if name in OTHERS}
-    commits = dict(Counter(made_at.values()))
-    document = {
-        "sizes": described_sizes, "pairs": pairs, "runs_made_at": commits, "versions": versions, "loss": results
-    }  # fmt: skip
-    report(args, described, document, checksum.hexdigest()[:16], targets)
+    made_at = {run.described["commit"]: len(keys)}
+    run.results |= {"sizes": sizes, "pairs": pairs, "runs_made_at": made_at, "versions": versions, "loss": results}
 
+
+MANY = {"type": int, "choices": QUANTILES}
+OPTIONS = (
+    Option("data", None, help="text file or folder; None for the sources of Python's standard library"),
+    Option("pairs", 5, 2, "seeds for each beta2", more=MANY),
+    Option("pairs_of_others", None, help=f"of {' and '.join(OTHERS)}, which take longer", more=MANY),
+    Option("optimizer", "adamw", more={"choices": ("adamw", "muon")}),
+    Option("steps", 1500, 3),
+    Option("layers", 2, 1),
+    Option("hidden", 128, 64),
+    Option("workers", os.cpu_count() or 1, help="runs at once"),
+)
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, picture=draw, runs=True, device="cpu")

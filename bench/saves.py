@@ -12,21 +12,18 @@ when its last iteration is; the tag is whole before the next one begins.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, computing, environment, progress, report
+from _common import computing, progress
+from _harness import Run, digest, in_process, main
 from _worker import kernel_io, moved
 
 from offload.plan import Home
@@ -58,10 +55,6 @@ class Size:
     shares: tuple[float, ...]
 
 
-SMOKE = Size(64, 2, 4, 2, 1, ("in_place",), (1,), (0.0,))
-FULL = Size(2048, 8, 384, 10, 4, ("stock", "in_place"), (1, 2), (0.0, 0.5, 1.0))
-
-
 def child(request: dict[str, Any]) -> dict[str, Any]:
     """Be one rank."""
     import deepspeed
@@ -87,7 +80,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "multi_tier_offload": {
             "host_memory": int(12.5 * numel / world * share),
-            "paths": [request["path"]],
+            "paths": [str(folder)],
             "checkpoint": {"wait": False, "layout": request["layout"]},
         },
         "steps_per_print": 1 << 30,
@@ -134,45 +127,25 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     for _ in range(size.rounds):
         saving.append(round_of(saves=True))
         plain.append(round_of(saves=False))
-    digest = hashlib.sha256()
-    for parameter in engine.optimizer.fp16_partitioned_groups_flat:
-        digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
-    plan = engine.optimizer.plan
+    checksum, plan = digest(engine.optimizer.fp16_partitioned_groups_flat), engine.optimizer.plan
     engine.destroy()
     torch.distributed.destroy_process_group()
     found = {"plain": plain, "saving": saving, "waits": waits, "state_bytes": plan.state_bytes}
-    return {**found, "resident_bytes": plan.home_bytes[Home.HOST], "digest": digest.hexdigest()[:16]}
+    return {**found, "resident_bytes": plan.home_bytes[Home.HOST], "digest": checksum}
 
 
 def start(size: Size, layout: str, world: int, share: float, folder: Path) -> list[dict[str, Any]]:
     """Run the ranks; return what each has found."""
-    (folder / "path").mkdir()
-    request = {
-        "size": asdict(size),
-        "layout": layout,
-        "share": share,
-        "folder": str(folder),
-        "path": str(folder / "path"),
-    }
-    ranks = []
-    for rank in range(world):
+    request = {"size": asdict(size), "layout": layout, "share": share, "folder": str(folder)}
+
+    def of_rank(rank: int) -> dict[str, Any]:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         variables = {name: str(value) for name, value in places.items()}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "FOUND": str(folder / f"found-{rank}.json")}
-        with (folder / f"log-{rank}").open("w") as log:
-            command = [sys.executable, "-W", "ignore", __file__, "--child", json.dumps(request)]
-            ranks.append(
-                subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        codes = [process.wait() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise SystemExit((folder / f"log-{codes.index(next(filter(None, codes)))}").read_text()[-3000:])
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(world)]
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONWARNINGS": "ignore"}
+        return dict(in_process(__file__, request, **variables))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(of_rank, range(world)))
 
 
 def summary(size: Size, layout: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -214,23 +187,16 @@ def summary(size: Size, layout: str, ranks: list[dict[str, Any]]) -> dict[str, A
     }
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        Path(os.environ["FOUND"]).write_text(json.dumps(child(json.loads(sys.argv[2]))))
-        return
-    args = arguments(__doc__, path=True).parse_args()
-    described = environment(device="cpu")
-    size = SMOKE if args.smoke else FULL
-    results: dict[str, Any] = {}
-    targets = []
+def measure(run: Run) -> None:
+    size = run.size
     for world in size.worlds:
-        digests = set()
+        digests = []
         for share, layout in itertools.product(size.shares, size.layouts):
             where = f"{layout}, {world} rank{'s' * (world > 1)}, {share:.0%} resident"
             progress(where)
-            with tempfile.TemporaryDirectory(dir=args.path) as folder:
-                found = results[where] = summary(size, layout, start(size, layout, world, share, Path(folder)))
-            digests.add(tuple(found["digests"]))
+            with run.brief_place() as folder:
+                found = run.results[where] = summary(size, layout, start(size, layout, world, share, folder))
+            digests.append(tuple(found["digests"]))
             print(
                 f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
                 f"{format_seconds(found['iteration_s'])} ({found['floor']:.3f} unavoidable), returns in "
@@ -238,14 +204,13 @@ def main() -> None:
                 f"that waits takes {format_seconds(found['waits_s'])}, {found['waits']:.2f} iterations"
             )
             beyond = max(0.0, found["stall"] - found["floor"])
-            targets.append(Target.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL))
-        if len(digests) != 1:
-            raise SystemExit(f"the weights differ between resident shares: {digests}")
-    checksum = "-".join(
-        results[f"in_place, {world} rank{'s' * (world > 1)}, 0% resident"]["digests"][0] for world in size.worlds
-    )
-    report(args, described, results, checksum, targets)
+            run.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL)
+        run.checksums.append(run.same("the weights differ between resident shares", digests)[0])
 
 
 if __name__ == "__main__":
-    main()
+    sizes = (
+        Size(64, 2, 4, 2, 1, ("in_place",), (1,), (0.0,)),
+        Size(2048, 8, 384, 10, 4, ("stock", "in_place"), (1, 2), (0.0, 0.5, 1.0)),
+    )
+    main(__doc__, measure, sizes=sizes, path=True, device="cpu", child=child)

@@ -21,23 +21,21 @@ time is the median. Beside each: the least possible, bytes over the rate of what
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-import math
-import multiprocessing
 import statistics
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from _common import Target, arguments, environment, progress, report, run_sections
-from _needs import require
+from _common import progress
+from _harness import Run, main, spawned, turns
+from _sessions import MB, Configuration, Model, Session, Size, Throttles
 from _throttled import SharedLanes, ThrottledTier
-from paths import MB, Throttles
-from planner import Configuration, Model, Session, Size
 
 from offload._native import CompletionQueue
 from offload.cli.plan import Question, ask, with_shared_path
@@ -97,29 +95,19 @@ def rates_of(configuration: Configuration) -> Rates:
     return Rates(cpu_bytes_per_s=20e9, paths=paths)
 
 
-def curve(points: Sequence[Point], folder: Path, rounds: int) -> list[float]:
+def curve(run: Run, points: Sequence[Point], unit: str) -> dict[str, Any]:
     """Return the seconds of a step at each point."""
     seconds: list[list[float]] = [[] for _ in points]
     with ExitStack() as stack:
         opened = []
         for point in points:
-            model = Model(Size(point.subgroups, point.numel, rounds, 0.0))
-            opened.append(Session(folder, model, point.configuration, rates_of(point.configuration)))
+            model = Model(Size(point.subgroups, point.numel))
+            opened.append(Session(run.folder, model, point.configuration, rates_of(point.configuration)))
             stack.callback(opened[-1].engine.close)
             opened[-1].warm_up()
-        for number in range(rounds):
-            first = number % len(opened)
-            for place in [*range(first, len(opened)), *range(first)]:
-                seconds[place].append(opened[place].step())
-            progress(f"round {number + 1}/{rounds}")
-    return [statistics.median(each) for each in seconds]
-
-
-def fit(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
-    """Return the straight line of least squares and the largest distance from it, relative to the largest value."""
-    slope, intercept = statistics.linear_regression(xs, ys)
-    off = max(abs(intercept + slope * x - y) for x, y in zip(xs, ys, strict=True))
-    return {"slope": slope, "intercept": intercept, "off": off / max(ys)}
+        for _, place in turns(range(len(points)), 1 if run.smoke else 5):
+            seconds[place].append(opened[place].step())
+    return shown(points, [statistics.median(each) for each in seconds], unit)
 
 
 def shown(points: Sequence[Point], seconds: Sequence[float], unit: str) -> dict[str, Any]:
@@ -133,67 +121,69 @@ def shown(points: Sequence[Point], seconds: Sequence[float], unit: str) -> dict[
     }
 
 
-def parameters(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    numel = 1 << 12 if smoke else 1 << 18
-    counts = (8, 16) if smoke else (8, 16, 32, 64, 128, 256)
+def fit(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
+    """Return the straight line of least squares and the largest distance from it, relative to the largest value."""
+    slope, intercept = statistics.linear_regression(xs, ys)
+    off = max(abs(intercept + slope * x - y) for x, y in zip(xs, ys, strict=True))
+    return {"slope": slope, "intercept": intercept, "off": off / max(ys)}
+
+
+def sized(run: Run) -> tuple[int, int]:
+    """Return how many subgroups there are, and the elements of each."""
+    return (8, 1 << 12) if run.smoke else (64, 1 << 18)
+
+
+def parameters(run: Run) -> dict[str, Any]:
+    _, numel = sized(run)
+    counts = (8, 16) if run.smoke else (8, 16, 32, 64, 128, 256)
     points = [Point(n * numel / 1e6, n, numel, Configuration(0.0, (RATE,))) for n in counts]
-    seconds = curve(points, folder, 1 if smoke else 5)
-    found = shown(points, seconds, "million parameters")
-    found["line"] = fit(found["at"], seconds)
-    targets.append(Target.at_most("step over parameters: distance from a straight line", found["line"]["off"], 0.05))
+    found = curve(run, points, "million parameters")
+    found["line"] = fit(found["at"], found["step_s"])
+    run.at_most("step over parameters: distance from a straight line", found["line"]["off"], 0.05)
     return found
 
 
-def resident(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
-    shares = (0.0, 1.0) if smoke else (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-    points = [Point(100 * share, count, numel, Configuration(share, (RATE,))) for share in shares]
-    seconds = curve(points, folder, 1 if smoke else 5)
-    found = shown(points, seconds, "% resident")
+def resident(run: Run) -> dict[str, Any]:
+    shares = (0.0, 1.0) if run.smoke else (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+    points = [Point(100 * share, *sized(run), Configuration(share, (RATE,))) for share in shares]
+    found = curve(run, points, "% resident")
     bound = [i for i, point in enumerate(points) if point.least_s > 0]
     if len(bound) > 2:
-        found["line"] = fit([points[i].at for i in bound], [seconds[i] for i in bound])
+        found["line"] = fit([points[i].at for i in bound], [found["step_s"][i] for i in bound])
     off = found["line"]["off"] if "line" in found else None
-    targets.append(
-        Target.at_most("step over resident share: distance from a straight line", off, 0.05, "too few points")
-    )
+    run.at_most("step over resident share: distance from a straight line", off, 0.05, "too few points")
     return found
 
 
-def paths(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
-    points = [Point(n, count, numel, Configuration(0.0, (RATE,) * n)) for n in (1, 2, 3)]
-    seconds = curve(points, folder, 1 if smoke else 5)
-    found = shown(points, seconds, "paths")
-    targets.append(Target.at_least("two equal paths over one", seconds[0] / seconds[1], 1.9))
-    targets.append(Target.at_least("three equal paths over one", seconds[0] / seconds[2], 2.7))
+def paths(run: Run) -> dict[str, Any]:
+    points = [Point(n, *sized(run), Configuration(0.0, (RATE,) * n)) for n in (1, 2, 3)]
+    found = curve(run, points, "paths")
+    one, two, three = found["step_s"]
+    run.at_least("two equal paths over one", one / two, 1.9)
+    run.at_least("three equal paths over one", one / three, 2.7)
     return found
 
 
-def lookahead(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
-    slots = (1, 4) if smoke else (1, 2, 3, 4, 8, 16)
-    points = [Point(n, count, numel, Configuration(0.0, (RATE,), slots=n)) for n in slots]
-    seconds = curve(points, folder, 1 if smoke else 5)
-    found = shown(points, seconds, "staging slots")
+def lookahead(run: Run) -> dict[str, Any]:
+    slots = (1, 4) if run.smoke else (1, 2, 3, 4, 8, 16)
+    points = [Point(n, *sized(run), Configuration(0.0, (RATE,), slots=n)) for n in slots]
+    found = curve(run, points, "staging slots")
     four = slots.index(4)
-    over = seconds[four] / points[four].least_s if points[four].least_s else None
-    targets.append(Target.at_most("four staging slots: step over the least possible", over, 1.1))
+    over = found["step_s"][four] / points[four].least_s
+    run.at_most("four staging slots: step over the least possible", over, 1.1)
     return found
 
 
-def subgroup(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    whole = 1 << 16 if smoke else 1 << 24
-    counts = (8, 16) if smoke else (8, 16, 32, 64, 128)
+def subgroup(run: Run) -> dict[str, Any]:
+    whole = 1 << 16 if run.smoke else 1 << 24
+    counts = (8, 16) if run.smoke else (8, 16, 32, 64, 128)
     # The same bytes of staging for all.
     points = [
         Point(whole / n / 1e6, n, whole // n, Configuration(0.0, (RATE,), slots=max(2, n // 4))) for n in counts
     ]
-    seconds = curve(points, folder, 1 if smoke else 5)
-    found = shown(points, seconds, "million a subgroup")
-    small = [s / p.least_s for s, p in zip(seconds, points, strict=True) if p.subgroups >= 32]
-    value = max(small) if small else None
-    targets.append(Target.at_most("32 to 128 subgroups: step over the least possible", value, 1.1, "smoke"))
+    found = curve(run, points, "million a subgroup")
+    small = [s / p.least_s for s, p in zip(found["step_s"], points, strict=True) if p.subgroups >= 32]
+    run.at_most("32 to 128 subgroups: step over the least possible", max(small, default=None), 1.1, "smoke")
     return found
 
 
@@ -208,103 +198,81 @@ def rank(pipe: Connection, folder: str, lanes: str, subgroups: int, numel: int) 
         shared = SharedLanes(lanes)
         return ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=rate, write_bytes_per_s=rate, lanes=shared)
 
-    model = Model(Size(subgroups, numel, 1, 0.0))
     configuration = Configuration(0.0, (RATE,), threads=1)
     with mock.patch.object(Throttles, "open", lambda self, *a, **k: throttled(*a, **k)):
-        one = Session(Path(folder), model, configuration, rates_of(configuration))
-    one.warm_up()
-    pipe.send(one.model.digest())
+        one = Session(Path(folder), Model(Size(subgroups, numel)), configuration, rates_of(configuration))
+    pipe.send(one.warm_up())
     while pipe.recv():
         pipe.send(one.step())
     one.engine.close()
 
 
-def ranks(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    numel, count, rounds = (1 << 12, 8, 1) if smoke else (1 << 18, 48, 5)
-    lanes = str(folder / "lanes")
-    context = multiprocessing.get_context("spawn")
-    opened = []
+def ranks(run: Run) -> dict[str, Any]:
+    numel, count, rounds = (1 << 12, 8, 1) if run.smoke else (1 << 18, 48, 5)
     seconds: dict[int, list[float]] = {1: [], 2: []}
-    try:
-        for _ in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank, args=(theirs, str(folder), lanes, count, numel))
-            process.start()
-            theirs.close()
-            opened.append((ours, process))
-        if len({pipe.recv() for pipe, _ in opened}) != 1:
-            raise SystemExit("the ranks compute different weights")
+    with spawned(rank, 2, str(run.folder), str(run.folder / "lanes"), count, numel) as pipes:
+        run.checksums.append(run.same("the ranks compute different weights", [pipe.recv() for pipe in pipes]))
         for number in range(rounds + 1):
             for at in (1, 2):
-                for pipe, _ in opened[:at]:
+                for pipe in pipes[:at]:
                     pipe.send(True)
-                took = [pipe.recv() for pipe, _ in opened[:at]]
+                took = [pipe.recv() for pipe in pipes[:at]]
                 if number:  # the first is not each one's first, but the first of the pair
                     seconds[at].append(max(took))
             progress(f"round {number}/{rounds}")
-        for pipe, _ in opened:
+        for pipe in pipes:
             pipe.send(False)
-    finally:
-        for pipe, process in opened:
-            pipe.close()
-            process.join(60)
     points = [
         Point(1, count, numel, Configuration(0.0, (RATE,))),
         Point(2, 2 * count, numel, Configuration(0.0, (RATE,), slots=8)),
     ]
-    medians = [statistics.median(seconds[at]) for at in (1, 2)]
-    found = shown(points, medians, "ranks on one device")
-    targets.append(Target.at_most("two ranks on one device, over twice one", medians[1] / medians[0] / 2, 1.05))
-    return found
+    one_s, two_s = (statistics.median(each) for each in seconds.values())
+    run.at_most("two ranks on one device, over twice one", two_s / one_s / 2, 1.05)
+    return shown(points, [one_s, two_s], "ranks on one device")
 
 
-def published(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+def published(run: Run) -> dict[str, Any]:
     there = find_rates(MACHINE).rates.paths
     rates = [min(path.read_bytes_per_s, path.write_bytes_per_s) / SHRUNK / MB for path in there]
-    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
-    points = [Point(n, count, numel, Configuration(0.0, tuple(rates[:n]))) for n in range(1, len(rates) + 1)]
-    seconds = curve(points, folder, 1 if smoke else 5)
-    found = shown(points, seconds, "paths") | {"machine": MACHINE, "shrunk": SHRUNK, "rates_mb_per_s": rates}
-    gained = seconds[0] / seconds[-1] / (sum(rates) / rates[0])
+    points = [Point(n, *sized(run), Configuration(0.0, tuple(rates[:n]))) for n in range(1, len(rates) + 1)]
+    found = curve(run, points, "paths") | {"machine": MACHINE, "shrunk": SHRUNK, "rates_mb_per_s": rates}
+    gained = found["step_s"][0] / found["step_s"][-1] / (sum(rates) / rates[0])
     name = f"emulated {MACHINE}: both paths over the drive alone, over what their rates add up to"
-    targets.append(Target.at_least(name, gained, 0.95))
+    run.at_least(name, gained, 0.95)
     return found
 
 
-def nodes(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
-    del folder, targets  # nothing is measured
+def nodes(run: Run) -> dict[str, Any]:
+    """Nothing is measured."""
     rows = []
     rates = find_rates(MACHINE).rates
-    for model, numel_of in PAPER_MODELS.items():
-        for count in NODES[:1] if smoke else NODES:
-            own = dataclasses.replace(rates, paths=rates.paths[:1])
-            shared = with_shared_path(rates, f"1={SHARED_BYTES_PER_S:.0f}", count)
-            for storage, of_node in (("its own drive", own), ("and a shared file system", shared)):
-                question = Question(
-                    params=numel_of(RANKS * count) // (1000 if smoke else 1),
-                    nodes=count,
-                    ranks=RANKS,
-                    rates=of_node,
-                    host_memory=0 if smoke else PAPER_HOST_BYTES,
-                    weights_on_gpu=True,
-                )
-                answer = ask(question)
-                plan = answer.plan
-                row = {
-                    "model": model,
-                    "ranks": question.all_ranks,
-                    "nodes": count,
-                    "storage": storage,
-                    "params": question.params,
-                    "resident_share": 1 - plan.home_bytes[Home.STREAMED] / plan.state_bytes,
-                    "step_s": answer.step_s,
-                    "bound_s": answer.estimate.bound_s,
-                    "bound_by": answer.estimate.bound_by,
-                }
-                print(
-                    f"  {model}, {row['ranks']} ranks, {storage}: {format_seconds(answer.step_s)}, {row['bound_by']}"
-                )
-                rows.append(row)
+    for (model, numel_of), count in itertools.product(PAPER_MODELS.items(), NODES[:1] if run.smoke else NODES):
+        own = dataclasses.replace(rates, paths=rates.paths[:1])
+        shared = with_shared_path(rates, f"1={SHARED_BYTES_PER_S:.0f}", count)
+        for storage, of_node in (("its own drive", own), ("and a shared file system", shared)):
+            question = Question(
+                params=numel_of(RANKS * count) // (1000 if run.smoke else 1),
+                nodes=count,
+                ranks=RANKS,
+                rates=of_node,
+                host_memory=0 if run.smoke else PAPER_HOST_BYTES,
+                weights_on_gpu=True,
+            )
+            answer = ask(question)
+            plan = answer.plan
+            row = {
+                "model": model,
+                "ranks": question.all_ranks,
+                "nodes": count,
+                "storage": storage,
+                "params": question.params,
+                "resident_share": 1 - plan.home_bytes[Home.STREAMED] / plan.state_bytes,
+                "step_s": answer.step_s,
+                "bound_s": answer.estimate.bound_s,
+                "bound_by": answer.estimate.bound_by,
+            }
+            print(f"  {model}, {row['ranks']} ranks, {storage}: {format_seconds(answer.step_s)}, {row['bound_by']}")
+            rows.append(row)
     return {
         "machine": MACHINE,
         "shared_bytes_per_s": SHARED_BYTES_PER_S,
@@ -313,55 +281,6 @@ def nodes(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     }
 
 
-SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
-    "parameters": parameters,
-    "resident": resident,
-    "paths": paths,
-    "lookahead": lookahead,
-    "subgroup": subgroup,
-    "ranks": ranks,
-    "published": published,
-    "nodes": nodes,
-}
-
-
-def picture(file: Path, results: dict[str, Any]) -> None:
-    """Draw every curve beside the least possible."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    results = {name: found for name, found in results.items() if "at" in found}
-    columns = max(1, min(3, len(results)))
-    rows = max(1, math.ceil(len(results) / columns))
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(3.8 * columns, 3 * rows), layout="constrained", squeeze=False
-    )
-    for place, (name, found) in zip(axes.flat, results.items(), strict=False):
-        place.plot(found["at"], found["step_s"], marker="o", color="#4878a8", label="measured")
-        place.plot(found["at"], found["least_s"], linestyle="--", color="#888888", label="least possible")
-        place.set_title(name, loc="left", fontsize=9)
-        place.set_xlabel(found["unit"], fontsize=8)
-        place.set_ylabel("seconds of a step", fontsize=8)
-        place.set_ylim(bottom=0)
-        if name in ("lookahead", "subgroup"):
-            place.set_xscale("log", base=2)
-        place.tick_params(labelsize=7)
-    axes.flat[0].legend(frameon=False, fontsize=7)
-    figure.savefig(file, dpi=110)
-
-
-def main() -> None:
-    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    require(args, {})
-    described = environment()
-    results, targets = run_sections(args, SECTIONS, args.smoke)
-    if args.picture:
-        picture(args.picture, results)
-    model = Model(Size(8, 1 << 12, 1, 0.0))
-    report(args, described, results, model.digest(), targets)
-
-
 if __name__ == "__main__":
-    main()
+    curves = (parameters, resident, paths, lookahead, subgroup, ranks, published, nodes)
+    main(__doc__, sections={each.__name__: each for each in curves}, path=True)

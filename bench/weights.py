@@ -9,22 +9,25 @@ max(compute, bytes over the rate of reading alone), for forward and for backward
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import torch
-from _common import Target, arguments, environment, progress, report
+from _harness import Option, Run, digest, main, medians
 
 SLOTS = 3
 READERS = 4
+OPTIONS = (
+    Option("width", 2048, 64),
+    Option("blocks", 8, 4),
+    Option("tokens", [128, 512], [16]),
+    Option("pairs", 7, 2),
+)
 
 Weights = list[torch.Tensor]
 
@@ -151,16 +154,8 @@ def median(turns: list[dict[str, float]], value: Callable[[dict[str, float]], fl
     return statistics.median(map(value, turns))
 
 
-def main() -> None:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512])
-    parser.add_argument("--pairs", type=int, default=7)
-    args = parser.parse_args()
-    if args.smoke:
-        args.width, args.blocks, args.tokens, args.pairs = 64, 4, [16], 2
-    described = environment(device="cpu")
+def measure(run: Run) -> None:
+    args, same = run.args, True
     generator = torch.Generator().manual_seed(0)
     shapes = ((args.width, 4 * args.width), (4 * args.width, args.width))
     blocks = [
@@ -168,43 +163,35 @@ def main() -> None:
         for _ in range(args.blocks)
     ]
     nbytes = args.blocks * sum(weight.nbytes for weight in blocks[0])
-    results: dict[str, Any] = {}
-    digest, same = hashlib.sha256(), True
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        memory, disk = InMemory(blocks), OnDisk(Path(folder), blocks)
-        for tokens in args.tokens:
-            x = torch.randn(tokens, args.width, generator=generator).bfloat16()
-            iteration(memory, args.blocks, x)
-            turns = []
-            for _ in range(args.pairs):
-                kept, expected = iteration(memory, args.blocks, x)
-                alone_s = reading_s(disk, args.blocks)
-                streamed, found = iteration(disk, args.blocks, x)
-                same = same and torch.equal(expected.view(torch.int16), found.view(torch.int16))
-                bound_s = sum(max(kept[part], alone_s) for part in ("forward_s", "backward_s"))
-                turn = {f"kept_{part}": s for part, s in kept.items()} | streamed
-                turns.append(turn | {"reading_s": alone_s, "bound_s": bound_s})
-            digest.update(expected.view(torch.uint8).numpy().tobytes())
-            row = {name: median(turns, lambda turn, name=name: turn[name]) for name in turns[0]}
-            row["over_bound"] = median(turns, lambda turn: (turn["forward_s"] + turn["backward_s"]) / turn["bound_s"])
-            row["over_memory"] = median(
-                turns, lambda t: (t["forward_s"] + t["backward_s"]) / (t["kept_forward_s"] + t["kept_backward_s"])
-            )
-            row["read_bytes_per_s"] = nbytes / row["reading_s"]
-            results[f"{tokens} tokens"] = row
-            print(
-                f"{tokens} tokens: {row['over_memory']:.2f} of the time with weights in memory, "
-                f"{row['over_bound']:.2f} of the bound; {row['read_bytes_per_s'] / 1e9:.2f} GB/s"
-            )
-            progress(f"{tokens} tokens")
-        disk.close()
-    targets = [
-        Target.at_most(f"{name}: iteration over its bound", row["over_bound"], 1.1) for name, row in results.items()
-    ]
-    targets.append(Target.at_least("outputs and gradients with weights on the disk, bit for bit", float(same), 1.0))
-    results["weight_bytes"], results["slot_bytes"] = nbytes, SLOTS * nbytes // args.blocks
-    report(args, described, results, digest.hexdigest()[:16], targets)
+    memory, disk = InMemory(blocks), OnDisk(run.folder, blocks)
+    for tokens in args.tokens:
+        x = torch.randn(tokens, args.width, generator=generator).bfloat16()
+        iteration(memory, args.blocks, x)
+        turns = []
+        for _ in range(args.pairs):
+            kept, expected = iteration(memory, args.blocks, x)
+            alone_s = reading_s(disk, args.blocks)
+            streamed, found = iteration(disk, args.blocks, x)
+            same = same and torch.equal(expected.view(torch.int16), found.view(torch.int16))
+            bound_s = sum(max(kept[part], alone_s) for part in ("forward_s", "backward_s"))
+            turn = {f"kept_{part}": s for part, s in kept.items()} | streamed
+            turns.append(turn | {"reading_s": alone_s, "bound_s": bound_s})
+        run.checksums.append(digest([expected]))
+        row = run.results[f"{tokens} tokens"] = medians(turns)
+        row["over_bound"] = median(turns, lambda turn: (turn["forward_s"] + turn["backward_s"]) / turn["bound_s"])
+        row["over_memory"] = median(
+            turns, lambda t: (t["forward_s"] + t["backward_s"]) / (t["kept_forward_s"] + t["kept_backward_s"])
+        )
+        row["read_bytes_per_s"] = nbytes / row["reading_s"]
+        print(
+            f"{tokens} tokens: {row['over_memory']:.2f} of the time with weights in memory, "
+            f"{row['over_bound']:.2f} of the bound; {row['read_bytes_per_s'] / 1e9:.2f} GB/s"
+        )
+        run.at_most(f"{tokens} tokens: iteration over its bound", row["over_bound"], 1.1)
+    disk.close()
+    run.at_least("outputs and gradients with weights on the disk, bit for bit", float(same), 1.0)
+    run.results |= {"weight_bytes": nbytes, "slot_bytes": SLOTS * nbytes // args.blocks}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu")

@@ -60,7 +60,7 @@ def update(gpu: Cuda) -> Found:
             with gpu.on(stream):
                 began = gpu.event(stream)
                 for _ in range(launches):
-                    kernel.update(table)
+                    kernel.update(kernel.send(table))
                 ended = gpu.event(stream)
             gpu.wait()
             if number:
@@ -185,7 +185,7 @@ def calls(gpu: Cuda) -> Found:
             "copy to the GPU": lambda: device.copy(DeviceLane.H2D, memory, host.address, nbytes),
             "copy from the GPU": lambda: device.copy(DeviceLane.D2H, host.address + nbytes, memory + nbytes, nbytes),
             "copy, each of another size": lambda: device.copy(DeviceLane.H2D, memory, host.address, next(sizes)),
-            "update of a segment": lambda: device.update(table),
+            "update of a segment": lambda: device.update(device.send_table(table)),
             "gradient_blocks": gather,
             "a visit": visit,
             "a visit, copied in 8 pieces each way": lambda: visit(nbytes // 8),

@@ -1,0 +1,282 @@
+"""How a benchmark is declared and run: options, sizes, sections and targets, from the command line to the report.
+
+A script has sections: functions that are given a `Run`, do so much work as its options and size say, note their
+targets in it and return what the report has of them. `main` does all around them. A script that measures in processes
+of its own has a `child`, which `in_process` starts and hands a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Kept, Target, arguments, end_with_parent, environment, progress, report
+from _needs import Need, require
+
+from offload.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one benchmark.
+
+    Attributes:
+        name: In `Run.args`, where it has underscores.
+        full: Its default, of the type that is wanted; a list takes several.
+        smoke: Its value in a tiny run, whatever was asked for; None for as it is.
+        help: What it is.
+        read: Makes a value of the option's name and its text.
+        more: Other arguments of `add_argument`.
+    """
+
+    name: str
+    full: Any
+    smoke: Any = None
+    help: str = ""
+    read: Callable[[str, str], Any] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(self, parser: argparse.ArgumentParser) -> None:
+        """Let a parser know it."""
+        first = self.full[0] if isinstance(self.full, list) else self.full
+        how: dict[str, Any] = {"default": self.full, "help": f"{self.help} (default: %(default)s)".strip()}
+        if isinstance(self.full, bool):
+            how = {"action": "store_true", "help": self.help}
+        elif first is not None and self.read is None:
+            how["type"] = type(first)
+        if isinstance(self.full, list):
+            how["nargs"] = "*"
+        parser.add_argument(f"--{self.name.replace('_', '-')}", **how | dict(self.more))
+
+    def settle(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Put its value into `args`: that of a tiny run, or what its text is read as."""
+        if args.smoke and self.smoke is not None:
+            setattr(args, self.name, self.smoke)
+        text = getattr(args, self.name)
+        if self.read is not None and isinstance(text, str):
+            try:
+                setattr(args, self.name, self.read(f"--{self.name}", text))
+            except ConfigError as error:
+                parser.error(str(error))
+
+
+@dataclass
+class Run:
+    """A run of a benchmark: what it is told, and what it has found so far.
+
+    Attributes:
+        args: The command's options.
+        described: Of the machine, the versions and the commit; see `environment`.
+        size: How much a section does.
+        missing: What cannot run, and why.
+        kept: What a run that was stopped has found.
+        folder: On the disk to measure; of the section alone, and deleted behind it.
+        results: Of the report.
+        targets: Of the report.
+        checksums: Of what was computed.
+        failed: What makes the command fail, although there is a report.
+    """
+
+    args: argparse.Namespace
+    described: Row
+    size: Any
+    missing: dict[str, str]
+    kept: Kept
+    folder: Path = Path()
+    results: Row = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+    checksums: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def smoke(self) -> bool:
+        """Whether it is a tiny one."""
+        return bool(self.args.smoke)
+
+    def at_least(self, name: str, value: float | None, target: float, note: str = "") -> None:
+        """Note a promise that a value is `target` or more; None if it was not measured (`note` says why)."""
+        self.targets.append(Target.at_least(name, value, target, note))
+
+    def at_most(self, name: str, value: float | None, target: float, note: str = "") -> None:
+        """Note a promise that a value is `target` or less."""
+        self.targets.append(Target.at_most(name, value, target, note))
+
+    def same(self, what: str, digests: Iterable[Any]) -> Any:
+        """Return what all digests are.
+
+        Raises:
+            SystemExit: They are not all the same.
+        """
+        found = set(digests)
+        if len(found) != 1:
+            raise SystemExit(f"{what}: {found}")
+        return found.pop()
+
+    def place(self, name: str = "") -> Path:
+        """Return a new folder in this one."""
+        return Path(tempfile.mkdtemp(prefix=name, dir=self.folder))
+
+    @contextlib.contextmanager
+    def brief_place(self) -> Iterator[Path]:
+        """Yield a new folder in this one, deleted behind it: for much that nobody needs any more."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            yield Path(folder)
+
+
+Section = Callable[[Run], Any]
+
+
+def main(
+    question: str | None,
+    measure: Section | None = None,
+    *,
+    sections: Mapping[str, Section] | Sequence[str] = (),
+    options: Sequence[Option] = (),
+    sizes: tuple[Any, Any] = (None, None),
+    device: str | None = None,
+    path: bool = False,
+    picture: Callable[[Path, Row], None] | None = None,
+    runs: bool = False,
+    needs: Callable[[argparse.Namespace], Mapping[str, Sequence[Need]]] = lambda args: {},
+    child: Callable[[Any], Any] | None = None,
+    instead: Callable[[argparse.Namespace], bool] = lambda args: False,
+) -> None:
+    """Run a benchmark from the command line.
+
+    Args:
+        question: What it asks: the script's docstring.
+        measure: What it does, if that is not by sections.
+        sections: What it does, by name; each can be run alone. Names alone, where `measure` does all that are chosen.
+        options: Its own.
+        sizes: How much is done: tiny, and full.
+        device: Where a model is trained, if one is.
+        path: Whether it writes to a disk, so that the user may choose which.
+        picture: Draws the results to a file.
+        runs: Whether it can go on where a run was stopped.
+        needs: What contenders or sections need, by what the command says.
+        child: What its processes do; gets the request of `in_process` and returns the answer.
+        instead: Does something else, where an option says so; returns whether it did.
+    """
+    if child is not None and sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(json.loads(sys.argv[2]))))
+        return
+    parser = arguments(question, path=path, picture=picture is not None, runs=runs, sections=sections)
+    for option in options:
+        option.add(parser)
+    args = parser.parse_args()
+    for option in options:
+        option.settle(args, parser)
+    if instead(args):
+        return
+    missing = require(args, needs(args))
+    described = environment(device=getattr(args, "device", device))
+    chosen = {option.name: getattr(args, option.name) for option in options}
+    kept = Kept(getattr(args, "runs", None), described["commit"], described.get("compute"), args.smoke, chosen)
+    run = Run(args, described, sizes[0 if args.smoke else 1], missing, kept)
+    # That all paths lie on one device is why they are throttled.
+    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
+    for name in args.sections if measure is None else ("",):
+        if name:
+            print(f"{name}:")
+            progress(name)
+        with tempfile.TemporaryDirectory(dir=getattr(args, "path", None)) as folder:
+            run.folder = Path(folder)
+            if measure is not None:
+                measure(run)
+            else:
+                run.results[name] = sections[name](run)
+    if picture is not None and args.picture:
+        picture(args.picture, run.results)
+    checksum = "-".join(run.checksums) or "none of the chosen sections computes"
+    report(args, described, run.results, checksum, run.targets)
+    if run.failed:
+        raise SystemExit(f"failed: {', '.join(run.failed)}")
+
+
+def in_process(script: str, request: Any, **variables: str) -> Any:
+    """Return what a script's `child` answers to a request, in a process of its own.
+
+    Raises:
+        SystemExit: It failed; with the end of what it said.
+    """
+    command = [sys.executable, script, "--child", json.dumps(request)]
+    environ = {**os.environ, **variables}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=end_with_parent, env=environ
+    )
+    if done.returncode:
+        raise SystemExit(f"{request} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def spawned(work: Callable[..., None], count: int, *given: Any) -> Iterator[list[Connection]]:
+    """Start processes that do `work(pipe, *given)`; yield the other ends of their pipes, and wait for their ends."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=work, args=(theirs, *given)))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        yield pipes
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.close()
+            process.join(60)
+
+
+# Rounds and what is made of them
+
+
+def turns(contenders: Iterable[Any], rounds: int, settling: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield contenders in turns, another one first in each round, with the number of the round.
+
+    Args:
+        contenders: Anything.
+        rounds: That count; numbers from 0 on.
+        settling: That come before these; numbers below 0.
+    """
+    every = list(contenders)
+    for number in range(-settling, rounds):
+        first = number % len(every)
+        for each in (*every[first:], *every[:first]):
+            yield number, each
+        progress(f"round {number + 1}/{rounds}")
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each figure of some rows."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def ratio(over: Iterable[float], under: Iterable[float]) -> float:
+    """Return the median of the ratios of two series, taken within a round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return what tells the values of some tensors from others."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
