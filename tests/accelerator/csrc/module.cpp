@@ -15,12 +15,17 @@ namespace {
 
 void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
 
+// A Python function that any thread may call, and the last one drop.
+std::shared_ptr<py::function> shared(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* dropped) {
+            const py::gil_scoped_acquire held;
+            delete dropped;
+          }};
+}
+
 // A function of Python's as a task. Its error is the device's, as any task's is.
 void launch(c10::Stream stream, const std::string& name, py::function function) {
-  const std::shared_ptr<py::function> kept(new py::function(std::move(function)), [](py::function* dropped) {
-    const py::gil_scoped_acquire held;
-    delete dropped;
-  });
+  const auto kept = shared(std::move(function));
   const py::gil_scoped_release released;
   put(stream, name, [kept] {
     const py::gil_scoped_acquire held;
@@ -29,6 +34,13 @@ void launch(c10::Stream stream, const std::string& name, py::function function) 
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(error.what());
     }
+  });
+}
+
+c10::intrusive_ptr<c10d::Backend> group_that_tells(c10::intrusive_ptr<c10d::Backend> host, py::function told) {
+  return make_group(std::move(host), [told = shared(std::move(told))](const std::string& name) {
+    const py::gil_scoped_acquire held;
+    (*told)(name);
   });
 }
 
@@ -72,6 +84,6 @@ PYBIND11_MODULE(_late, module) {
   module.def("forget_errors", &forget_errors);
   module.def("counts", &counts_of_operators);
   module.def("default_generator", [](int device) { return default_generator(c10::DeviceIndex(device)); });
-  module.def("make_group", &make_group);
+  module.def("make_group", &group_that_tells);
   module.def("stop", &stop);
 }
