@@ -2,7 +2,7 @@
 
 A device's backend of collectives, as NCCL, has a kernel on each rank wait there for the others'. Kernels of two
 groups that ranks have launched in different orders may wait for each other for ever, wherever they do not fit on the
-device at once (torch.distributed, "using multiple NCCL communicators concurrently"; NCCL, `NCCL_LAUNCH_ORDER_IMPLICIT`).
+device at once (torch.distributed, "using multiple NCCL communicators concurrently"; its NCCL_LAUNCH_ORDER_IMPLICIT).
 gloo does not mind, so each rank notes what it issues, and ranks compare notes when they end.
 
 The order of one run says little, as threads may have been lucky. So a thread of a library's own issues none: nothing

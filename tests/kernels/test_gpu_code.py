@@ -80,9 +80,9 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return kernels(*request.param, tmp_path_factory.mktemp("triton"))
 
 
-def kernels(capability: int, folder: Path | None, cache: Path) -> list[dict[str, Any]]:
+def kernels(capability: int, folder: Path | None, cache: Path, **variables: str) -> list[dict[str, Any]]:
     """Return what each kernel is compiled to, by this environment's Triton or by the one in a folder."""
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache))
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), **variables)
     environment.pop("TRITON_INTERPRET", None)
     if folder is not None:
         if not folder.is_dir():
@@ -94,6 +94,21 @@ def kernels(capability: int, folder: Path | None, cache: Path) -> list[dict[str,
     version, *lines = done.stdout.splitlines()
     assert folder is None or OLDEST_VERSION.match(version), version
     return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_nothing_asserts_that_no_integer_overflows(tmp_path: Path) -> None:
+    """Under TRITON_DEBUG=1 that would end the process's use of the device: hashes do."""
+    lines = kernels(90, None, tmp_path, TRITON_DEBUG="1")
+    assert {line["kernel"] for line in lines if not line["changed"]} == {
+        "update",
+        "gather",
+        "gather_rows",
+        "fingerprint_rows",
+        "copy_pieces",
+    }
+    for line in lines:
+        assert (line["asserts"] > 0) is bool(line["changed"]), line["kernel"]
 
 
 def wrongly_rounded(ptx: dict[str, int]) -> set[str]:
