@@ -207,6 +207,11 @@ def counts() -> dict[str, Any]:
     return _native.counts()  # type: ignore[no-any-return]
 
 
+def host_waits() -> dict[int, int]:
+    """Return how often threads of the host have waited for work that was not done, by the system's name for each."""
+    return _native.host_waits()  # type: ignore[no-any-return]
+
+
 def streams() -> list[tuple[int, int, int, int]]:
     """Return (device, id, tasks put, tasks done) of all streams that have been used."""
     return _native.list_streams()  # type: ignore[no-any-return]

@@ -1,4 +1,7 @@
-"""Compiles the GPU's kernels, for which no GPU is needed: prints Triton's version, then a line of JSON for each."""
+"""Compiles the GPU's kernels, for which no GPU is needed: prints Triton's version, then a line of JSON for each.
+
+`compile_kernels.py CAPABILITY OPTIONS`: JSON of how each kernel is compiled; others are left out.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from triton.compiler import ASTSource
 from offload.dtypes import DtypeCode
 from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS
 from offload.kernels import triton_kernels
-from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES, COPY_OPTIONS, GATHER_OPTIONS, UPDATE_OPTIONS
+from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
 from offload.rules import ADAMW, RULES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
+OPTIONS: dict[str, dict[str, Any]] = json.loads(sys.argv[2])
 ADDRESSES = ("source", "numel", "blocks", "destination")
 OPERATION = re.compile(r"\s+(?:/\*[0-9a-f]{4,}\*/\s+)?(?:@!?%?\w+\s+)?([a-zA-Z][\w.:]*)")
 
@@ -39,17 +43,9 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
     divisible = [["tt.divisibility", 16]]
     pointers = {(number,): divisible for number, name in enumerate(function.arg_names) if "*" in signature[name]}
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=pointers)
-    options = (
-        {
-            "update": UPDATE_OPTIONS,
-            "gather": GATHER_OPTIONS,
-            "gather_rows": GATHER_OPTIONS,
-            "fingerprint_rows": GATHER_OPTIONS,
-            "copy_pieces": COPY_OPTIONS,
-        }[kernel]
-        | {"debug": "TRITON_DEBUG" in os.environ}
-        | changed
-    )  # as a launch takes it
+    if kernel not in OPTIONS:
+        return
+    options = OPTIONS[kernel] | {"debug": "TRITON_DEBUG" in os.environ} | changed  # as a launch takes it
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     sass = ""
     if CUOBJDUMP.exists():

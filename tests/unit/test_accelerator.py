@@ -18,7 +18,9 @@ import torch
 from accelerator import late
 
 from offload import backends
+from offload._native import CompletionQueue
 from offload.device import accelerator as module
+from offload.device.lanes import GpuLanes
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.formats import EXACT, FORMATS, StateFormat
@@ -260,6 +262,46 @@ def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(device: module.Ac
             torch.full((1 << 20,), 8.0, device=here())
         reader.synchronize()
         assert bool((copy.cpu() == 7.0).all())
+
+
+@ON_LATE
+@pytest.mark.parametrize("lane", LANES)
+def test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far(
+    lane: DeviceLane, device: module.AcceleratorDevice
+) -> None:
+    wanted = torch.full((4096,), 7, dtype=torch.uint8, device="cpu")
+    found = torch.zeros(4096, dtype=torch.uint8, device="cpu")
+    with torch.accelerator.device_index(INDEX):
+        address = device.allocate(4096, device.caller())
+        torch.accelerator.synchronize()
+        device.copy(DeviceLane.H2D, address, wanted.data_ptr(), 4096)
+        torch.accelerator.synchronize()
+        device.pin(found.data_ptr(), 4096)
+        device.pin(wanted.data_ptr(), 4096)
+        with late.held(device.stream(lane)):
+            if lane is DeviceLane.H2D:
+                device.copy(lane, address, wanted.data_ptr(), 4096)
+            else:
+                device.copy(lane, found.data_ptr(), address, 4096)
+            device.return_borrowed()
+            taken = [torch.full((4096,), 8, dtype=torch.uint8, device=here()) for _ in range(4)]
+        torch.accelerator.synchronize()
+        device.unpin(found.data_ptr())
+        device.unpin(wanted.data_ptr())
+    assert lane is DeviceLane.H2D or torch.equal(found, wanted)
+    assert all(bool((tensor.cpu() == 8).all()) for tensor in taken)
+
+
+@ON_LATE
+def test_memory_is_unpinned_while_it_is_there(device: module.AcceleratorDevice) -> None:
+    """Afterwards its addresses may be somebody else's."""
+    before = late.registered()
+    with torch.accelerator.device_index(INDEX):
+        lanes = GpuLanes(device, CompletionQueue())
+        arena = lanes.arena(1 << 20)
+        assert len(late.registered()) > len(before)
+        lanes.give_back(arena)
+    assert late.registered() == before
 
 
 @ON_LATE

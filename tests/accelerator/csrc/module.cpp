@@ -1,5 +1,6 @@
 // What Python calls; late.py says what each does.
 #include <ATen/Context.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "group.h"
@@ -72,6 +73,7 @@ PYBIND11_MODULE(_late, module) {
   module.def("run_last", [](c10::Stream stream, bool last) { run_last(key(stream), last); });
   module.def("dawdle", [](c10::Stream stream, bool dawdles) { dawdle(key(stream), dawdles); });
   module.def("is_waited_for", [](c10::Stream stream) { return is_waited_for(key(stream)); });
+  module.def("host_waits", &host_waits);
   module.def("set_delays", [](std::int64_t least_us, std::int64_t most_us, std::uint64_t seed) {
     set_delays(least_us, most_us, seed);
   });
