@@ -179,7 +179,7 @@ READ = (
         "a-stream-of-the-common-class",
         "the current stream is one of torch's common class",
         'torch 2.11: "invalid device ordinal" at the first mark',
-        in_cuda_row(current_stream=torch.accelerator.current_stream),
+        in_cuda_row(current_stream=lambda device: torch.Stream(stream_id=0, device_index=0, device_type=1)),
         found_by="tests/unit/test_cuda_row.py::test_streams_and_events_are_of_the_classes_that_take_each_other[strict]",
     ),
     CudaMistake(
@@ -250,7 +250,7 @@ MADE = (
         "threads do not leave captures by other threads alone",
         "a CUDA graph that the user captures fails, now and then",
         in_cuda_row(relax_captures=lambda: None),
-        found_by="tests/unit/test_cuda_row.py::test_threads_leave_captures_of_others_alone",
+        found_by="tests/unit/test_cuda_row.py::test_threads_leave_captures_of_others_alone[strict]",
     ),
     CudaMistake(
         "last-in-the-queue",

@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,8 @@ from accelerator import late
 from offload import backends
 from offload.backends import working_on
 from offload.device import accelerator, pieces
-from offload.plan import budget
+from offload.plan import budget, planner
+from offload.session import parts
 
 pytestmark = [
     pytest.mark.late(shared=True),
@@ -41,10 +43,14 @@ WIDTH, DEPTH, BATCH, STEPS = 64, 6, 4, 3
 
 
 @pytest.fixture(autouse=True)
-def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's pieces are copied alone and together."""
+def _small_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's pieces are copied alone and together; a test's name says how many slots the device has."""
     for module in (pieces, budget):
         monkeypatch.setattr(module, "LEAST_COPY_BYTES", 6000)
+    slots = 1 + zlib.crc32(request.node.nodeid.encode()) % 6
+    for module in (budget, planner, parts):
+        monkeypatch.setattr(module, "GPU_STAGING_SLOTS", slots)
+    monkeypatch.setitem(budget.make_plan.__kwdefaults__, "gpu_slots", slots)
 
 
 @pytest.fixture
