@@ -1,13 +1,15 @@
 """What `torch.cuda` and the driver below it insist on, and the test accelerator, of torch's own classes, does not.
 
-`StrictCuda` takes the place of `offload.backends.cuda`. Each rule has its source; `tests/unit/test_cuda_row.py` runs
-the same tests on `torch.cuda` where there is one.
+`StrictCuda` takes the place of `offload.backends.cuda`. Each rule has its source, files and lines of torch 2.13;
+`tests/unit/test_cuda_row.py` runs the same tests on `torch.cuda` where there is one. It cannot there where nothing
+tells: with which flags an event was made, and for which devices memory is registered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +23,10 @@ ALREADY_REGISTERED = 712
 
 
 class Stream:
-    """Its own class: `torch.Stream` is no `torch.cuda.Stream` (torch/cuda/streams.py).
+    """Its own class: `torch.Stream` is no `torch.cuda.Stream` (torch/cuda/streams.py:17).
 
-    The lower the priority's number the earlier its work goes; -1 is the greatest, and 0 the least that there is
-    (torch.cuda.Stream, "priority"; cudaDeviceGetStreamPriorityRange). A positive one is not refused, and counts as 0.
+    The lower the priority's number the earlier its work goes, and 0 is the least that there is. A positive one is not
+    refused, and counts as 0 (torch/cuda/streams.py:29; c10/cuda/CUDAStream.h:177).
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
@@ -34,8 +36,9 @@ class Stream:
 class Event:
     """Takes streams of its own class alone; torch 2.11 says "invalid device ordinal" of others (pytorch #173792).
 
-    Who waits for one that was not made with `blocking` spins (cudaEventBlockingSync, c10/cuda/CUDAEvent.h); the time
-    of one that was not made with `enable_timing` is not told.
+    Who waits for one that was not made with `blocking` spins (torch/cuda/streams.py:174; cudaEventBlockingSync in the
+    runtime's reference); the time of one that was not made with `enable_timing` is not told
+    (c10/cuda/CUDAEvent.h:199).
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -48,11 +51,12 @@ class Event:
 
 
 class Runtime:
-    """The few calls that torch.cuda.cudart() has (torch/csrc/cuda/shared/cudart.cpp).
+    """The few calls that torch.cuda.cudart() has (torch/csrc/cuda/shared/cudart.cpp, "HostRegister").
 
-    A call that is refused returns its error and leaves it as the thread's last one, which only a launch takes:
-    `C10_CUDA_KERNEL_LAUNCH_CHECK` raises what it finds (c10/cuda/CUDAException.h). Memory that is set or copied does
-    not launch; `zero_` is a memset from pytorch #195303 on.
+    A call that is refused returns its error and leaves it as the thread's last one ("cudaGetLastError" in the
+    runtime's reference), which only a launch takes: C10_CUDA_KERNEL_LAUNCH_CHECK raises what it finds
+    (c10/cuda/CUDAException.h:72). Memory that is set or copied does not launch; `zero_` is a memset from pytorch
+    #195303 on. Memory is registered for all devices by a flag alone (cudaHostRegisterPortable, "cudaHostRegister").
     """
 
     def __init__(self, cuda: StrictCuda) -> None:
@@ -87,7 +91,7 @@ class StrictCuda:
         most_bytes: Of host memory that can be registered.
         registered: Size and flags of what is, by address.
         last_error: Of the thread.
-        capture_modes: Those that threads have taken for themselves.
+        capture_mode: Each thread's.
     """
 
     Stream, Event = Stream, Event
@@ -96,7 +100,7 @@ class StrictCuda:
         self.most_bytes = most_bytes
         self.registered: dict[int, tuple[int, int]] = {}
         self.last_error = 0
-        self.capture_modes: list[int] = []
+        self.capture_mode = threading.local()
         self.current = Stream()
 
     def cudart(self) -> Runtime:
@@ -153,7 +157,11 @@ class FarTensor:
 
 
 def opened(cuda: StrictCuda) -> Any:
-    """Return what stands for `ctypes.CDLL`: the runtime's own library, with the one call that is asked of it."""
+    """Return what stands for `ctypes.CDLL`: the runtime's own library, with the one call that is asked of it.
+
+    A thread's mode is exchanged for another, and the call writes the one that it had; each thread begins with the
+    global one, 0 ("cudaThreadExchangeStreamCaptureMode" in the runtime's reference).
+    """
 
     class Library:
         def __init__(self, name: str) -> None:
@@ -161,6 +169,12 @@ def opened(cuda: StrictCuda) -> Any:
 
         def __getitem__(self, name: str) -> Any:
             assert name == "cudaThreadExchangeStreamCaptureMode"
-            return lambda mode: cuda.capture_modes.append(ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0])
+
+            def exchange(mode: Any) -> None:
+                there = ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))
+                before = getattr(cuda.capture_mode, "value", 0)
+                cuda.capture_mode.value, there[0] = there[0], before
+
+            return exchange
 
     return Library

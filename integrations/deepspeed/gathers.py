@@ -14,7 +14,7 @@ import torch
 
 from offload import Engine
 from offload.integrations.deepspeed.pieces import Piece
-from offload.optim.exchange import BUCKET_BYTES, UNUSED, Bucket, Exchange
+from offload.optim.exchange import BUCKET_BYTES, UNUSED, Bucket, Exchange, all_gather
 from offload.optim.overlap import FollowedModel
 from offload.optim.pace import Pace
 
@@ -164,10 +164,11 @@ class Gathers:
         place = self._places[number]
         parts = [part.detach()[place.start : place.stop] for part in self._parts[place.flat]]
 
-        def gather(mesh: Any, notes: torch.Tensor) -> None:
-            rank, group = mesh.get_local_rank(), mesh.get_group()
-            torch.distributed.all_gather(parts, parts[rank], group=group)
-            torch.distributed.all_gather_into_tensor(notes, notes[rank : rank + 1].clone(), group=group)
+        def gather(mesh: Any) -> None:
+            rank = mesh.get_local_rank()
+            for other, found in enumerate(all_gather(parts[rank], mesh)):
+                if other != rank:
+                    parts[other].copy_(found)
 
         return Bucket([number], self._pieces_of[number], gather)
 

@@ -45,7 +45,7 @@ class DeviceKernel(ABC):
     """Where the memory lies that tables and addresses point at."""
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:  # noqa: B027
-        """Compile and load what aligned gradients and weights need, so that nothing waits for that later.
+        """Compile and load what updates and gradients need, so that nothing waits for that later.
 
         Args:
             rule: The update rule.

@@ -11,10 +11,12 @@ tests.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,10 +40,18 @@ BLOCK_NUMEL = 1024
 COPY_BLOCK_BYTES = 4096
 """Bytes that one program of a copy of pieces copies."""
 
-UPDATE_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
-"""How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "sanitize_overflow": False}
+UPDATE_OPTIONS: dict[str, Any] = {"num_warps": 4, **_EXACT}
+GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, **_EXACT}
+COPY_OPTIONS: dict[str, Any] = {"num_warps": 4, "sanitize_overflow": False}
+"""How the kernels are compiled.
+
+Without fused multiply-add, which rounds once where the definition rounds twice. Under `TRITON_DEBUG=1` without the
+assertions that no integer overflows: products of hashes do.
+"""
+
+FIRST_LAUNCH = threading.Lock()
+"""Held where a kernel may be loaded: other threads find it before it can be launched (Triton, `_init_handles`)."""
 
 _LEAST_WORDS = 512  # of a table's memory that is used again
 _ROW_WORDS = SEGMENT_DTYPE.itemsize // 8
@@ -63,6 +73,7 @@ class GpuUpdateKernel(DeviceKernel):
     """
 
     def __init__(self, device: torch.device | str | None = None, to_device: Any = None) -> None:
+        self._launched: set[tuple[int, ...]] = set()
         compiles = device is None or torch.device(device).type != "cpu"
         self.device, backend = accelerator(device) if compiles else (torch.device("cpu"), None)
         chosen = str(self.device)
@@ -88,25 +99,30 @@ class GpuUpdateKernel(DeviceKernel):
         with self._current():
             table = torch.empty(2, dtype=torch.int64, device=self.device)
             pieces = table.view(torch.int32)
-            self._kernels.copy_pieces[(0,)](table, pieces, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
+            self._launch(self._kernels.copy_pieces, 0, table, pieces, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
             for gradient, weight, state_format in kinds:
-                self._kernels.update[(0,)](
-                    table,
-                    pieces,
-                    0,
-                    RULE=rule.code,
-                    STATES=len(rule.state),
-                    GRADIENT=int(gradient),
-                    WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
-                    ALIGNED=True,
-                    STATE_FORMAT=state_format,
-                    BLOCK=BLOCK_NUMEL,
-                    **UPDATE_OPTIONS,
-                )
+                for has, aligned in product((gradient, DtypeCode.NONE), (True, False)):
+                    self._launch(
+                        self._kernels.update,
+                        0,
+                        table,
+                        pieces,
+                        0,
+                        RULE=rule.code,
+                        STATES=len(rule.state),
+                        GRADIENT=int(has),
+                        WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
+                        ALIGNED=aligned,
+                        STATE_FORMAT=state_format,
+                        BLOCK=BLOCK_NUMEL,
+                        **UPDATE_OPTIONS,
+                    )
                 for of_rows in (self._kernels.gather_rows, self._kernels.fingerprint_rows):
-                    of_rows[(0,)](table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
-                for adds in (False, True):
-                    self._kernels.gather[(0,)](
+                    self._launch(of_rows, 0, table, pieces, SOURCE=int(gradient), **GATHER_OPTIONS)
+                for adds, aligned in product((False, True), (True, False)):
+                    self._launch(
+                        self._kernels.gather,
+                        0,
                         _SOME_ADDRESS,
                         BLOCK_NUMEL,
                         _SOME_ADDRESS,
@@ -114,7 +130,7 @@ class GpuUpdateKernel(DeviceKernel):
                         SOURCE=int(gradient),
                         DESTINATION=int(gradient) if adds else int(DtypeCode.NONE),
                         ACCUMULATE=adds,
-                        ALIGNED=True,
+                        ALIGNED=aligned,
                         **GATHER_OPTIONS,
                     )
 
@@ -137,7 +153,9 @@ class GpuUpdateKernel(DeviceKernel):
         with self._current(), self._tables.lend(table) as there:
             begin, programs = 0, there[first:].view(torch.int32)
             for rule, state_format, gradient, weight, aligned, count in launches:
-                self._kernels.update[(count,)](
+                self._launch(
+                    self._kernels.update,
+                    count,
                     there,
                     programs,
                     begin,
@@ -158,7 +176,9 @@ class GpuUpdateKernel(DeviceKernel):
         (source_address, source_code), (slot_address, slot_code) = source, slot
         aligned = [address % (4 * int(SLOT_BYTES[code])) == 0 for address, code in (source, slot)]
         with self._current():
-            self._kernels.gather[(blocks_numel(numel),)](
+            self._launch(
+                self._kernels.gather,
+                blocks_numel(numel),
                 source_address,
                 numel,
                 blocks,
@@ -194,7 +214,14 @@ class GpuUpdateKernel(DeviceKernel):
         count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
         self._tables.send(table, first + count)
         with self._current(), self._tables.lend(table) as there:
-            kernel[(count,)](there, there[first:].view(torch.int32), **options)
+            self._launch(kernel, count, there, there[first:].view(torch.int32), **options)
+
+    def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        """Launch a kernel; what may have to be compiled or loaded for that, by one thread at a time."""
+        variant = (id(kernel), *map(_compiled_for, arguments), *options.values())
+        with contextlib.nullcontext() if variant in self._launched else FIRST_LAUNCH:
+            kernel[(programs,)](*arguments, **options)
+            self._launched.add(variant)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""
@@ -308,3 +335,10 @@ class Uploads(Tables):
 def _programs_at(words: int) -> int:
     """Return where programs begin behind a table: at a multiple of 16 bytes, which Triton compiles for."""
     return words + words % 2
+
+
+def _compiled_for(argument: Any) -> int:
+    """Return what Triton tells arguments apart by: how a pointer is aligned, or the value and size of an integer."""
+    if isinstance(argument, int):
+        return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (argument >= 1 << 31)
+    return int(argument.data_ptr() % 16 == 0)

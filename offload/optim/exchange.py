@@ -2,7 +2,13 @@
 
 A rank updates its part of the weights and needs those of others. Of a pending step they are exchanged bucket by
 bucket, in an order on which ranks agree as it begins, by a thread: so no rank waits in it for the caller of another,
-who may evaluate alone, write a file, or use other modules. The collectives have a process group of their own.
+who may evaluate alone, write a file, or use other modules.
+
+The collectives have a process group of their own, of gloo, and weights on an accelerator go through host memory. A
+collective of NCCL's is a kernel that waits on its device for those of other ranks; so ranks have to issue all of them
+in one order, whatever their groups are (pytorch #131895, #175145). Nobody can say in which order this thread comes
+beside a program that has collectives of its own in forward and backward. gloo's wait on the host, where each thread
+has its own.
 
 A rank whose step fails says so with the buckets that it still exchanges, so that no other waits for it for ever.
 
@@ -19,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import waits
-from offload.backends import working_on
+from offload.backends import accelerator, working_on
 from offload.errors import SessionBrokenError
 from offload.session.engine import Engine
 
@@ -36,13 +42,13 @@ class Bucket(NamedTuple):
     Attributes:
         keys: By these others wait for it.
         positions: What the engine of this rank updates of it.
-        gather: Has all ranks exchange it, given a mesh of the exchange's own and a note of each rank (bool, shape
-            [ranks]; a rank sets its own).
+        gather: Has all ranks exchange it, given a mesh of the exchange's own. Its collectives are for host memory:
+            `all_gather` and `broadcast` go there and back.
     """
 
     keys: Sequence[Hashable]
     positions: Sequence[int]
-    gather: Callable[[Any, torch.Tensor], None]
+    gather: Callable[[Any], None]
 
 
 class Exchange:
@@ -50,7 +56,7 @@ class Exchange:
 
     Args:
         group: Of the ranks, of which each updates some of the weights.
-        device: Where weights are. On an accelerator a stream of the exchange's own brings them, and whoever waits for
+        device: Where weights are. On an accelerator a stream of the exchange's own copies them, and whoever waits for
             a bucket waits until it is there.
     """
 
@@ -58,10 +64,11 @@ class Exchange:
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = torch.distributed.get_process_group_ranks(group)
-        self._device = device
-        self._group: Any = torch.distributed.new_group(ranks)
-        self._mesh: Any = DeviceMesh.from_group(self._group, device.type)
+        self._copies = None if device.type == "cpu" else _Copies(device)
+        self._group: Any = torch.distributed.new_group(ranks, backend="gloo")
+        self._mesh: Any = DeviceMesh.from_group(self._group, "cpu")
         self._latches: dict[Hashable, waits.Latch] = {}
+        self._landed: dict[Hashable, Any] = {}  # events behind copies to an accelerator
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_lost = False  # whether a rank has failed: weights here are of no step
@@ -80,7 +87,7 @@ class Exchange:
         Returns:
             Rows of (place, number of the thing): its first place on any rank.
         """
-        found = torch.tensor(places, dtype=torch.int64, device=self._device)
+        found = torch.tensor(places, dtype=torch.int64, device="cpu")
         torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return sorted(zip(found.tolist(), range(len(places)), strict=True))
 
@@ -93,7 +100,10 @@ class Exchange:
         """
         latches = [waits.Latch() for _ in buckets]
         self._latches = {key: latch for bucket, latch in zip(buckets, latches, strict=True) for key in bucket.keys}
-        work = (engine, buckets, latches, not engine.is_pending, _stream_behind(self._device))
+        self._landed = {}
+        if self._copies is not None:
+            self._copies.follow()
+        work = (engine, buckets, latches, not engine.is_pending)
         self._thread = threading.Thread(target=self._run, args=work, name="offload-exchange", daemon=True)
         self._thread.start()
 
@@ -103,22 +113,25 @@ class Exchange:
         buckets: Sequence[Bucket],
         latches: Sequence[waits.Latch],
         has_failed: bool,
-        stream: contextlib.AbstractContextManager[Any],
     ) -> None:
         """Exchange one bucket after the other; on a thread."""
+        copies = self._copies
         try:
-            with stream:
+            with contextlib.nullcontext() if copies is None else copies.stream_is_current():
                 for bucket, latch in zip(buckets, latches, strict=True):
                     try:
                         engine.wait_for(bucket.positions, on_any_stream=True)
                     except Exception as error:
                         self._error = self._error or error
                     has_failed |= self._error is not None or engine.broken is not None
-                    notes = torch.full((self._mesh.size(),), has_failed, dtype=torch.bool, device=self._device)
-                    bucket.gather(self._mesh, notes)
-                    is_lost = bool(notes.any())  # which waits for an accelerator
-                    self._is_lost |= is_lost and not has_failed
+                    bucket.gather(self._mesh)
+                    failures = all_gather(torch.tensor([has_failed], dtype=torch.bool, device="cpu"), self._mesh)
+                    self._is_lost |= bool(failures.any()) and not has_failed
+                    if copies is not None:
+                        self._landed |= dict.fromkeys(bucket.keys, copies.mark())
                     latch.set()
+                if copies is not None:
+                    copies.mark().synchronize()
         except Exception as error:  # of a collective: a rank has ended
             self._is_lost = True
             self._error = self._error or error
@@ -138,6 +151,8 @@ class Exchange:
             for key in keys:
                 if (latch := self._latches.get(key)) is not None and not latch.is_set():
                     waits.wait_for(latch.wait, lambda: "weights that other ranks update")
+                if (landed := self._landed.get(key)) is not None:
+                    landed.synchronize()
             self._raise()
 
     def finish(self) -> None:
@@ -164,19 +179,72 @@ class Exchange:
                 torch.distributed.destroy_process_group(self._group)
 
 
-@contextlib.contextmanager
-def _working_on(stream: torch.Stream) -> Iterator[None]:
-    with torch.accelerator.device_index(stream.device.index), working_on(stream):
-        yield
+class _Copies:
+    """The stream of an accelerator on which weights go to host memory and come from there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._backend = accelerator(device)
+        with torch.accelerator.device_index(self._device.index):
+            self._stream = self._backend.stream(self._device, False)
+
+    def follow(self) -> None:
+        """Come behind all that the caller has enqueued."""
+        with torch.accelerator.device_index(self._device.index):
+            self._stream.wait_stream(self._backend.current_stream(self._device))
+
+    @contextlib.contextmanager
+    def stream_is_current(self) -> Iterator[None]:
+        """Have a thread work on the stream."""
+        with torch.accelerator.device_index(self._device.index), working_on(self._stream):
+            yield
+
+    def mark(self) -> Any:
+        """Return an event behind all that is on the stream; on a thread that works there."""
+        event = self._backend.event(self._device, False)
+        event.record(self._stream)
+        return event
 
 
-def _stream_behind(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return what has a thread work on a stream behind what its caller has enqueued; nothing on the CPU."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    stream = torch.Stream(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    return _working_on(stream)
+def all_gather(mine: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Return what all ranks of a mesh have, alike in number and dtype: shape [ranks, numel]; a collective.
+
+    Args:
+        mine: What this one has, flat. Elsewhere than the mesh's collectives are for it goes through pinned memory of
+            the host, and comes back on the current stream.
+        mesh: Of one dimension.
+    """
+    is_near = mine.device.type == mesh.device_type
+    sent = mine if is_near else _pinned(mine.shape, mine).copy_(mine)
+    shape = mesh.size(), mine.numel()
+    everyone = torch.empty(shape, dtype=mine.dtype, device=mine.device) if is_near else _pinned(shape, mine)
+    torch.distributed.all_gather_into_tensor(everyone.view(-1), sent, group=mesh.get_group())
+    return everyone.to(mine.device, non_blocking=True)
+
+
+def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
+    """Have all ranks of a mesh get what one of them has; a collective, which goes the way of `all_gather`.
+
+    Args:
+        flat: What the owner has; other ranks have as much memory for it.
+        owner: Its rank in the mesh.
+        mesh: Of one dimension.
+    """
+    group = mesh.get_group()
+    if flat.device.type == mesh.device_type:
+        torch.distributed.broadcast(flat, group_src=owner, group=group)
+        return
+    for part in torch.split(flat, BUCKET_BYTES // flat.itemsize):
+        there = _pinned(part.shape, part)
+        if mesh.get_local_rank() == owner:
+            there.copy_(part)
+        torch.distributed.broadcast(there, group_src=owner, group=group)
+        if mesh.get_local_rank() != owner:
+            part.copy_(there, non_blocking=True)
+
+
+def _pinned(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host, kept by torch until the copies from it are over."""
+    return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
 
 def _joined(thread: threading.Thread) -> Any:

@@ -164,9 +164,9 @@ class Overlap:
         # Not through the parameters, whose versions count what their users change.
         weights = [self.hidden_copies.get(bound, bound.parameter.data) for bound in bounds]
 
-        def gather(mesh: Any, notes: torch.Tensor) -> None:
+        def gather(mesh: Any) -> None:
             cuts = (bound.cut for bound in bounds)
-            shards.gather([*shards.send(zip(weights, cuts, strict=True), mesh), notes], mesh)
+            shards.gather(shards.send(zip(weights, cuts, strict=True), mesh), mesh)
 
         return Bucket(bounds, [bound.position for bound in bounds], gather)
 

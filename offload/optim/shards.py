@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError
 from offload.layout import row_major
+from offload.optim.exchange import all_gather, broadcast
 
 GATHER_BYTES = 64 << 20
 """Bytes of the buffers through which ranks exchange weights that each has updated in part."""
@@ -353,23 +354,22 @@ def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[
             others.append(weight)
         else:
             flat = weight.detach().view(-1).view(torch.uint8)
-            torch.distributed.broadcast(flat, group_src=cut.owner, group=mesh.get_group())
+            broadcast(flat, cut.owner, mesh)
     return others
 
 
 def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
     """Have all ranks exchange weights that are whole on every rank, of which each rank has updated its rows."""
-    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    ranks, rank = mesh.size(), mesh.get_local_rank()
     for bucket in _buckets(weights, ranks):
         width = sum(stop - start for _, _, start, stop in bucket)
         mine = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
-        everyone = torch.empty(ranks, width, dtype=torch.uint8, device=mine.device)
         place = 0
         for flat, size, start, stop in bucket:
             part = flat[rank * size + start : rank * size + stop]  # shorter or empty on the last ranks
             mine[place : place + part.numel()].copy_(part)
             place += stop - start
-        torch.distributed.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+        everyone = all_gather(mine, mesh)
         place = 0
         for flat, size, start, stop in bucket:
             rows, full = everyone[:, place : place + stop - start], flat.numel() // size

@@ -34,12 +34,18 @@ class CudaMistake:
         wrong: What is done wrong.
         on_a_gpu: What a real one would make of it.
         plant: Makes it, as long as the context lasts.
+        found_by: The test that finds it.
+        before: The test that found it before any test was written for it; "" if none did.
+        is_late: Whether `found_by` runs on the test accelerator.
     """
 
     name: str
     wrong: str
     on_a_gpu: str
     plant: Callable[[], AbstractContextManager[Any]]
+    found_by: str = ""
+    before: str = ""
+    is_late: bool = False
 
 
 def in_cuda_row(**changed: Any) -> Callable[[], AbstractContextManager[Any]]:
@@ -110,8 +116,8 @@ def _leaves_the_error(address: int, nbytes: int) -> None:
 def _records_again() -> AbstractContextManager[Any]:
     right = accelerator._Event.__init__
 
-    def wrong(self: Any, *arguments: Any) -> None:
-        right(self, *arguments)
+    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
         self.unused.appendleft(self.event)
 
     return replaced(accelerator._Event, "__init__", wrong)
@@ -140,36 +146,44 @@ READ = (
         "a pinned table is filled anew while it is read, once a stream has three",
         "rows of another update: wrong weights, without a word",
         instead(gpu.Uploads, "_unused", _uses_what_is_read),
+        found_by="tests/unit/test_accelerator.py::test_no_table_is_filled_anew_while_it_waits_to_be_read",
+        is_late=True,
     ),
     CudaMistake(
         "lanes-wait-on-the-host",
         "a lane follows a mark by waiting for it on the host",
         "nothing overlaps: a step takes two to three times as long",
         in_device("follow", _waits_on_the_host),
+        found_by="tests/accelerator/test_training.py::test_nothing_but_reports_waits_for_lanes[True]",
+        is_late=True,
     ),
     CudaMistake(
         "events-spin",
         "events are made without the flag by which who waits for them sleeps",
         "each reporter spins on a core, which the CPU's update loses",
         in_cuda_row(event=lambda device, timed: backends.cuda.Event(enable_timing=timed)),
+        found_by="tests/unit/test_cuda_row.py::test_who_waits_for_an_event_sleeps",
     ),
     CudaMistake(
         "a-stream-of-the-common-class",
         "the current stream is one of torch's common class",
         'torch 2.11: "invalid device ordinal" at the first mark',
-        in_cuda_row(current_stream=torch.accelerator.current_stream),
+        in_cuda_row(current_stream=lambda device: torch.Stream(stream_id=0, device_index=0, device_type=1)),
+        found_by="tests/unit/test_cuda_row.py::test_streams_and_events_are_of_the_classes_that_take_each_other[strict]",
     ),
     CudaMistake(
         "an-error-is-left",
         "the error of a refused registration is not cleared",
         "the next kernel of forward is blamed for it",
         in_cuda_row(pin=_leaves_the_error),
+        found_by="tests/unit/test_cuda_row.py::test_a_refused_registration_leaves_no_error_behind[strict]",
     ),
     CudaMistake(
         "registered-for-one-device",
         "host memory is registered for the current device alone",
         "copies of other devices of the process wait on the host",
         instead(backends, "_PORTABLE", 0),
+        found_by="tests/unit/test_cuda_row.py::test_what_is_registered_is_so_for_all_devices",
     ),
     CudaMistake(
         "reads-beyond",
@@ -181,6 +195,7 @@ READ = (
             "    found = tl.load(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED))\n"
             "    found = tl.where(inside, found, found * 0)\n    values",
         ),
+        found_by="tests/kernels/test_gpu_beyond.py::test_what_lies_behind_a_tensor_may_be_out_of_reach",
     ),
 )
 """What was planted while the product was read, and found by no test."""
@@ -191,42 +206,55 @@ MADE = (
         "an event is recorded anew while a mark still stands for its last record",
         "whoever waits for the mark waits for other work, or is told of a time after it",
         _records_again,
+        found_by="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
+        before="tests/unit/test_accelerator.py::test_events_are_used_again_when_nobody_waits_for_them",
+        is_late=True,
     ),
     CudaMistake(
         "sums-are-fused",
         "kernels of the norm are compiled with fused multiply-add",
         "a norm of other bits than the CPU's: clipping depends on placement",
         instead(gpu, "GATHER_OPTIONS", {"num_warps": 8}),
+        found_by="tests/kernels/test_gpu_code.py::test_sums_of_squares_are_not_fused",
+        before="tests/kernels/test_gpu_code.py::test_every_operation_is_rounded_as_the_reference_rounds_it",
     ),
     CudaMistake(
         "pieces-begin-anywhere",
         "a table's second part begins at any word, where kernels are compiled for multiples of 16 bytes",
         "a misaligned address, with an odd number of words alone",
         instead(gpu, "_programs_at", lambda words: words),
+        found_by="tests/unit/test_accelerator.py::test_what_is_launched_has_been_compiled",
+        before="tests/unit/test_accelerator.py::test_what_is_launched_has_been_compiled",
     ),
     CudaMistake(
         "unpinned-when-gone",
         "an arena is unmapped before it is unpinned",
         "an error that nobody sees, and a registration of addresses that belong to somebody else next",
         instead(GpuLanes, "give_back", _unpins_what_is_gone),
+        found_by="tests/unit/test_accelerator.py::test_memory_is_unpinned_while_it_is_there",
+        is_late=True,
     ),
     CudaMistake(
         "captures-are-broken",
         "threads do not leave captures by other threads alone",
         "a CUDA graph that the user captures fails, now and then",
         in_cuda_row(relax_captures=lambda: None),
+        found_by="tests/unit/test_cuda_row.py::test_threads_leave_captures_of_others_alone[strict]",
     ),
     CudaMistake(
         "last-in-the-queue",
         "streams of updates have the least priority in the place of the greatest",
         "updates wait for forward's kernels, and everything waits for updates",
         in_cuda_row(stream=lambda device, first: backends.cuda.Stream(device, priority=int(first))),
+        found_by="tests/unit/test_cuda_row.py::test_what_goes_first_has_the_greater_priority[strict]",
     ),
     CudaMistake(
         "borrowed-and-still-leaving",
         "memory that was borrowed is given back without a word for the lane on which state leaves it",
         "forward writes to it before state has left",
         in_device("return_borrowed", _records_some_streams),
+        found_by="tests/unit/test_accelerator.py::test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far",
+        is_late=True,
     ),
 )
 """What was made with the product in view, before a test was written for any of these."""

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from accelerator import build
+from accelerator import build, one_order
 
 _native: Any = None
 
@@ -53,7 +53,7 @@ def load(devices: int = 2) -> None:
     torch._register_device_module("late", _module(native))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     if torch.distributed.is_available():
-        torch.distributed.Backend.register_backend("late", _group, devices=["late"])
+        torch.distributed.Backend.register_backend("late", _group, extended_api=True, devices=["late"])
     atexit.register(_stop, os.getpid())
     _native = native
 
@@ -65,12 +65,13 @@ def _stop(process: int) -> None:
 
 
 def end_rank() -> NoReturn:
-    """End a rank that has done its work, and say so.
+    """End a rank that has done its work, and say so; ranks have issued the device's collectives in one order.
 
     The interpreter does not end: a thread of gloo that drops what a last collective used asks for it a moment later,
     and the process aborts where the group outlives `destroy_process_group`, as it does with FSDP2.
     """
     torch.accelerator.synchronize()
+    one_order.check()
     torch.distributed.destroy_process_group()
     print("passed", flush=True)
     os._exit(0)
@@ -206,6 +207,11 @@ def counts() -> dict[str, Any]:
     return _native.counts()  # type: ignore[no-any-return]
 
 
+def host_waits() -> dict[int, int]:
+    """Return how often threads of the host have waited for work that was not done, by the system's name for each."""
+    return _native.host_waits()  # type: ignore[no-any-return]
+
+
 def streams() -> list[tuple[int, int, int, int]]:
     """Return (device, id, tasks put, tasks done) of all streams that have been used."""
     return _native.list_streams()  # type: ignore[no-any-return]
@@ -301,7 +307,9 @@ def _module(native: Any) -> types.ModuleType:
     return made
 
 
-def _group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+def _group(chosen: Any, options: Any) -> Any:
     """Return a process group for tensors of the device: gloo on their memory, in the order of streams."""
-    gloo = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore("late", store), rank, size, timeout)
-    return _native.make_group(gloo)
+    store = torch.distributed.PrefixStore("late", chosen.store)
+    gloo = torch.distributed.ProcessGroupGloo(store, chosen.group_rank, chosen.group_size, chosen.timeout)
+    ranks = chosen.global_ranks_in_group or range(chosen.group_size)
+    return _native.make_group(gloo, one_order.note(chosen.group_id, ranks))

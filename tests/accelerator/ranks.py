@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerator import late
+from accelerator import late, one_order
 
 
 def collectives(rank: int) -> None:
@@ -49,6 +51,26 @@ def collectives(rank: int) -> None:
     dist.all_reduce(host)  # gloo's
     assert host.item() == 2
     dist.barrier()
+    one_order.check()
+    orders(rank)
+
+
+def orders(rank: int) -> None:
+    """What gloo does not mind, and a device would."""
+    one, other = dist.new_group(), dist.new_group()
+    for group in (one, other) if rank else (other, one):
+        dist.all_reduce(torch.ones(2, device="late"), group=group, async_op=True)
+    differ = (
+        r"ranks 0 and 1 differ from number 0 on:\n  rank 0: allreduce of .* orders\n  rank 1: allreduce .* orders"
+    )
+    with pytest.raises(AssertionError, match=differ):
+        one_order.check()
+    here = torch.ones(2, device="late")
+    thread = threading.Thread(target=dist.all_reduce, args=(here,), name="beside")
+    thread.start()
+    thread.join()
+    with pytest.raises(AssertionError, match=r"rank 0: 1 by other threads, .*\n  number 0, allreduce of .*'beside'"):
+        one_order.check()
 
 
 def net() -> torch.nn.Module:

@@ -13,7 +13,9 @@ import random
 import signal
 import subprocess
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +26,12 @@ from limited import limited
 from torch.nn import functional
 
 import offload
+from accelerator import late
+from offload import backends
 from offload.backends import working_on
-from offload.device import pieces
-from offload.plan import budget
+from offload.device import accelerator, pieces
+from offload.plan import budget, planner
+from offload.session import parts
 
 pytestmark = [
     pytest.mark.late(shared=True),
@@ -38,10 +43,14 @@ WIDTH, DEPTH, BATCH, STEPS = 64, 6, 4, 3
 
 
 @pytest.fixture(autouse=True)
-def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's pieces are copied alone and together."""
+def _small_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's pieces are copied alone and together; a test's name says how many slots the device has."""
     for module in (pieces, budget):
         monkeypatch.setattr(module, "LEAST_COPY_BYTES", 6000)
+    slots = 1 + zlib.crc32(request.node.nodeid.encode()) % 6
+    for module in (budget, planner, parts):
+        monkeypatch.setattr(module, "GPU_STAGING_SLOTS", slots)
+    monkeypatch.setitem(budget.make_plan.__kwdefaults__, "gpu_slots", slots)
 
 
 @pytest.fixture
@@ -314,6 +323,68 @@ def test_nothing_is_held_during_forward(device: torch.device, tmp_path: Path, ca
         assert metrics["gpu_bytes"] == 0
         assert metrics["borrowed_bytes"] > 0 or case.placement == "cpu"
         assert_same(made.found(), on_the_cpu(case, tmp_path))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_nothing_but_reports_waits_for_lanes(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of them held, an iteration comes to its last update, and no thread has waited for one on the host."""
+    device = torch.device("late:0")
+    lanes: list[torch.Stream] = []
+    updates = threading.Semaphore(0)
+    row, update = backends.BACKENDS["late"], accelerator.AcceleratorDevice.update
+
+    def stream(*how: Any) -> torch.Stream:
+        lanes.append(row.stream(*how))
+        return lanes[-1]
+
+    def told(self: Any, *arguments: Any, **options: Any) -> None:
+        update(self, *arguments, **options)
+        updates.release()
+
+    def waits() -> int:
+        reporters = {thread.native_id for thread in threading.enumerate() if thread.name == "offload-gpu"}
+        return sum(count for thread, count in late.host_waits().items() if thread not in reporters)
+
+    monkeypatch.setitem(backends.BACKENDS, "late", replace(row, stream=stream))
+    monkeypatch.setattr(accelerator.AcceleratorDevice, "update", told)
+    model = Net(torch.bfloat16).to(device)
+    config = {"gpu_memory": "4MiB", "placement": "gpu", "keep_grads": keeps, "subgroup_numel": 4096, "threads": 1}
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config) as optimizer:
+        optimizer.overlap_forward(model)
+
+        def iterate() -> None:
+            model(given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        given = batch(0, device, torch.bfloat16)
+        for _ in range(3):  # no step goes on into the first forward pass
+            count = 0
+            iterate()
+            optimizer.finish()
+            while updates.acquire(blocking=False):
+                count += 1
+        torch.accelerator.synchronize()
+        before, found, ended = waits(), 0, threading.Event()
+
+        def hold() -> None:
+            torch.accelerator.set_device_index(0)
+            iterate()
+            for _ in range(count):
+                updates.acquire()
+            ended.set()
+
+        with contextlib.ExitStack() as holds:
+            for each in (*lanes, torch.accelerator.current_stream()):
+                holds.enter_context(late.held(each))
+            thread = threading.Thread(target=hold)
+            thread.start()
+            while not ended.wait(0.01) and not found:
+                found = waits() - before
+        thread.join()
+        optimizer.finish()
+    assert count
+    assert not found
 
 
 # -- What comes in between

@@ -59,6 +59,14 @@ def test_some_checks(tmp_path: Path) -> None:
     assert start(1, tmp_path, SOME, PLACEMENT="0.5", DELAYS="1") == dict.fromkeys(SOME, "ok")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_weights_that_ranks_gather_behind_a_step_leave_the_device_s_collectives_in_one_order(tmp_path: Path) -> None:
+    """The ranks compare them at their end."""
+    name = "steps_that_go_on_into_forward_change_nothing"
+    assert start(2, tmp_path, (name,), PLACEMENT="0.5", DELAYS="2", STAGES="1") == {name: "ok"}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("placement", ["cpu", "0.5", "gpu"])

@@ -1,4 +1,7 @@
-"""Compiles the GPU's kernels, for which no GPU is needed: prints Triton's version, then a line of JSON for each."""
+"""Compiles the GPU's kernels, for which no GPU is needed: prints Triton's version, then a line of JSON for each.
+
+`compile_kernels.py CAPABILITY OPTIONS`: JSON of how each kernel is compiled; others are left out.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from offload.dtypes import DtypeCode
-from offload.formats import COMPACT8, EXACT, FORMATS
+from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS
 from offload.kernels import triton_kernels
-from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES, COPY_OPTIONS, GATHER_OPTIONS, UPDATE_OPTIONS
+from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
 from offload.rules import ADAMW, RULES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-
+OPTIONS: dict[str, dict[str, Any]] = json.loads(sys.argv[2])
+ADDRESSES = ("source", "numel", "blocks", "destination")
 OPERATION = re.compile(r"\s+(?:/\*[0-9a-f]{4,}\*/\s+)?(?:@!?%?\w+\s+)?([a-zA-Z][\w.:]*)")
 
 
@@ -39,13 +43,9 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
     divisible = [["tt.divisibility", 16]]
     pointers = {(number,): divisible for number, name in enumerate(function.arg_names) if "*" in signature[name]}
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=pointers)
-    options = {
-        "update": UPDATE_OPTIONS,
-        "gather": GATHER_OPTIONS,
-        "gather_rows": GATHER_OPTIONS,
-        "fingerprint_rows": GATHER_OPTIONS,
-        "copy_pieces": COPY_OPTIONS,
-    }[kernel] | changed
+    if kernel not in OPTIONS:
+        return
+    options = OPTIONS[kernel] | {"debug": "TRITON_DEBUG" in os.environ} | changed  # as a launch takes it
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     sass = ""
     if CUOBJDUMP.exists():
@@ -59,6 +59,7 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
         "changed": changed,
         "ptx": operations(done.asm["ptx"]),
         "sass": operations(sass),
+        "asserts": done.asm["ptx"].count("__assertfail"),
     }
     print(json.dumps(line), flush=True)
 
@@ -67,7 +68,20 @@ def main() -> None:
     capability = int(sys.argv[1])
     print(triton.__version__, flush=True)
     tables = {"table": "*i64", "pieces": "*i32", "first": "i32"}
+    rows = {"table": "*i64", "pieces": "*i32"}
     none, bfloat16, float16, float32 = (int(code) for code in DtypeCode)
+    if "TRITON_DEBUG" in os.environ:  # which adds assertions: some of each kind of kernel
+        kinds = {"GRADIENT": bfloat16, "WEIGHT": bfloat16, "ALIGNED": True, "BLOCK": BLOCK_NUMEL}
+        updates = {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": COMPACT16.code, **kinds}
+        gathers = {"SOURCE": bfloat16, "DESTINATION": bfloat16, "ACCUMULATE": True, "ALIGNED": True}
+        for changed in ({}, {"sanitize_overflow": True}):
+            compiled("update", capability, tables, updates, **changed)
+            compiled("fingerprint_rows", capability, rows, {"SOURCE": bfloat16}, **changed)
+            if not changed:
+                compiled("gather", capability, dict.fromkeys(ADDRESSES, "i64"), gathers)
+                compiled("gather_rows", capability, rows, {"SOURCE": bfloat16})
+                compiled("copy_pieces", capability, tables, {"BLOCK": COPY_BLOCK_BYTES})
+        return
     combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
     for gradient, weight, aligned in [*combinations, (bfloat16, bfloat16, False), (float16, float16, False)]:
         kinds = {"GRADIENT": gradient, "WEIGHT": weight, "ALIGNED": aligned, "BLOCK": BLOCK_NUMEL}
@@ -82,7 +96,7 @@ def main() -> None:
     compiled("update", capability, tables, constants | {"GRADIENT": none})
     constants |= {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": EXACT.code}
     compiled("update", capability, tables, constants, enable_fp_fusion=True)
-    addresses = {"source": "i64", "numel": "i64", "blocks": "i64", "destination": "i64"}
+    addresses = dict.fromkeys(ADDRESSES, "i64")
     for source, destination, add, aligned in (
         (bfloat16, bfloat16, True, True),
         (bfloat16, float32, True, True),
@@ -94,7 +108,6 @@ def main() -> None:
         constants = {"SOURCE": source, "DESTINATION": destination, "ACCUMULATE": add, "ALIGNED": aligned}
         compiled("gather", capability, addresses, constants)
     compiled("gather", capability, addresses, constants, enable_fp_fusion=True)
-    rows = {"table": "*i64", "pieces": "*i32"}
     for source in (bfloat16, float16, float32):
         compiled("gather_rows", capability, rows, {"SOURCE": source})
         compiled("fingerprint_rows", capability, rows, {"SOURCE": source})

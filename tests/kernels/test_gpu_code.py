@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offload.formats import COMPACT8
+from offload.kernels import gpu
 from offload.rules import ADAGRAD, ADAMW, LION, RULES, SGD_MOMENTUM
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -80,20 +81,55 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return kernels(*request.param, tmp_path_factory.mktemp("triton"))
 
 
-def kernels(capability: int, folder: Path | None, cache: Path) -> list[dict[str, Any]]:
+def kernels(
+    capability: int, folder: Path | None, cache: Path, only: str = "", **variables: str
+) -> list[dict[str, Any]]:
     """Return what each kernel is compiled to, by this environment's Triton or by the one in a folder."""
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache))
+    options = {
+        "update": gpu.UPDATE_OPTIONS,
+        "gather": gpu.GATHER_OPTIONS,
+        "gather_rows": gpu.GATHER_OPTIONS,
+        "fingerprint_rows": gpu.GATHER_OPTIONS,
+        "copy_pieces": gpu.COPY_OPTIONS,
+    }
+    options = {name: each for name, each in options.items() if only in ("", name)}
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), **variables)
     environment.pop("TRITON_INTERPRET", None)
     if folder is not None:
         if not folder.is_dir():
             pytest.skip(f"there is no {folder.name} in this environment: `make .venv/.oldest-triton`")
         environment["PYTHONPATH"] = str(folder)
-    command = [sys.executable, str(SCRIPT), str(capability)]
+    command = [sys.executable, str(SCRIPT), str(capability), json.dumps(options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     version, *lines = done.stdout.splitlines()
     assert folder is None or OLDEST_VERSION.match(version), version
     return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_sums_of_squares_are_not_fused(tmp_path: Path) -> None:
+    """As all others, which take longer to compile."""
+    lines = kernels(90, None, tmp_path, "gather_rows")
+    assert len(lines) == 3
+    for line in lines:
+        assert line["ptx"].get("mul.rn.f64", 0) > 0
+        assert not [name for name in line["ptx"] if "fma" in name]
+
+
+@pytest.mark.slow
+def test_nothing_asserts_that_no_integer_overflows(tmp_path: Path) -> None:
+    """Under TRITON_DEBUG=1 that would end the process's use of the device: hashes do."""
+    lines = kernels(90, None, tmp_path, TRITON_DEBUG="1")
+    assert {line["kernel"] for line in lines if not line["changed"]} == {
+        "update",
+        "gather",
+        "gather_rows",
+        "fingerprint_rows",
+        "copy_pieces",
+    }
+    for line in lines:
+        assert (line["asserts"] > 0) is bool(line["changed"]), line["kernel"]
 
 
 def wrongly_rounded(ptx: dict[str, int]) -> set[str]:

@@ -386,6 +386,46 @@ def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(device: module.Ac
 
 
 @ON_LATE
+@pytest.mark.parametrize("lane", LANES)
+def test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far(
+    lane: DeviceLane, device: module.AcceleratorDevice
+) -> None:
+    wanted = torch.full((4096,), 7, dtype=torch.uint8, device="cpu")
+    found = torch.zeros(4096, dtype=torch.uint8, device="cpu")
+    with torch.accelerator.device_index(INDEX):
+        address = device.allocate(4096, device.caller())
+        torch.accelerator.synchronize()
+        device.copy(DeviceLane.H2D, address, wanted.data_ptr(), 4096)
+        torch.accelerator.synchronize()
+        device.pin(found.data_ptr(), 4096)
+        device.pin(wanted.data_ptr(), 4096)
+        with late.held(device.stream(lane)):
+            if lane is DeviceLane.H2D:
+                device.copy(lane, address, wanted.data_ptr(), 4096)
+            else:
+                device.copy(lane, found.data_ptr(), address, 4096)
+            device.return_borrowed()
+            taken = [torch.full((4096,), 8, dtype=torch.uint8, device=here()) for _ in range(4)]
+        torch.accelerator.synchronize()
+        device.unpin(found.data_ptr())
+        device.unpin(wanted.data_ptr())
+    assert lane is DeviceLane.H2D or torch.equal(found, wanted)
+    assert all(bool((tensor.cpu() == 8).all()) for tensor in taken)
+
+
+@ON_LATE
+def test_memory_is_unpinned_while_it_is_there(device: module.AcceleratorDevice) -> None:
+    """Afterwards its addresses may be somebody else's."""
+    before = late.registered()
+    with torch.accelerator.device_index(INDEX):
+        lanes = GpuLanes(device, CompletionQueue())
+        arena = lanes.arena(1 << 20)
+        assert len(late.registered()) > len(before)
+        lanes.give_back(arena)
+    assert late.registered() == before
+
+
+@ON_LATE
 def test_a_tenth_of_the_card_is_left_but_no_less_than_is_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     total = 16 << 30
     try:
@@ -484,10 +524,47 @@ def test_what_is_launched_has_been_compiled(
         kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
         for rows in range(1, 4):  # what follows them is at multiples of 16 bytes
             kernel.update(kernel.send(np.repeat(table[:1], rows)))
+        odd = at + (4 if gradient is DtypeCode.FLOAT32 else 2)
+        kernel.gather(odd, gradient, 5000, at)
+        kernel.gather(odd, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
+        for found, master, flags in ((odd, at, SegmentFlag.ACTIVE), (at, at, 0), (at, at + 4, 0)):
+            table["gradient"], table["master"], table["flags"] = found, master, int(flags)
+            kernel.update(kernel.send(table))
     kernel.copy_pieces(np.array([[at, at + (1 << 20), 5000]], np.uint64))
     for recorder in recorders.values():
         assert recorder.launched
         assert all(launched in recorder.warm for launched in recorder.launched)
+
+
+def test_one_thread_at_a_time_launches_what_may_have_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread may find a kernel of which Triton knows how it is launched, and not yet what."""
+    alone: list[bool] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **constants: alone.append(kernels.FIRST_LAUNCH.locked())
+
+    names = ("update", "gather", "copy_pieces", "gather_rows", "fingerprint_rows")
+    launched = SimpleNamespace(**{name: Kernel() for name in names}, triton=SimpleNamespace(JITFunction=()))
+    monkeypatch.setattr(kernels, "import_module", lambda name: launched)
+    kernel = kernels.GpuUpdateKernel("cpu")
+    at = 1 << 45
+
+    def gather(address: int, numel: int) -> bool:
+        kernel.gather(address, DtypeCode.BFLOAT16, numel, at)
+        return alone.pop()
+
+    assert gather(at, 4096)
+    assert not gather(at + 64, 8192)
+    assert gather(at + 2, 4096)  # not aligned
+    assert gather(at, 4095)
+    assert gather(at, 1 << 31)  # an integer of 64 bits
+    assert not gather(at, 4097)
+    kernel.compile(ADAMW, {(DtypeCode.BFLOAT16, DtypeCode.BFLOAT16, EXACT.code)})
+    assert len(alone) > 8
+    alone.clear()
+    kernel.copy_pieces(np.array([[at, at + (1 << 20), 5000]], np.uint64))
+    assert alone == [False]
 
 
 def test_a_gpu_that_triton_cannot_drive_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

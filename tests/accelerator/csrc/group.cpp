@@ -61,8 +61,8 @@ Lists parted(const Tensors& flat, std::size_t lists) {
 
 class Group final : public c10d::Backend {
  public:
-  explicit Group(c10::intrusive_ptr<c10d::Backend> host)
-      : c10d::Backend(host->getRank(), host->getSize()), host_(std::move(host)) {}
+  Group(c10::intrusive_ptr<c10d::Backend> host, Told told)
+      : c10d::Backend(host->getRank(), host->getSize()), host_(std::move(host)), told_(std::move(told)) {}
 
   const std::string getBackendName() const override { return "late"; }
 
@@ -182,6 +182,7 @@ class Group final : public c10d::Backend {
   c10::intrusive_ptr<Group> self() { return c10::intrusive_ptr<Group>::reclaim_copy(this); }
 
   WorkPtr run(const char* name, c10d::OpType type, Tensors outputs, const Tensors& inputs, Collective collective) {
+    told_(name);
     const auto device = !outputs.empty()  ? outputs[0].device().index()
                         : !inputs.empty() ? inputs[0].device().index()
                                           : current_device();
@@ -230,14 +231,15 @@ class Group final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> host_;
+  Told told_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, c10::Stream> streams_;
 };
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> host) {
-  return c10::make_intrusive<Group>(std::move(host));
+c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> host, Told told) {
+  return c10::make_intrusive<Group>(std::move(host), std::move(told));
 }
 
 }  // namespace late

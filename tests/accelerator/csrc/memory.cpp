@@ -346,6 +346,10 @@ class HostMemory final : public at::HostAllocator {
       const std::lock_guard lock(mutex_);
       const auto found = pinned_.find(address);
       TORCH_CHECK(found != pinned_.end() && found->second.is_registered, "late: host memory is not registered");
+      unsigned char resident = 0;  // mincore knows no page that is not mapped
+      const auto page = reinterpret_cast<std::uintptr_t>(address) & ~std::uintptr_t(4095);
+      TORCH_CHECK(mincore(reinterpret_cast<void*>(page), 1, &resident) == 0,
+                  "late: host memory was given back while it was registered");
       uses = std::move(found->second.uses);
       pinned_.erase(found);
     }

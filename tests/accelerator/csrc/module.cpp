@@ -1,5 +1,6 @@
 // What Python calls; late.py says what each does.
 #include <ATen/Context.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "group.h"
@@ -15,12 +16,17 @@ namespace {
 
 void* pointer(std::uint64_t address) { return reinterpret_cast<void*>(address); }
 
+// A Python function that any thread may call, and the last one drop.
+std::shared_ptr<py::function> shared(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* dropped) {
+            const py::gil_scoped_acquire held;
+            delete dropped;
+          }};
+}
+
 // A function of Python's as a task. Its error is the device's, as any task's is.
 void launch(c10::Stream stream, const std::string& name, py::function function) {
-  const std::shared_ptr<py::function> kept(new py::function(std::move(function)), [](py::function* dropped) {
-    const py::gil_scoped_acquire held;
-    delete dropped;
-  });
+  const auto kept = shared(std::move(function));
   const py::gil_scoped_release released;
   put(stream, name, [kept] {
     const py::gil_scoped_acquire held;
@@ -29,6 +35,13 @@ void launch(c10::Stream stream, const std::string& name, py::function function) 
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(error.what());
     }
+  });
+}
+
+c10::intrusive_ptr<c10d::Backend> group_that_tells(c10::intrusive_ptr<c10d::Backend> host, py::function told) {
+  return make_group(std::move(host), [told = shared(std::move(told))](const std::string& name) {
+    const py::gil_scoped_acquire held;
+    (*told)(name);
   });
 }
 
@@ -60,6 +73,7 @@ PYBIND11_MODULE(_late, module) {
   module.def("run_last", [](c10::Stream stream, bool last) { run_last(key(stream), last); });
   module.def("dawdle", [](c10::Stream stream, bool dawdles) { dawdle(key(stream), dawdles); });
   module.def("is_waited_for", [](c10::Stream stream) { return is_waited_for(key(stream)); });
+  module.def("host_waits", &host_waits);
   module.def("set_delays", [](std::int64_t least_us, std::int64_t most_us, std::uint64_t seed) {
     set_delays(least_us, most_us, seed);
   });
@@ -72,6 +86,6 @@ PYBIND11_MODULE(_late, module) {
   module.def("forget_errors", &forget_errors);
   module.def("counts", &counts_of_operators);
   module.def("default_generator", [](int device) { return default_generator(c10::DeviceIndex(device)); });
-  module.def("make_group", &make_group);
+  module.def("make_group", &group_that_tells);
   module.def("stop", &stop);
 }

@@ -2,6 +2,7 @@
 
 #include <Python.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -68,6 +69,7 @@ struct State {
   std::uint64_t seed = 0;
   std::array<std::array<int, 2>, kMostDevices> made{};  // streams asked for, by device and priority
   bool is_stopping = false;
+  std::map<int, int> waits;  // of the host, by thread
 };
 
 State& state() {
@@ -219,6 +221,7 @@ Ticket add(c10::Stream stream, Task task) {
 // The host's wait for a stream. The monitor is let go of meanwhile.
 void await(Lock& lock, StreamKey key, Ticket ticket) {
   auto& worker = worker_of(key);
+  if (worker.done < ticket) ++state().waits[gettid()];
   worker.wanted = std::max(worker.wanted, ticket);
   ++worker.waiting;
   changed();
@@ -317,6 +320,11 @@ bool is_idle(c10::Stream stream) {
   throw_error(stream.device_index());
   const auto& worker = worker_of(key(stream));
   return worker.done == worker.put;
+}
+
+std::map<int, int> host_waits() {
+  Lock lock(state().monitor);
+  return state().waits;
 }
 
 bool is_waited_for(StreamKey stream) {

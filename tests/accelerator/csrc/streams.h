@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -61,6 +62,7 @@ Ticket last_ticket(StreamKey stream);
 bool has_reached(StreamKey stream, Ticket ticket);
 bool is_idle(c10::Stream stream);       // throws
 bool is_waited_for(StreamKey stream);   // by a thread of the host, now
+std::map<int, int> host_waits();        // for work that was not done yet, by the thread's gettid()
 bool is_reached(const Mark& mark);      // throws
 void wait_for(StreamKey stream, Ticket ticket);  // throws, but never before the ticket is reached
 void wait_for(const Mark& mark);                 // likewise

@@ -1,0 +1,53 @@
+"""Each mistake that no training can show is found by the test that is named for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import prepared
+import pytest
+
+from accelerator import build
+from accelerator.cuda_mistakes import CUDA_MISTAKES, CudaMistake
+from accelerator.processes import NO_SKIPS
+
+FAILED = 1
+"""How pytest ends where a test has failed, and not itself."""
+
+
+def ends(is_late: bool) -> dict[str, int]:
+    """Plant the mistakes that are found on the test accelerator, or elsewhere; return how tests end, by name."""
+    tests = Path(__file__).parents[1]
+    names = [mistake.name for mistake in CUDA_MISTAKES if mistake.is_late is is_late]
+    program = [prepared.python(), "-m", "accelerator.planted", *names]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "LATE_"))}
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ended = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return dict(json.loads(line) for line in ended.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, int]:
+    return ends(False)
+
+
+@pytest.fixture(scope="module")
+def on_the_accelerator() -> dict[str, int]:
+    try:
+        build.library()
+    except build.CannotBuild as error:
+        if NO_SKIPS in os.environ:
+            raise
+        pytest.skip(str(error))
+    return ends(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", CUDA_MISTAKES, ids=lambda mistake: mistake.name)
+def test_each_is_found(mistake: CudaMistake, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue("on_the_accelerator" if mistake.is_late else "elsewhere")
+    assert found[mistake.name] == FAILED
