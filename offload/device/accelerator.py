@@ -136,7 +136,7 @@ class _Reporter:
                 mark.wait()
                 now_s = mark.time_s()
                 queue.post(op, started_s=now_s, finished_s=now_s)
-            except OffloadError as error:
+            except Exception as error:  # whatever it is: somebody waits for the report
                 log.error("%s", error)
                 now_s = time.monotonic()
                 queue.post(op, error=ERROR_DEVICE, started_s=now_s, finished_s=now_s)
@@ -160,11 +160,13 @@ class _Current:
 
     def __enter__(self) -> None:
         self._other = None
-        if torch.accelerator.current_device_index() != self._index:
-            with _refusals(self._name):
+        try:
+            if torch.accelerator.current_device_index() != self._index:
                 other = torch.accelerator.device_index(self._index)
                 other.__enter__()
-            self._other = other
+                self._other = other
+        except RuntimeError as error:
+            raise _refusal(self._name, error) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._other is not None:

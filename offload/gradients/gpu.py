@@ -237,6 +237,8 @@ class GpuGradients(GradientStore):
             if region.address:
                 self.lanes.device.release(region.address)
             region.address = 0
+        for record in self.records:
+            record.device_blocks = 0
 
     def unpark(self) -> None:
         """Take device memory again, unless it is borrowed when it is needed.

@@ -49,6 +49,18 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
     return partial(_UPDATES[rule.name], piece, group, values)
 
 
+def _chained(error: BaseException) -> list[BaseException]:
+    """Return an error, and all that it was raised from or while: in a circle, perhaps."""
+    found, waiting = list[BaseException](), [error]
+    while waiting:
+        failed = waiting.pop()
+        if all(failed is not each for each in found):
+            found.append(failed)
+            more = failed.exceptions if isinstance(failed, BaseExceptionGroup) else ()
+            waiting += [each for each in (failed.__cause__, failed.__context__, *more) if each is not None]
+    return found
+
+
 class WholeUpdate:
     """The update of a subgroup by a rule of whole parameters; called once, on any thread.
 
@@ -80,10 +92,8 @@ class WholeUpdate:
             self._update()
         except BaseException as error:
             # Whoever prints what variables a frame had, as loggers of errors do, may come when this memory is gone.
-            failed: BaseException | None = error
-            while failed is not None:
+            for failed in _chained(error):
                 traceback.clear_frames(failed.__traceback__)
-                failed = failed.__cause__ or failed.__context__
             raise
 
     @torch.no_grad()

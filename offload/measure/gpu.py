@@ -103,9 +103,18 @@ class GpuProbe:
         nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
         self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
-        memory = self._memory = lanes.device.allocate(nbytes)
-        self._host = lanes.arena(2 * size, node=node)
-        host = self._host.address
+        self._ends = contextlib.ExitStack()
+        memory = lanes.device.allocate(nbytes)
+        self._ends.callback(lanes.device.release, memory)
+        try:
+            arena = lanes.arena(2 * size, node=node)
+            self._ends.callback(lanes.give_back, arena)
+            zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))
+            lanes.store([*zeros])
+        except BaseException:
+            self.close()
+            raise
+        host = arena.address
         self._work: dict[DeviceLane, Callable[[], None]] = {
             H2D: partial(lanes.copy, H2D, memory, host, size),
             D2H: partial(lanes.copy, D2H, host + size, memory + size, size),
@@ -113,7 +122,6 @@ class GpuProbe:
             GATE: partial(lanes.copy, GATE, host + size, memory + size, size),
         }
         self._table = trial_table(state, memory, numel)
-        lanes.store([(memory + at, host, min(size, nbytes - at)) for at in range(0, nbytes, size)])  # zeros
 
     def samples(self) -> Iterator[tuple[str, Callable[[], Mapping[str, float]]]]:
         """Return what to measure once a round."""
@@ -139,8 +147,7 @@ class GpuProbe:
 
     def close(self) -> None:
         """Give all memory back."""
-        self.lanes.give_back(self._host)
-        self.lanes.device.release(self._memory)
+        self._ends.close()
 
     def gate(self, lanes: Sequence[DeviceLane]) -> Mark:
         """Let what is put on lanes from now on wait for the mark that is returned, which the host need not."""

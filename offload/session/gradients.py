@@ -193,9 +193,11 @@ class Gradients:
         still has the fingerprint that it had then (it is read for that); the rest is made anew.
         """
         self._thread.check_usable()
+        self.take_memory()  # for the sums of blocks
         return self._parts.gradients.norm_sq([self._parts.position(parameter) for parameter in parameters])
 
     def norms_sq(self, parameters: Iterable[int | str]) -> list[float]:
         """Return the squared L2 norm of each of the bound gradients; see `norm_sq`."""
         self._thread.check_usable()
+        self.take_memory()
         return self._parts.gradients.norms_sq([self._parts.position(parameter) for parameter in parameters])

@@ -107,6 +107,21 @@ def test_every_step_after_a_park_has_the_same_bits(pair: Pair) -> None:
     assert pair.parking.metrics()["park/away_bytes"] == 0
 
 
+def test_the_first_norm_after_a_park_is_that_of_a_session_that_never_parks(pair: Pair) -> None:
+    for wait in (True, False):
+        pair.train()
+        pair.parking.park(wait=wait)
+        norms = []
+        for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
+            for number, weight in enumerate(weights):
+                (weight.float() * (number + 1)).sum().backward()
+            norms.append(float(optimizer.clip_grad_norm_(0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert norms[0] == norms[1] > 0.1
+        pair.check()
+
+
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 64))])
 def test_random_programs_have_the_bits_of_one_that_never_parks(pair: Pair, seed: int, tmp_path: Path) -> None:
     """Steps, parks, saves, loads and reads at random, all of them of the parked session."""

@@ -303,6 +303,26 @@ def test_what_failed_can_be_printed_with_its_variables_after_the_end(tmp_path: P
     assert ZeroDivisionError in classes
 
 
+class RaisesInACircle(Fails):
+    def one(self, weight: torch.Tensor, state: Any, group: Any) -> None:
+        try:
+            super().one(weight, state, group)
+        except ZeroDivisionError as error:
+            raise error from error
+
+
+def test_an_error_that_is_its_own_cause_ends_the_step(tmp_path: Path) -> None:
+    ours = [weight for _, weight in pair()]
+    named = [("first", ours[0]), ("second", ours[1])]
+    with offload.wrap(RaisesInACircle, named, at=7, offload=streamed(tmp_path)) as optimizer:
+        for step in range(6):
+            draw(ours, step)
+            optimizer.step()
+        draw(ours, 7)
+        with pytest.raises(StepAbortedError, match="ZeroDivisionError"):
+            optimizer.step()
+
+
 class Hashes(Plain):
     """An integer of 64 bits for each parameter, signed or not, which decides what a step does."""
 

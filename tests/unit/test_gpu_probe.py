@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from offload.errors import OffloadError
 from offload.formats import EXACT_ADAMW
 from offload.measure import gpu as measure_gpu
 from offload.measure import probe
@@ -115,6 +116,21 @@ def rates_of(device: VirtualDevice, repeats: int = 8) -> dict[str, float]:
     with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, NUMEL, repeats)) as made:
         alone = made.rates(H2D, beside=" alone") | made.rates(D2H, beside=" alone")
         return alone | made.rates(H2D, D2H) | made.rates(UPDATE)
+
+
+def test_what_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, given_back = VirtualDevice(0.0), []
+    lanes: Any = VirtualLanes(device)
+    monkeypatch.setattr(device, "release", given_back.append)
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        raise OffloadError("no memory")
+
+    for name in ("store", "arena"):
+        monkeypatch.setattr(lanes, name, refused)
+        with pytest.raises(OffloadError, match="no memory"):
+            GpuProbe(lanes, EXACT_ADAMW, NUMEL)
+    assert len(given_back) == 2
 
 
 @pytest.mark.parametrize("repeats", [1, 8])
