@@ -440,7 +440,7 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
 
 def _pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one element twice, of two dtypes: copying between these is a kernel, which no copy engine does."""
-    return torch.empty(1, device=device), torch.empty(1, dtype=torch.int32, device=device)
+    return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)
 
 
 @contextlib.contextmanager

@@ -302,11 +302,11 @@ def never_timed(right: Any) -> Any:
 
 def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[[Any], Any]:
     def make(right: Any) -> Any:
-        def wrong(self: Any, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        def wrong(self: Any, lane: DeviceLane, target: int, source: int, nbytes: int, piece_bytes: int = 0) -> None:
             if lanes(lane):
                 ctypes.memmove(target, source, nbytes)
             else:
-                right(self, lane, target, source, nbytes)
+                right(self, lane, target, source, nbytes, piece_bytes)
 
         return wrong
 

@@ -33,7 +33,7 @@ import offload
 from accelerator import late
 from accelerator.mistakes import Host, replaced
 from offload import backends
-from offload.device import accelerator, pieces
+from offload.device import accelerator, lanes, pieces
 from offload.device.accelerator import AcceleratorDevice
 from offload.integrations.deepspeed.gradients import Transfers
 from offload.kernels.gpu import Table, Uploads
@@ -41,6 +41,7 @@ from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
 SMALL = (
+    (lanes, "HIDDEN_PIECE_BYTES", 1000),
     (pieces, "LEAST_COPY_BYTES", 6000),
     (budget, "LEAST_COPY_BYTES", 6000),
     (accelerator, "REBASE_S", 0.02),

@@ -316,11 +316,11 @@ class Watched(SimulatedDevice):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
-        self.put: list[tuple[Any, str]] = []
+        self.seen: list[tuple[Any, str]] = []
 
     def put(self, lane: Any, label: str, *arguments: Any, **named: Any) -> Any:
         if label != "mark":
-            self.put.append((lane, label))
+            self.seen.append((lane, label))
         return super().put(lane, label, *arguments, **named)
 
 
@@ -349,20 +349,20 @@ def test_small_gradients_leave_together() -> None:
     """With one kernel for all their sums and one copy; DeepSpeed's stream waits for nothing meanwhile."""
     device = Watched(lazy=True)
     near, far = small_on_device(None), small_on_device(device)
-    device.put.clear()
+    device.seen.clear()
     for shard in (near, far):
         reduce_all(shard, 0)
-    assert not device.put
+    assert not device.seen
     assert far.norms() == near.norms()
-    lanes = [lane for lane, _ in device.put]
+    lanes = [lane for lane, _ in device.seen]
     assert lanes.count(DeviceLane.LEAVING) == 1
     assert lanes.count(DeviceLane.GRADIENTS) == 2  # the sums, and their copy to the host
-    device.put.clear()
+    device.seen.clear()
     for shard in (near, far):
         reduce_all(shard, 1)
-    assert not device.put
+    assert not device.seen
     assert far.norms() == near.norms()
-    assert [lane for lane, _ in device.put].count(DeviceLane.LEAVING) < len(SMALL)
+    assert [lane for lane, _ in device.seen].count(DeviceLane.LEAVING) < len(SMALL)
     assert stepped(far) == stepped(near)
     near.close()
     far.close()
@@ -373,11 +373,11 @@ def test_deepspeeds_stream_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(large_gradient_bytes=1)))
     device = Watched(lazy=True)
     near, far = small_on_device(None), small_on_device(device)
-    device.put.clear()
+    device.seen.clear()
     before = device.done
     for shard in (near, far):
         reduce_all(shard, 0)
-    assert [lane for lane, _ in device.put].count(DeviceLane.LEAVING) == len(SMALL)
+    assert [lane for lane, _ in device.seen].count(DeviceLane.LEAVING) == len(SMALL)
     assert device.done == before
     assert far.norms() == near.norms()
     near.close()

@@ -34,7 +34,7 @@ from net.recordings import digest
 FILE = "files.json"
 FILES = Path(__file__).parent / "files"
 VERSIONS = ("82bf003", "2510139", "c208eca", "dbb9fcb", "f8ff276", "87b95bc", "cba6f9b", "6d28749", "e760b6c")
-RATES = ("688dd07", "82bf003", "dbb9fcb", "87b95bc", "cba6f9b", "e760b6c")
+RATES = ("688dd07", "82bf003", "dbb9fcb", "87b95bc", "cba6f9b", "e760b6c", "d741928")
 KINDS = ("exact", "Lion", "Adagrad", "SGD", "compact16", "compact8")
 
 HEX_32 = re.compile(r"[0-9a-f]{32}")

@@ -144,6 +144,8 @@ NUMBERS = {
     "update_bytes_per_s": 9e11,
     "h2d_bytes_per_s": 2.5e10,
     "d2h_bytes_per_s": 2.4e10,
+    "h2d_alone_bytes_per_s": 3e10,
+    "d2h_alone_bytes_per_s": 2.8e10,
     "memory_bytes": 80_000_000_000,
     "call_s": 5e-6,
 }

@@ -23,7 +23,7 @@ class _AdamW(torch.optim.AdamW):
 
     made: list["_AdamW"]
     on_step: Callable[["_AdamW"], None]
-    plan = "the plan"
+    engine, plan = None, "the plan"
 
     def __init__(self, params: Any, *, offload: Any, **arguments: Any) -> None:
         super().__init__(params, **arguments)
@@ -70,8 +70,8 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> type[_AdamW]:
 
     monkeypatch.setattr(offload, "OffloadConfig", OffloadConfig, raising=False)
 
-    def report_of(optimizer: _AdamW) -> Report:
-        return Report("run", optimizer.plan, [], [], [], 0, 0, [], [], [])
+    def report_of(engine: Any, metrics: Any, told: str) -> Report:
+        return Report("run", told, [], [], [], 0, 0, [], [], [])
 
     monkeypatch.setattr("offload.cli.train.report_of", report_of)
     return _AdamW
