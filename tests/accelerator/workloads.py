@@ -45,7 +45,7 @@ SMALL = (
     (pieces, "LEAST_COPY_BYTES", 6000),
     (budget, "LEAST_COPY_BYTES", 6000),
     (accelerator, "REBASE_S", 0.02),
-    (accelerator, "LEAST_RESERVE_BYTES", 160 << 10),
+    (accelerator, "LEAST_RESERVE_BYTES", 192 << 10),
 )
 """Limits of the product, as they have to be for a model of a few hundred KiB to come to them."""
 
@@ -687,7 +687,7 @@ WORKLOADS = {
         Workload("borrowing", plain, {**PLAIN, **BORROWING, "placement": "gpu"}),
         Workload("borrowing-departing", partial, {**PLAIN, **BORROWING, "placement": 0.5, "keep_grads": False}),
         Workload("borrowing-streams", streams, {**PLAIN, **BORROWING, "placement": 0.5}),
-        Workload("auto", growing, {"subgroup_numel": 2048}, device_bytes=440 << 10),
+        Workload("auto", growing, {"subgroup_numel": 2048}, device_bytes=472 << 10),
         Workload(
             "backward",
             plain,
