@@ -216,7 +216,11 @@ class EngineGradients:
 
 
 class Transfers:
-    """Copies on the current streams of the accelerator that DeepSpeed runs on."""
+    """Copies between the host and the accelerator that DeepSpeed runs on, which may still be under way.
+
+    Invariant: whoever reads or writes host memory that a copy was started from or to has waited since. The stream
+    that was current orders the copy with that device's own work.
+    """
 
     def __init__(self) -> None:
         self._marks: dict[Any, Any] = {}  # an event behind the newest copy of each stream

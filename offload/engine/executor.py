@@ -517,7 +517,9 @@ def _verb(operation: Operation) -> str:
 
 
 class Calls:
-    """The thread; it is started with the first call. `submit`, `take_error` and `close` belong to one thread.
+    """A thread that makes calls one after another, and reports each to the queue: for updates that no kernel makes.
+
+    It is started with the first call. `submit`, `take_error` and `close` belong to one thread.
 
     Args:
         completions: What calls are reported to.

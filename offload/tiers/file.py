@@ -22,7 +22,8 @@ from offload.tiers.store import Store
 IO_BACKENDS = ("auto", "io_uring", "threads", "asyncio")
 """Ways to read and write; "auto" is the best that works on local file systems here."""
 
-# Measured with bench/paths.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
+# Measured (bench/reports/2026-11-27-paths.json, "sweep" and "depth"): fewer or smaller pieces in flight lose
+# throughput, more or larger gain none.
 DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2, "asyncio": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
 

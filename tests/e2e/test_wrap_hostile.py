@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,16 +266,23 @@ def test_a_group_that_could_not_be_added_leaves_nothing_behind() -> None:
                 optimizer.add_param_group({"params": added})
 
 
-def test_what_fails_in_training_names_class_and_parameter(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def about_to_fail(kind: type[Fails], folder: Path) -> Iterator[Any]:
+    """Lend an optimizer whose next step fails."""
     ours = [weight for _, weight in pair()]
-    with offload.wrap(Fails, pair(), at=7) as optimizer, pytest.raises(ConfigError, match=r"Fails.*layer.*no mode"):
-        optimizer.train()
     named = [("first", ours[0]), ("second", ours[1])]
-    with offload.wrap(Fails, named, at=7, offload=streamed(tmp_path)) as optimizer:
+    with offload.wrap(kind, named, at=7, offload=streamed(folder)) as optimizer:
         for step in range(6):
             draw(ours, step)
             optimizer.step()
         draw(ours, 7)
+        yield optimizer
+
+
+def test_what_fails_in_training_names_class_and_parameter(tmp_path: Path) -> None:
+    with offload.wrap(Fails, pair(), at=7) as optimizer, pytest.raises(ConfigError, match=r"Fails.*layer.*no mode"):
+        optimizer.train()
+    with about_to_fail(Fails, tmp_path) as optimizer:
         with pytest.raises(StepAbortedError, match=r"Fails.*can update (first|second): it raised ZeroDivisionError"):
             optimizer.step()
         with pytest.raises(SessionBrokenError):
@@ -281,15 +290,8 @@ def test_what_fails_in_training_names_class_and_parameter(tmp_path: Path) -> Non
 
 
 def test_what_failed_can_be_printed_with_its_variables_after_the_end(tmp_path: Path) -> None:
-    ours = [weight for _, weight in pair()]
-    named = [("first", ours[0]), ("second", ours[1])]
-    with offload.wrap(Fails, named, at=7, offload=streamed(tmp_path)) as optimizer:
-        for step in range(6):
-            draw(ours, step)
-            optimizer.step()
-        draw(ours, 7)
-        with pytest.raises(StepAbortedError) as caught:
-            optimizer.step()
+    with about_to_fail(Fails, tmp_path) as optimizer, pytest.raises(StepAbortedError) as caught:
+        optimizer.step()
     failed, classes = caught.value, []
     while failed is not None:
         classes.append(type(failed))
@@ -312,15 +314,11 @@ class RaisesInACircle(Fails):
 
 
 def test_an_error_that_is_its_own_cause_ends_the_step(tmp_path: Path) -> None:
-    ours = [weight for _, weight in pair()]
-    named = [("first", ours[0]), ("second", ours[1])]
-    with offload.wrap(RaisesInACircle, named, at=7, offload=streamed(tmp_path)) as optimizer:
-        for step in range(6):
-            draw(ours, step)
-            optimizer.step()
-        draw(ours, 7)
-        with pytest.raises(StepAbortedError, match="ZeroDivisionError"):
-            optimizer.step()
+    with (
+        about_to_fail(RaisesInACircle, tmp_path) as optimizer,
+        pytest.raises(StepAbortedError, match="ZeroDivisionError"),
+    ):
+        optimizer.step()
 
 
 class Hashes(Plain):
