@@ -1,7 +1,7 @@
 """The activations of a session: what callers write to tiles in forward, and read from them in backward.
 
 Callers' threads copy to buffers, and from them; which tile has which buffer is decided by the machine
-(`offload.schedule.activations`), on the engine thread. A caller posts what it does, and waits for a buffer alone:
+(`offload.schedule.buffers`), on the engine thread. A caller posts what it does, and waits for a buffer alone:
 posts are taken up between events, whatever sweep is under way.
 
 Not here: which tensors leave, and what belongs to them (`offload.optim.activations`).
