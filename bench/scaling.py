@@ -38,7 +38,8 @@ from _sessions import MB, Configuration, Model, Session, Size, Throttles
 from _throttled import SharedLanes, ThrottledTier
 
 from offload._native import CompletionQueue
-from offload.cli.plan import Question, ask, with_shared_path
+from offload.cli.plan import with_shared_path
+from offload.cli.question import Question, ask
 from offload.measure import find_rates
 from offload.plan import Home, PathRates, Rates
 from offload.protocols import Tier
