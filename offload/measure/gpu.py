@@ -12,10 +12,14 @@ from offload.backends import BACKENDS
 from offload.device.lanes import GpuLanes
 from offload.formats import EXACT_ADAMW, StateSpec
 from offload.kernels.table import trial_bytes, trial_table
+from offload.measure.samples import Sample
 from offload.protocols import DeviceLane, Mark
 
 COPY_BYTES = 64 << 20
 COPIES = 8
+LONGEST_RUN_S = 1.5
+"""Of a run of so many; a quarter of it, beside the CPU's update, is longer than a run of that."""
+
 GATE_COPIES = 1
 MOST_GATE_COPIES = 32
 """Copies that hold work back until all of it has been enqueued: so many at first, and at most."""
@@ -49,10 +53,10 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
             lanes = GpuLanes(device, CompletionQueue())
             ends.callback(lanes.close)
             numel = min(UPDATE_NUMEL, device.free_bytes() // 64) // 1024 * 1024
-            probe = GpuProbe(lanes, EXACT_ADAMW, numel, COPIES, update)
+            probe = GpuProbe(lanes, EXACT_ADAMW, numel, update=update)
             ends.callback(probe.close)
             probe.memory_bytes = device.memory_bytes
-            probe.rates(UPDATE)  # compiles
+            probe.warm_up()
             probes.append(probe)
         yield probes
 
@@ -70,14 +74,14 @@ class GpuProbe:
         lanes: The device's, with nothing on them.
         state: What state is updated.
         numel: Elements of an update.
-        repeats: Copies, or updates, of one run.
-        copy_bytes: Most bytes of one copy; host memory of twice as many is taken.
-        update: Runs the CPU's update for a while and returns its rate.
+        run_s: What a run takes at most, if more than one copy or update; a quarter of that beside the CPU's update.
+            How many these are each run tells the next one of its kind.
+        update: Runs the CPU's update for a while and returns its rate; None where copies beside it are no sample.
         node: The memory node that copies come from and go to; None for wherever that is.
+        copy_bytes: Most bytes of one copy; host memory of twice as many is taken.
 
     Attributes:
         lanes: As given.
-        repeats: As given; may be changed.
         memory_bytes: Size of the GPU's memory, where that is known.
         copy_bytes: Size of one copy.
 
@@ -90,15 +94,15 @@ class GpuProbe:
         lanes: GpuLanes,
         state: StateSpec,
         numel: int,
-        repeats: int = COPIES,
-        update: Callable[[], float] = lambda: 1.0,
+        run_s: float = LONGEST_RUN_S,
+        update: Callable[[], float] | None = None,
         node: int | None = None,
         copy_bytes: int = COPY_BYTES,
     ) -> None:
         self.memory_bytes = 0
         self.lanes = lanes
-        self.repeats = repeats
-        self._update = update
+        self._run_s, self._update = run_s, update
+        self._repeats: dict[tuple[object, ...], int] = {}
         self._gate_copies = GATE_COPIES
         nbytes = numel * trial_bytes(state)
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
@@ -123,21 +127,27 @@ class GpuProbe:
         }
         self._table = trial_table(state, memory, numel)
 
-    def samples(self) -> Iterator[tuple[str, Callable[[], Mapping[str, float]]]]:
-        """Return what to measure once a round."""
+    def samples(self) -> Iterator[Sample]:
+        """Return what to measure."""
         yield "copies to the GPU", partial(self.rates, H2D, beside=" alone")
         yield "copies from the GPU", partial(self.rates, D2H, beside=" alone")
         yield "copies both ways", partial(self.rates, H2D, D2H)
-        yield "copies beside the update", partial(self.beside, self._update)
+        if self._update is not None:
+            yield "copies beside the update", partial(self.beside, self._update)
         yield "update on the GPU", partial(self.rates, UPDATE)
+
+    def warm_up(self) -> None:
+        """Take all samples twice: the first time may compile, or touch memory, and says how much the second moves."""
+        for _, sample in 2 * [*self.samples()]:
+            sample()
 
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
         """Return what lanes that work at once reach: bytes copied, or bytes of state updated, per second."""
         while True:
             gate = self.gate(lanes)
-            marks = self._begun(lanes, self.repeats)
+            marks = self._begun(lanes, beside)
             opened_early = gate.reached()
-            rates = self._ended(marks, self.repeats, beside)
+            rates = self._ended(marks, beside, self._run_s, COPIES)
             if not opened_early or self._gate_copies >= MOST_GATE_COPIES:
                 return rates
             self._gate_copies *= 2
@@ -158,35 +168,36 @@ class GpuProbe:
             self.lanes.device.follow(lane, gate)
         return gate
 
-    def _begun(self, lanes: Sequence[DeviceLane], repeats: int) -> dict[DeviceLane, tuple[Mark, Mark]]:
+    def _begun(self, lanes: Sequence[DeviceLane], beside: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
         """Put work on lanes; return the marks around it."""
         mark = self.lanes.device.mark
         began = {lane: mark(lane) for lane in lanes}
-        for _ in range(repeats):
+        for _ in range(self._repeats.get((*lanes, beside), 1)):
             for lane in lanes:
                 self._work[lane]()
         return {lane: (began[lane], mark(lane)) for lane in lanes}
 
-    def _ended(self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], repeats: int, beside: str) -> dict[str, float]:
-        rates = {}
+    def _ended(
+        self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], beside: str, run_s: float, most: int
+    ) -> dict[str, float]:
+        """Return rates by what was done between marks, and have the next such run take `run_s`."""
+        kind = (*marks, beside)
+        repeats, rates, longest_s = self._repeats.get(kind, 1), {}, 1e-9
         for lane, (began, ended) in marks.items():
             ended.wait()
             seconds = max(ended.time_s() - began.time_s(), 1e-9)
             rates[f"gpu/{lane.name.lower()}{beside}"] = repeats * self._bytes[lane] / seconds
+            longest_s = max(longest_s, seconds)
+        self._repeats[kind] = max(1, min(most, int(repeats * run_s / longest_s)))
         return rates
 
-    def beside(self, update: Callable[[], float], copies: int = COPIES_BESIDE) -> dict[str, float]:
-        """Return what copies both ways reach beside the CPU's update, and what they leave of it.
-
-        Args:
-            update: Runs the CPU's update for a while and returns its rate.
-            copies: How many each way.
-        """
-        alone = update()
-        marks = self._begun([H2D, D2H], copies)
+    def beside(self, update: Callable[[], float]) -> dict[str, float]:
+        """Return what copies both ways reach beside the CPU's update, and what they leave of it."""
+        name, alone = " beside cpu", update()
+        marks = self._begun([H2D, D2H], name)
         beside = [update()]
         while len(beside) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
             beside.append(update())
-        rates = self._ended(marks, copies, " beside cpu")
+        rates = self._ended(marks, name, self._run_s / 4, COPIES_BESIDE)
         # The copies ended somewhere in the last run.
         return rates | {"gpu/speed of cpu": statistics.mean(beside[:-1] or beside) / alone}

@@ -14,12 +14,12 @@ from functools import partial
 from offload import waits
 from offload.device.lanes import GpuLanes
 from offload.device.none import NO_LANES, Lanes
-from offload.formats import EXACT_ADAMW
+from offload.formats import EXACT, EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
-from offload.measure.drive import drive, lane_rates
 from offload.measure.gpu import D2H, H2D, GpuProbe
-from offload.measure.probe import ALIGNMENT_BYTES, enough_bytes, repeated
+from offload.measure.probe import ALIGNMENT_BYTES, enough_bytes
+from offload.measure.samples import CpuProbe, Runs, repeated
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, TrialState
 from offload.memory.arenas import Arena
 from offload.memory.nodes import free_bytes
@@ -52,12 +52,9 @@ def _probe(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int, lane
     numel = (nbytes - ALIGNMENT_BYTES) // trial_bytes(EXACT_ADAMW) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.closing(Arena(nbytes, prefault=True, node=number)) as arena:
         state = TrialState(EXACT_ADAMW, numel, UPDATE_DEPTH, borrowed=(arena.address, arena.nbytes))
-
-        def update() -> float:
-            return lane_rates(drive(queue, [state.updates(kernel, state.chunks)]))["cpu"]
-
-        update()  # warms up
-        rate = max(repeated(update))
+        cpu = CpuProbe(Runs(queue), {kernel.threads: kernel}, {EXACT: state}, {}, state.chunks)
+        cpu.rate()  # warms up
+        rate = max(repeated(cpu.rate))
         libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
         write = partial(_passes, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
         read = partial(_passes, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # there is none

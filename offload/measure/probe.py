@@ -7,40 +7,39 @@ own staging memory, whose content is undefined at that moment. CPU and memory ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from offload.device.lanes import GpuLanes
 from offload.device.none import NO_LANES, Lanes
 from offload.errors import OffloadError
-from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat, StateSpec
+from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.table import trial_bytes
 from offload.kernels.whole import trial
 from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, Layout, Parameter, numels_by_format
-from offload.measure.drive import drive, lane_rates, rates_beside
-from offload.measure.gpu import COPIES, COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
-from offload.measure.observe import at_once
+from offload.measure.gpu import GpuProbe
+from offload.measure.rates_file import Measurement
+from offload.measure.samples import LONGEST_S, QUICK_ROUNDS, CpuProbe, PathProbe, Runs, best_of, rates_of, update_name
 from offload.measure.trial import trial_rates
-from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
+from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState
 from offload.memory.arenas import Arena, available_bytes
-from offload.plan import NO_GPU, GpuRates, PathRates, Plan, Rates
+from offload.plan import NO_GPU, GpuRates, Plan, Rates
 from offload.plan.rates import mean_rate
 from offload.protocols import SECTOR_BYTES, Queue, Tier
 from offload.rules import UpdateRule
 from offload.units import format_bytes
 
 PROBE_TILES = 4
-ROUNDS = 3
+"""Of a path: read, and as many written."""
 
 ENOUGH_BYTES = 512 << 20
 """State, gradients and weights that an update passes over to tell what memory gives rather than caches; or"""
@@ -56,38 +55,26 @@ ALIGNMENT_BYTES = 16 << 20
 SHARE_OF_AVAILABLE = 8
 """The part of the memory still available that a probe may take is one in so many."""
 
-LONGEST_S = 0.25
-"""No further round begins after this, so that a slow machine does not wait for all of them."""
-
 GPU_NUMEL = 1 << 24
 """Elements of an update on a GPU, where the session and the GPU's memory have so many: more than its caches hold."""
 
 MOST_SIDE, MOST_NUMEL = 512, 1 << 18
 """Of the twin of a whole parameter: of its dimensions, where it is a matrix; of all its elements."""
 
-MOST_MEMORY_COST = 2.0
-"""Copies of a GPU read or write each byte once: what a short run finds beyond this is noise."""
-
-BESIDE_S = 0.02
-"""How long copies of a GPU go on beside the CPU's update."""
-
 PART_BESIDE = 0.1
-"""The part of a pass that the update makes at a time meanwhile."""
+"""The part of a pass that the update makes at a time beside copies of a GPU."""
 
 SYSTEM_CPUS = Path("/sys/devices/system/cpu")
 """Where the kernel tells of caches."""
 
-_VARIANTS = (StreamVariant.PLAIN, StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH)
+_VARIANTS = {
+    "plain, then past caches": (StreamVariant.PLAIN, StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH)
+}
 
 log = logging.getLogger("offload")
 
-T = TypeVar("T")
-
-_known: dict[tuple[object, ...], tuple[float, float]] = {}
-"""The update's rate and the memory's, by what they depend on: see `_HostProbe`."""
-
-_known_costs: dict[tuple[object, ...], float] = {}
-"""`GpuRates.memory_cost`, by the same and the GPU's name."""
+_known: dict[tuple[object, ...], dict[str, Measurement]] = {}
+"""What has been measured of CPU and memory, and of them beside a GPU, by what it depends on."""
 
 
 def quick_probe(
@@ -115,132 +102,83 @@ def quick_probe(
         TierError: If a path fails.
         OffloadError: If the device fails, or it or the host has no memory for it.
     """
-    layout, gpu = plan.layout, NO_GPU
+    layout, staging = plan.layout, (address, plan.staging_bytes)
     numels = numels_by_format(layout.parameters, layout.state.format) or {EXACT: 1}
-    cpu: dict[StateFormat, float] = {}
-    memory = 0.0
-    for state_format in sorted({EXACT, *numels}, key=FORMATS.index):
-        with contextlib.closing(_HostProbe(kernel, queue, plan, state_format, address)) as host:
-            cpu[state_format], reached = host.rates()
-            memory = max(memory, reached)
-            if not state_format.rounds:
-                gpu = lanes.rated(partial(probe_gpu, host=host, plan=plan))
-    paths = tuple(_probe_path(tier, queue, address, plan) for tier in tiers)
-    rates = Rates(mean_rate(cpu, numels), paths, gpu, memory)
-    return trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
+    formats, measured, gpu = sorted({EXACT, *numels}, key=FORMATS.index), dict[str, Measurement](), NO_GPU
+    for state_format in formats:
+        with contextlib.ExitStack() as ends:
+            spec = EXACT_ADAMW.stored_in(state_format)
+            numel, cpus = _host_numel(plan, spec), frozenset(os.sched_getaffinity(0))
+            key = (kernel.threads, cpus, kernel.instruction_set, state_format, numel)
+            # Memory is taken when it is first needed.
+            cpu = functools.cache(partial(_cpu_probe, kernel, queue, spec, numel, staging, ends))
+            if key not in _known:
+                _known[key] = best_of(cpu().samples())
+                reached = ", ".join(f"{name} {format_bytes(each.median)}/s" for name, each in _known[key].items())
+                sizes = map(format_bytes, (numel * trial_bytes(spec), cache_bytes()))
+                log.info("%s, by passes over %s; last-level caches hold %s", reached, *sizes)
+            measured |= _known[key]
+            if state_format is EXACT:
+                gpu = lanes.rated(partial(_gpu_rates, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
+    paths: list[PathProbe] = []
+    for tier in tiers:
+        with contextlib.ExitStack() as ends:
+            paths.append(_path_probe(len(paths), tier, queue, plan, staging, ends))
+            measured |= best_of(paths[-1].samples())
+    cpu_rates = {each: measured[update_name(each, kernel.threads)].median for each in formats}
+    rates = rates_of(measured, kernel.threads, paths)
+    rates = replace(rates, cpu_bytes_per_s=mean_rate(cpu_rates, numels), gpu=gpu)
+    return trial_rates(kernel, tiers, queue, rates, plan, staging)
 
 
-class _HostProbe:
-    """The CPU's update, passing over memory that is taken when it is first needed.
+def _cpu_probe(
+    kernel: CpuUpdateKernel,
+    queue: Queue,
+    spec: StateSpec,
+    numel: int,
+    staging: tuple[int, int],
+    ends: contextlib.ExitStack,
+) -> CpuProbe:
+    """Return a probe of passes over state, in staging memory if that is large enough."""
+    depth = max(1, min(UPDATE_DEPTH, numel // CHUNK_NUMEL))
+    state = TrialState(spec, numel, depth, prefault=True, borrowed=staging)
+    ends.callback(state.close)
+    probe = CpuProbe(Runs(queue), {kernel.threads: kernel}, {spec.format: state}, _VARIANTS, state.chunks)
+    probe.rate(spec.format)  # warms up
+    return probe
+
+
+def _gpu_rates(
+    lanes: GpuLanes, cpu: Callable[[], CpuProbe], key: tuple[object, ...], threads: int, plan: Plan
+) -> GpuRates:
+    """Measure copies, each way alone and both ways, the update on the GPU, and what copies leave of the CPU's.
 
     Args:
-        kernel: The session's kernel.
-        queue: What it reports to.
+        lanes: The session's.
+        cpu: Returns the probe of the CPU's update.
+        key: What its rates depend on, which are known.
+        threads: Of these.
         plan: What the session is about to do.
-        state_format: Of the state.
-        address: Its staging memory.
-
-    Attributes:
-        key: What the rates depend on in this process.
     """
-
-    def __init__(
-        self, kernel: CpuUpdateKernel, queue: Queue, plan: Plan, state_format: StateFormat, address: int
-    ) -> None:
-        self._kernel = kernel
-        self._queue = queue
-        self._spec = EXACT_ADAMW.stored_in(state_format)
-        self._numel = _host_numel(plan, self._spec)
-        self._staging = address, plan.staging_bytes
-        self._state: TrialState | None = None
-        cpus = frozenset(os.sched_getaffinity(0))
-        self.key = (kernel.threads, cpus, kernel.instruction_set, state_format, self._numel)
-
-    def rates(self) -> tuple[float, float]:
-        """Return the rates of the update and of memory, reads and writes together."""
-        if self.key not in _known:
-            self.update()  # warms up
-            found = repeated(lambda: (self.update(), self._open().stream_rate(self._kernel, *_VARIANTS)))
-            cpu, memory = (max(rates) for rates in zip(*found, strict=True))
-            _known[self.key] = cpu, max(memory, cpu * self._spec.memory_cost)
-            sizes = *_known[self.key], self._numel * trial_bytes(self._spec), cache_bytes()
-            log.info(
-                "the update of %s state reaches %s/s and memory %s/s, by passes over %s; last-level caches hold %s",
-                self._spec.format,
-                *map(format_bytes, sizes),
-            )
-        return _known[self.key]
-
-    def update(self, part: float = 1.0) -> float:
-        """Return the rate of a pass over a part of the memory, in state bytes per second."""
-        state = self._open()
-        return lane_rates(drive(self._queue, [state.updates(self._kernel, max(1, round(part * state.chunks)))]))[
-            "cpu"
-        ]
-
-    def _open(self) -> TrialState:
-        if self._state is None:
-            depth = max(1, min(UPDATE_DEPTH, self._numel // CHUNK_NUMEL))
-            self._state = TrialState(self._spec, self._numel, depth, prefault=True, borrowed=self._staging)
-        return self._state
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._state is not None:
-            self._state.close()
-
-
-def probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
-    """Measure copies, each way alone and both ways, the update on the GPU, and what copies leave of the CPU's."""
     state = plan.layout.device_state
     room = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
     numel = min(GPU_NUMEL, sum(subgroup.numel for subgroup in plan.layout.subgroups), room)
     numel = max(numel, SECTOR_NUMEL)
-    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2
-
-    def run(probe: GpuProbe) -> dict[str, float]:
-        alone = probe.rates(H2D, beside=" alone") | probe.rates(D2H, beside=" alone")
-        return alone | probe.rates(H2D, D2H) | probe.rates(UPDATE)
-
+    copy_bytes, beside = CHUNK_NUMEL * trial_bytes(state) // 2, (*key, lanes.device.name)
+    update = None if beside in _known else lambda: cpu().rate(part=PART_BESIDE)
     while True:
         try:
-            opened = GpuProbe(lanes, state, numel, 1, copy_bytes=copy_bytes)
+            opened = GpuProbe(lanes, state, numel, LONGEST_S / QUICK_ROUNDS, update, copy_bytes=copy_bytes)
             break
         except OffloadError:  # free memory may be in pieces
             if numel == SECTOR_NUMEL:
                 raise
             numel = max(numel // 2, SECTOR_NUMEL)
     with contextlib.closing(opened) as probe:
-        run(probe)  # may have to compile, or to touch memory
-        began_s = time.perf_counter()
-        run(probe)
-        once_s = time.perf_counter() - began_s
-        probe.repeats = max(1, min(COPIES, int(LONGEST_S / ROUNDS / once_s)))
-        runs = repeated(partial(run, probe))
-        best = {name.partition("/")[2]: max(found[name] for found in runs) for name in runs[0]}
-        h2d, d2h = best["h2d"], best["d2h"]
-        key = (*host.key, lanes.device.name)
-        if key not in _known_costs:
-            _known_costs[key] = _cost_beside(probe, host, h2d, d2h)
-    return GpuRates(
-        best["update"],
-        h2d,
-        d2h,
-        memory_cost=_known_costs[key],
-        h2d_alone_bytes_per_s=best["h2d alone"],
-        d2h_alone_bytes_per_s=best["d2h alone"],
-    )
-
-
-def _cost_beside(probe: GpuProbe, host: _HostProbe, h2d: float, d2h: float) -> float:
-    """Return `GpuRates.memory_cost` from what copies both ways leave of the CPU's update."""
-    copies = max(1, min(COPIES_BESIDE, round(BESIDE_S * min(h2d, d2h) / probe.copy_bytes)))
-    update = partial(host.update, PART_BESIDE)
-    update()  # warms up
-    speeds = [probe.beside(update, copies)["gpu/speed of cpu"] for _ in range(ROUNDS)]
-    speed, spread = statistics.median(speeds), max(speeds) - min(speeds)
-    cpu, memory = host.rates()
-    return min(memory_cost(memory, cpu, speed, h2d + d2h, spread / speed), MOST_MEMORY_COST)
+        probe.warm_up()
+        found = best_of(probe.samples())
+    _known.setdefault(beside, {name: each for name, each in found.items() if name.endswith("cpu")})
+    return rates_of({**_known[key], **found, **_known[beside]}, threads, gpu_bytes=0).gpu
 
 
 def _host_numel(plan: Plan, spec: StateSpec) -> int:
@@ -278,40 +216,21 @@ def cache_bytes() -> int:
     return sum(found.values())
 
 
-def repeated(sample: Callable[[], T]) -> list[T]:
-    """Take a sample a few times. The best counts: other work on the machine only ever slows one down."""
-    taken, until_s = [sample()], time.perf_counter() + LONGEST_S
-    while len(taken) < ROUNDS and time.perf_counter() < until_s:
-        taken.append(sample())
-    return taken
-
-
-def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates:
+def _path_probe(
+    number: int, tier: Tier, queue: Queue, plan: Plan, staging: tuple[int, int], ends: contextlib.ExitStack
+) -> PathProbe:
+    address, staging_bytes = staging
     # Without staging memory, state that is resident moves when it is parked.
-    usual_bytes = plan.staging_bytes or min(SPARE_BYTES, PROBE_TILES * plan.largest_tile_bytes)
-    nbytes = min(MAX_TILE_BYTES, max(usual_bytes // PROBE_TILES // SECTOR_BYTES * SECTOR_BYTES, SECTOR_BYTES))
-    slots = range(max(1, min(PROBE_TILES, tier.free_bytes() // (nbytes + SECTOR_BYTES))))
-    path, half = Slots(tier, nbytes), len(slots) // 2
-
-    def best(loads: dict[str, range], count: int | None = None) -> dict[str, float]:
-        """Return what reads and writes of some slots reach beside each other."""
-
-        def sample() -> dict[str, float]:
-            moves = [path.load(v, at, address + at.start * nbytes, len(at), count) for v, at in loads.items()]
-            return rates_beside(drive(queue, moves))
-
-        return max(repeated(sample), key=lambda rates: sum(rates.values()))
-
-    with contextlib.ExitStack() as ends:
-        if plan.staging_bytes < PROBE_TILES * nbytes:
-            memory = Arena(PROBE_TILES * nbytes)
-            ends.callback(memory.close)
-            address = memory.address
-        alone = best({"write": slots}) | best({"read": slots})
-        both = best({"read": slots[:half], "write": slots[half:]}, PROBE_TILES) if half else alone
-        shares = at_once(drive(queue, [path.load("read", slots, address)])) > 1
-    at_most = tier.depth if shares else 1.0
-    return PathRates(both["read"], both["write"], 0.0, 1.0, alone["read"], alone["write"], at_most)
+    usual_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
+    tile_bytes = usual_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
+    slots = Slots(tier, min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))
+    room = tier.free_bytes() // (slots.tile_bytes + SECTOR_BYTES)
+    count = max(1, min(PROBE_TILES, room // 2))
+    if staging_bytes < 2 * count * slots.tile_bytes:
+        memory = Arena(2 * count * slots.tile_bytes)
+        ends.callback(memory.close)
+        address = memory.address
+    return PathProbe(number, Runs(queue), [slots], count, count, address, is_split=room > 1)
 
 
 def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
@@ -353,9 +272,9 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _best_s(update: Callable[[], None]) -> float:
-    """Return the seconds of the best of all `ROUNDS`: the first one touches memory, and may import much."""
+    """Return the seconds of the best of all `QUICK_ROUNDS`: the first one touches memory, and may import much."""
     taken = []
-    for _ in range(ROUNDS):
+    for _ in range(QUICK_ROUNDS):
         began_s = time.perf_counter()
         update()
         taken.append(time.perf_counter() - began_s)

@@ -113,7 +113,9 @@ class VirtualLanes:
 
 def rates_of(device: VirtualDevice, repeats: int = 8) -> dict[str, float]:
     lanes: Any = VirtualLanes(device)
-    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, NUMEL, repeats)) as made:
+    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, NUMEL, 0.0 if repeats == 1 else 1e9)) as made:
+        if repeats > 1:
+            made.warm_up()
         alone = made.rates(H2D, beside=" alone") | made.rates(D2H, beside=" alone")
         return alone | made.rates(H2D, D2H) | made.rates(UPDATE)
 
@@ -171,7 +173,7 @@ def test_the_quick_probe_updates_more_than_caches_hold(
     class Made(Exception):
         pass
 
-    def make(lanes: Any, state: Any, numel: int, repeats: int, *, copy_bytes: int) -> None:
+    def make(lanes: Any, state: Any, numel: int, run_s: float, update: Any, *, copy_bytes: int) -> None:
         assert 2 * copy_bytes <= probe.SPARE_BYTES
         raise Made(numel)
 
@@ -187,10 +189,28 @@ def test_the_quick_probe_updates_more_than_caches_hold(
 
     class Lanes:
         class device:
+            name = "a card"
             free_bytes = staticmethod(lambda: room)
 
     monkeypatch.setattr(probe, "GpuProbe", make)
-    lanes, plan, host = Lanes, Plan, None
+    lanes, plan = Lanes, Plan
     with pytest.raises(Made) as made:
-        probe.probe_gpu(lanes, host, plan)  # type: ignore[arg-type]
+        probe._gpu_rates(lanes, pytest.fail, (), 1, plan)  # type: ignore[arg-type]
     assert made.value.args == (expected,)
+
+
+@pytest.mark.parametrize("copies", [1, 3, 200])
+def test_a_run_moves_as_much_as_there_is_time_for(copies: int) -> None:
+    """Each run but the first, whose length is known by the one before; beside the CPU's update a quarter of that."""
+    device, copy_s = VirtualDevice(0.0), COPY_BYTES / 50e9
+    lanes: Any = VirtualLanes(device)
+    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, NUMEL, (copies + 0.1) * copy_s, lambda: 1.0)) as made:
+        made.rates(H2D)
+        before_s = device.free_s[H2D]
+        made.rates(H2D)
+        moved_s = device.free_s[H2D] - before_s - copy_s  # behind the gate
+        assert moved_s == pytest.approx(min(copies, measure_gpu.COPIES) * copy_s)
+        for expected in (1, max(1, min(copies // 5, measure_gpu.COPIES_BESIDE))):  # each way hinders the other
+            before = device.copies
+            made.beside(lambda: 1.0)
+            assert device.copies - before == 2 * expected

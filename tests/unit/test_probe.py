@@ -23,8 +23,9 @@ from offload.errors import ConfigError, TierError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS
 from offload.measure import RatesFile, full, full_probe
 from offload.measure.drive import Load, bytes_per_s, drive, rates_beside
-from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, summarise, thread_counts
+from offload.measure.full import LADDER_BYTES, PATH_SLOTS, thread_counts
 from offload.measure.gpu import GpuProbe
+from offload.measure.samples import FULL_ROUNDS, fit_latency, summarise
 from offload.measure.workbench import memory_cost
 from offload.plan import NO_GPU, PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
@@ -91,7 +92,7 @@ def test_a_probe_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
             assert f"path {number}/{name}" in found.measurements
     assert "memory/plain" in found.measurements
     for name, each in found.measurements.items():
-        assert ROUNDS[0] <= each.runs <= ROUNDS[1], name
+        assert FULL_ROUNDS[0] <= each.runs <= FULL_ROUNDS[1], name
         assert each.median >= 0, name
         assert math.isfinite(each.spread), name
     assert RatesFile.from_dict(found.to_dict(), "rates") == RatesFile(**{**vars(found), "file": "rates"})
@@ -269,7 +270,7 @@ def test_a_device_is_measured_through_its_lanes() -> None:
     device = SimulatedDevice(bytes_per_s=1e9)
     lanes = GpuLanes(device, CompletionQueue())
     free_bytes = device.free_bytes()
-    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, 4096, 2, itertools.count(1.0).__next__)) as made:
+    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, 4096, update=itertools.count(1.0).__next__)) as made:
         found: dict[str, float] = {}
         for _ in range(2):
             for _, sample in made.samples():

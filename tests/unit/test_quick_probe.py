@@ -24,14 +24,13 @@ from offload.formats import COMPACT8, COMPACT16, EXACT, EXACT_ADAMW, StateFormat
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes, trial_items
 from offload.layout import Parameter, build_layout
-from offload.measure import probe, quick_probe, trial, workbench
+from offload.measure import probe, quick_probe, samples, trial, workbench
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
 from offload.memory.arenas import Arena
 from offload.plan import NO_GPU, Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.predict import predict
-from offload.protocols import DeviceLane
 from offload.schedule.operations import Event
 from offload.tiers import StoreOptions, open_tier
 
@@ -158,7 +157,7 @@ def test_each_format_of_a_session_is_measured(
         return TrialState(spec, *arguments, **options)
 
     monkeypatch.setattr(probe, "TrialState", trial)
-    monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": rates[measured[-1]] * 1e9})
+    monkeypatch.setattr(samples, "lane_rates", lambda run: {"cpu": rates[measured[-1]] * 1e9})
     queue = CompletionQueue()
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(100_000, state_format, exact))
@@ -177,36 +176,33 @@ def test_a_gpu_is_measured_beside_the_update(lazy: bool) -> None:
     assert found.gpu != NO_GPU
     if not lazy:
         assert max(found.gpu.h2d_bytes_per_s, found.gpu.d2h_bytes_per_s, found.gpu.update_bytes_per_s) <= 1e8
-    assert 0 <= found.gpu.memory_cost <= probe.MOST_MEMORY_COST
+    assert 0 <= found.gpu.memory_cost <= samples.MOST_GPU_MEMORY_COST
     assert not device.pinned
     lanes.close()
 
 
-@pytest.mark.parametrize(("speed", "expected"), [(1.0, 0.0), (0.5, 0.2), (0.1, probe.MOST_MEMORY_COST)])
+@pytest.mark.parametrize(("speed", "expected"), [(1.0, 0.0), (0.5, 0.2), (0.1, samples.MOST_GPU_MEMORY_COST)])
 def test_what_copies_leave_of_the_update_is_their_cost(
     speed: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = 1e9 if speed == 0.1 else 10e9 * UPDATE_MEMORY_COST * 0.5 / 2 / 0.2
 
     class Probe:
-        copy_bytes = 1 << 20
-        repeats = 1
-
         def __init__(self, *how: Any, **more: Any) -> None:
             pass
 
         def close(self) -> None:
             pass
 
-        def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
-            return {f"gpu/{lane.name.lower()}{beside}": 10e9 if lane is DeviceLane.UPDATE else link for lane in lanes}
+        def warm_up(self) -> None:
+            pass
 
-        def beside(self, update: Any, copies: int) -> dict[str, float]:
-            assert copies >= 1
-            return {"gpu/speed of cpu": speed}
+        def samples(self) -> Any:
+            link_rates = {f"gpu/{way}{beside}": link for way in ("h2d", "d2h") for beside in ("", " alone")}
+            yield "all", lambda: link_rates | {"gpu/update": 10e9, "gpu/speed of cpu": speed}
 
     monkeypatch.setattr(probe, "GpuProbe", Probe)
-    monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": 10e9})
+    monkeypatch.setattr(samples, "lane_rates", lambda run: {"cpu": 10e9})
     monkeypatch.setattr(TrialState, "stream_rate", lambda *how: 10e9 * UPDATE_MEMORY_COST)
     queue = CompletionQueue()
     device = SimpleNamespace(name=f"of speed {speed}", free_bytes=lambda: 1 << 30)
