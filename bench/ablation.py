@@ -49,7 +49,9 @@ from _needs import Need
 from _schedules import Forgetting
 
 from offload.cli.model import choose_shape
-from offload.cli.question import Question, ask
+from offload.cli.node import Machine as Node
+from offload.cli.scenario import Scenario, ask
+from offload.cli.shapes import Model
 from offload.measure import find_rates
 from offload.predict.predict import with_backward_s, with_forward_s
 from offload.schedule.machine import Machine
@@ -358,21 +360,19 @@ def simulated_s(parts: Parts, model: Published) -> dict[int, float]:
     """
     staging_bytes = SLOTS * model.subgroup_bytes
     rates = find_rates(MACHINE).rates
-    question = Question(
-        params=model.params,
-        rates=replace(rates, paths=rates.paths[: 1 + parts.second_path]),
-        ranks=RANKS,
+    scenario = Scenario.of(
+        Model(params=model.params, on_gpu=True),
+        Node(rates=replace(rates, paths=rates.paths[: 1 + parts.second_path]), ranks=RANKS),
         host_memory=model.cached_bytes - staging_bytes if parts.resident else 0,
         staging_memory=staging_bytes,
         subgroup_numel=max(model.numels),
         gradient_memory=None if parts.gradients else 0,
         placement="cpu",
-        weights_on_gpu=True,
         state_format=parts.form,
     )
     machine = Machine if parts.order else Forgetting
     with mock.patch.object(importlib.import_module("offload.predict.predict"), "Machine", machine):
-        answer = ask(question, timeline=True)
+        answer = ask(scenario, timeline=True)
     prediction = answer.prediction
     if prediction is None:
         raise SystemExit(f"a step of {model.params:,} parameters has too many tiles to be simulated")

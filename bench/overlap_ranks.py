@@ -28,7 +28,9 @@ from torch import multiprocessing as mp
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
-from offload.cli.question import Question, ask
+from offload.cli.node import Machine
+from offload.cli.scenario import Scenario, ask
+from offload.cli.shapes import Model
 from offload.measure import find_rates
 from offload.units import format_seconds
 
@@ -214,11 +216,8 @@ def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int],
 def simulated() -> dict[str, float]:
     """Return seconds of an iteration on a published node, by where its step is hidden, and the least it can take."""
     rates = find_rates(MACHINE).rates
-    answer = ask(
-        Question(
-            params=13 * 10**9, rates=rates, ranks=8, gpus=8, weights_on_gpu=True, host_memory=4 << 30, tokens=4096
-        )
-    )
+    model, machine = Model(params=13 * 10**9, on_gpu=True, tokens=4096), Machine(rates=rates, ranks=8, gpus=8)
+    answer = ask(Scenario.of(model, machine, host_memory=4 << 30))
     if answer.forward_s is None or answer.backward_s is None:
         raise RuntimeError(f"nothing is known of forward and backward on {MACHINE}")
     plan, compute_s = answer.plan, answer.forward_s + answer.backward_s

@@ -38,8 +38,10 @@ from _sessions import MB, Configuration, Model, Session, Size, Throttles
 from _throttled import SharedLanes, ThrottledTier
 
 from offload._native import CompletionQueue
+from offload.cli.node import Machine
 from offload.cli.plan import with_shared_path
-from offload.cli.question import Question, ask
+from offload.cli.scenario import Scenario, ask
+from offload.cli.shapes import Model as Trained
 from offload.measure import find_rates
 from offload.plan import Home, PathRates, Rates
 from offload.protocols import Tier
@@ -251,22 +253,16 @@ def nodes(run: Run) -> dict[str, Any]:
         own = dataclasses.replace(rates, paths=rates.paths[:1])
         shared = with_shared_path(rates, f"1={SHARED_BYTES_PER_S:.0f}", count)
         for storage, of_node in (("its own drive", own), ("and a shared file system", shared)):
-            question = Question(
-                params=numel_of(RANKS * count) // (1000 if run.smoke else 1),
-                nodes=count,
-                ranks=RANKS,
-                rates=of_node,
-                host_memory=0 if run.smoke else PAPER_HOST_BYTES,
-                weights_on_gpu=True,
-            )
-            answer = ask(question)
+            trained = Trained(params=numel_of(RANKS * count) // (1000 if run.smoke else 1), on_gpu=True)
+            machine = Machine(rates=of_node, nodes=count, ranks=RANKS)
+            answer = ask(Scenario.of(trained, machine, host_memory=0 if run.smoke else PAPER_HOST_BYTES))
             plan = answer.plan
             row = {
                 "model": model,
-                "ranks": question.all_ranks,
+                "ranks": machine.all_ranks,
                 "nodes": count,
                 "storage": storage,
-                "params": question.params,
+                "params": trained.params,
                 "resident_share": 1 - plan.home_bytes[Home.STREAMED] / plan.state_bytes,
                 "step_s": answer.step_s,
                 "bound_s": answer.estimate.bound_s,

@@ -11,12 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, TypeVar
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.errors import ConfigError, check_text
 from offload.formats import STATE_FORMATS
 from offload.protocols import MAX_DEPTH, MAX_NODES
 from offload.units import read_number
+
+if TYPE_CHECKING:
+    from offload.plan import Budgets, PathBudget
 
 T = TypeVar("T")
 
@@ -404,6 +408,11 @@ class OffloadConfig:
         return sum(self.node_bytes.values()) if self.node_bytes else self.host_memory  # type: ignore[return-value]
 
     @property
+    def staging_bytes(self) -> int | None:
+        """Bytes of host memory for staging slots; None where nothing was said."""
+        return None if self.staging_memory is None else int(self.staging_memory)
+
+    @property
     def borrows(self) -> bool:
         """Whether memory of a GPU is used between backward and forward alone."""
         return self.gpu_memory == BORROW
@@ -427,6 +436,53 @@ class OffloadConfig:
     def path_configs(self) -> tuple[PathConfig, ...]:
         """The paths, parsed."""
         return tuple(path for path in self.paths if isinstance(path, PathConfig))
+
+    def budgets(
+        self,
+        host_bytes: int,
+        paths: Sequence[PathBudget],
+        *,
+        on_gpu: bool,
+        gpu_bytes: int,
+        gpu_staging_bytes: int,
+        gradient_bytes: int,
+        gradients_kept_bytes: int | None,
+        leftover_bytes: int = 0,
+    ) -> Budgets:
+        """Return what a plan may use: what is said here, with sizes that depend on a machine and a model.
+
+        Args:
+            host_bytes: For `host_memory`.
+            paths: What each of `paths` offers.
+            on_gpu: Whether the weights lie on a GPU.
+            gpu_bytes: For `gpu_memory`.
+            gpu_staging_bytes: GPU memory for staging slots.
+            gradient_bytes: Host memory that gradients take.
+            gradients_kept_bytes: For `gradient_memory`.
+            leftover_bytes: What ended sessions have left on the paths.
+        """
+        from offload.plan import Budgets, NodeBudget  # which most users of a config have no need of
+
+        return Budgets(
+            gpu_bytes=gpu_bytes,
+            gpu_staging_bytes=gpu_staging_bytes,
+            borrows=self.borrows,
+            weights_on_gpu=on_gpu,
+            gradients_on_gpu=on_gpu and self.keep_grads,
+            host_bytes=host_bytes,
+            staging_bytes=self.staging_bytes,
+            paths=tuple(paths),
+            gradient_bytes=gradient_bytes,
+            gradients_kept_bytes=gradients_kept_bytes,
+            gradient_item_bytes=4 if self.gradient_dtype == "float32" else 0,
+            speculates=self.overlaps_backward,
+            follow_rates=all(path.share is None for path in self.path_configs),
+            checkpoints=self.checkpoints,
+            checkpoints_required=bool(self.checkpoints_kept),
+            mirrors=self.mirror is not None,
+            leftover_bytes=leftover_bytes,
+            nodes=tuple(starmap(NodeBudget, self.node_bytes.items())),
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], name: str = "offload") -> OffloadConfig:

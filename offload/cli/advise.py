@@ -6,22 +6,17 @@ import contextlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-from offload.cli.node import check_fits, gpu_room, reserved_bytes
-from offload.cli.question import Answer, Question, ask, in_format, parked, unknown_words, use
+from offload.cli.node import STAND_IN, check_fits, gpu_room, reserved_bytes
+from offload.cli.scenario import Answer, Scenario, ask, parked, unknown_words, use
 from offload.cli.values import in_columns
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
 from offload.formats import STATE_FORMATS
 from offload.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from offload.measure import RatesFile
 
 Report = Callable[[int, int, str], None]
 """Told how many of how many settings are done, and what is done to them."""
@@ -38,9 +33,6 @@ GRAINS = (1 << 30, 1 << 27, 1 << 20)
 
 SPARED = 64
 """The part of the state at home in host memory that is given on top of it."""
-
-STAND_IN = "/mnt/drive"
-"""What a path is called that nobody has named, before its number."""
 
 SHARES = (0.5, 0.25, 0.125)
 """Of updates on the GPU: tried in turn where there is no room for the gradients of as many as are best."""
@@ -64,8 +56,6 @@ class Choices:
     """What nobody has decided.
 
     Attributes:
-        file: The machine's rates, from which other formats of the state have theirs.
-        exact_params: Parameters that are kept exact where others are stored in blocks.
         placement: Whether it is to be chosen what the GPU updates.
         host_memory: Whether host memory for state is to be chosen.
         gpu_memory: Whether GPU memory for state is.
@@ -75,8 +65,6 @@ class Choices:
         gradient_memory: What host memory there may be for gradients, likewise.
     """
 
-    file: RatesFile
-    exact_params: int
     placement: bool
     host_memory: bool
     gpu_memory: bool
@@ -85,23 +73,22 @@ class Choices:
     recompute: tuple[bool, ...]
     gradient_memory: tuple[int | None, ...] = (None,)
 
-    def variants(self, question: Question) -> list[Question]:
+    def variants(self, scenario: Scenario) -> list[Scenario]:
         """Return all switches, those first that ask least of the user: exact state, then the fewest."""
         combinations = itertools.product(self.keep_grads, self.recompute, self.gradient_memory)
-        changed = [
-            replace(question, keep_grads=keep_grads, recompute=recompute, gradient_memory=memory)
-            for keep_grads, recompute, memory in sorted(combinations, key=_switched)
-        ]
-        formats = itertools.product(self.state_formats, changed)
-        return [in_format(other, name, self.file, self.exact_params) for name, other in formats]
+        changed = []
+        for keep_grads, recompute, nbytes in sorted(combinations, key=_switched):
+            other = replace(scenario, model=replace(scenario.model, recompute=recompute))
+            changed.append(other.given(keep_grads=keep_grads, gradient_memory=nbytes))
+        return [other.in_format(name) for name, other in itertools.product(self.state_formats, changed)]
 
     def fitting(
-        self, question: Question, report: Report = lambda done, total, words: None, *, leaves: bool = True
+        self, scenario: Scenario, report: Report = lambda done, total, words: None, *, leaves: bool = True
     ) -> Iterator[Answer]:
         """Yield, by the closed form, every variant that fits, with its budgets.
 
         Args:
-            question: What is asked.
+            scenario: What is asked.
             report: Told how far it is.
             leaves: Whether one fits only if it leaves what should be left of the host and of the GPU.
 
@@ -109,15 +96,15 @@ class Choices:
             PlanError: None fits; it says what the one that lacks least of it lacks.
             ConfigError: None can be planned.
         """
-        variants, lacking, fits = self.variants(question), [], False
+        variants, lacking, fits = self.variants(scenario), [], False
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
             try:
                 other = self.settle(variant)
                 answer = ask(other, simulate=False)
                 # What is left of a host whose budget is given is the user's choice.
-                memory = other.node_memory if self.host_memory else None
-                check_fits(memory, other.ranks, answer.use, answer.rates, leaves=leaves)
+                memory = other.machine.memory_bytes if self.host_memory else None
+                check_fits(memory, other.machine.ranks, answer.use, answer.rates, leaves=leaves)
             except InfeasiblePlanError as error:
                 lacking.append((error.needed_bytes - sum(error.available_bytes.values()), other, error))
             else:
@@ -127,21 +114,21 @@ class Choices:
             _, other, why = min(lacking, key=lambda each: each[0])
             raise PlanError(f"no setting fits; with the leanest ({_words(other)}), {why}") from why
 
-    def settle(self, question: Question) -> Question:
-        """Return a question in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
+    def settle(self, scenario: Scenario) -> Scenario:
+        """Return a scenario in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
 
         Gradients of what the GPU updates stay there until the step.
         """
-        size = question.rates.gpu.memory_bytes
-        if not (size and question.weights_on_gpu):
-            return self._with_budgets(question)
-        if size < question.least_gpu_bytes:
-            least = 0 if question.rates.paths else self._host_room(question)
-            leanest = replace(question, placement="cpu") if self.placement else question
-            return replace(leanest, host_memory=least) if self.host_memory else leanest
-        taken: dict[int, Question] = {}
-        for placement in (question.placement, *(*SHARES, "cpu") * self.placement):
-            settled = self._with_budgets(replace(question, placement=placement))
+        size = scenario.machine.rates.gpu.memory_bytes
+        if not (size and scenario.model.on_gpu):
+            return self._with_budgets(scenario)
+        if size < scenario.least_gpu_bytes:
+            least = 0 if scenario.machine.rates.paths else self._host_room(scenario)
+            leanest = scenario.given(placement="cpu") if self.placement else scenario
+            return leanest.given(host_memory=least) if self.host_memory else leanest
+        taken: dict[int, Scenario] = {}
+        for placement in (scenario.config.placement, *(*SHARES, "cpu") * self.placement):
+            settled = self._with_budgets(scenario.given(placement=placement))
             try:
                 nbytes = use(settled).gpu_bytes
             except (ConfigError, InfeasiblePlanError):
@@ -152,39 +139,38 @@ class Choices:
         # None leaves what should be free: the first that fits at all, or what is nearest to it.
         return next((settled for nbytes, settled in taken.items() if nbytes <= size), taken[min(taken)])
 
-    def _with_budgets(self, question: Question) -> Question:
-        """Return a question with the most memory for state that leaves the system's part, on the GPU and the host."""
-        gpu, host_room = question.rates.gpu.memory_bytes, self._host_room(question)
+    def _with_budgets(self, scenario: Scenario) -> Scenario:
+        """Return a scenario with the most memory for state that leaves the system's part, on the GPU and the host."""
+        gpu, host_room = scenario.machine.rates.gpu.memory_bytes, self._host_room(scenario)
         if self.gpu_memory:
-            question = replace(question, gpu_memory=0)
+            scenario = scenario.given(gpu_memory=0)
         if self.host_memory:
-            question = replace(question, host_memory=_fitted(question, "host_memory", host_room))
+            scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
         # Of activations nothing is known without tokens.
-        if self.gpu_memory and gpu and question.weights_on_gpu and question.beside:
-            question = replace(question, gpu_memory=_fitted(question, "gpu_memory", gpu_room(gpu)))
-            if self.host_memory and question.gpu_memory:
-                question = replace(question, host_memory=_fitted(question, "host_memory", host_room))
-        return question
+        if self.gpu_memory and gpu and scenario.model.on_gpu and scenario.beside:
+            scenario = scenario.given(gpu_memory=_fitted(scenario, "gpu_memory", gpu_room(gpu)))
+            if self.host_memory and scenario.gpu_memory:
+                scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
+        return scenario
 
-    def _host_room(self, question: Question) -> int:
+    def _host_room(self, scenario: Scenario) -> int:
         """Return the host memory that a rank may take: none where the node's is unknown."""
-        memory, ranks = question.node_memory, question.ranks
+        memory, ranks = scenario.machine.memory_bytes, scenario.machine.ranks
         return 0 if memory is None else max(0, memory - reserved_bytes(memory, ranks)) // ranks
 
 
-def _fitted(question: Question, field: str, room: int) -> int:
+def _fitted(scenario: Scenario, field: str, room: int) -> int:
     """Return the largest budget with which no more is taken than there is room for; 0 if none fits.
 
     Args:
-        question: Whose budget it is.
+        scenario: Whose budget it is.
         field: The budget: "host_memory" or "gpu_memory".
         room: Bytes that a rank may take.
     """
     low, high, budget, before = 0, room + 1, 0, -1
     for _ in range(ROUNDS):
-        changed: dict[str, Any] = {field: budget}
         try:
-            parts = getattr(use(replace(question, **changed)), field.removesuffix("_memory"))
+            parts = getattr(use(scenario.given(**{field: budget})), field.removesuffix("_memory"))
         except InfeasiblePlanError:  # more has to lie there
             if budget >= room:
                 return 0
@@ -217,25 +203,25 @@ def _switched(setting: tuple[bool, bool, int | None]) -> int:
     return (not keep_grads) + recompute + (gradient_memory is not None)
 
 
-def what_fits(question: Question, choices: Choices) -> str:
+def what_fits(scenario: Scenario, choices: Choices) -> str:
     """Return the fewest switches with which a model fits that does not, in words; "" if none help."""
     for opened in (choices, replace(choices, placement=True, host_memory=True, gpu_memory=True)):
         with contextlib.suppress(ConfigError, PlanError):
-            return " and ".join(switches(question, next(opened.fitting(question, leaves=False)).question, choices))
+            return " and ".join(switches(scenario, next(opened.fitting(scenario, leaves=False)).scenario, choices))
     return ""
 
 
-def switches(before: Question, after: Question, choices: Choices) -> list[str]:
-    """Return how to come from one question to another, each switch by its setting and its option."""
+def switches(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
+    """Return how to come from one scenario to another, each switch by its setting and its option."""
     found = []
-    if after.keep_grads != before.keep_grads:
+    if after.config.keep_grads != before.config.keep_grads:
         found.append("keep_grads=False (--no-keep-grads): gradients leave the GPU during backward")
     if after.gradient_memory != before.gradient_memory:
         found.append("gradient_memory=0 (--gradient-memory 0): gradients leave for the paths during backward")
-    if after.recompute != before.recompute:
+    if after.model.recompute != before.model.recompute:
         found.append("recomputation of activations (--recompute, gradient checkpointing)")
     if after.state_format != before.state_format:
-        found.append(f'state_format="{after.state_format}" (--state-format), which rounds state')
+        found.append(f'state_format="{after.state_format.name}" (--state-format), which rounds state')
     for field in ("placement", "host_memory", "gpu_memory"):
         value = getattr(after, field)
         if value != getattr(before, field) and not getattr(choices, field):
@@ -265,10 +251,10 @@ class Setting:
     def of(cls, answer: Answer) -> Setting:
         """Return an answer with the step hidden where that is shortest."""
         hidden = dict(answer.overlapped_s)
-        memory, question = answer.question.node_memory, answer.question
-        image_bytes = question.ranks * (answer.use.host_bytes + answer.ahead.host_bytes - answer.plan.host_bytes)
-        no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, question.ranks)
-        if question.all_ranks > 1 and question.weights_on_gpu:  # what ranks exchange there meanwhile is not predicted
+        machine, memory = answer.scenario.machine, answer.scenario.machine.memory_bytes
+        image_bytes = machine.ranks * (answer.use.host_bytes + answer.ahead.host_bytes - answer.plan.host_bytes)
+        no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, machine.ranks)
+        if machine.all_ranks > 1 and answer.scenario.model.on_gpu:  # what ranks exchange there is not predicted
             hidden = {}
         # Where little is streamed, both together are predicted to hide what waits for the norm.
         if no_room or hidden.get("backward", math.inf) > (1 - WORTH) * answer.iteration_s:
@@ -285,43 +271,42 @@ class Setting:
         return config_of(self.answer, self.overlap)
 
     def __str__(self) -> str:
-        return _words(self.answer.question) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
+        return _words(self.answer.scenario) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
 
 
-def _words(question: Question) -> str:
+def _words(scenario: Scenario) -> str:
     """Return a setting in words, without its budgets."""
-    rounds = STATE_FORMATS[question.state_format].rounds
-    words = [f"state {question.state_format}{' (rounded)' * rounds}"]
-    if question.weights_on_gpu:
-        words.append("keep_grads" if question.keep_grads else "keep_grads=False")
-    if question.placement != "auto":
-        words.append(f"placement {question.placement}")
-    if question.gradients_leave:
-        words.append(f"gradient_memory {budget_text(question.gradient_memory or 0)}")
-    if question.recompute:
+    words = [f"state {scenario.state_format.name}{' (rounded)' * scenario.state_format.rounds}"]
+    if scenario.model.on_gpu:
+        words.append("keep_grads" if scenario.config.keep_grads else "keep_grads=False")
+    if scenario.placement != "auto":
+        words.append(f"placement {scenario.placement}")
+    if scenario.gradients_leave:
+        words.append(f"gradient_memory {budget_text(scenario.gradient_memory or 0)}")
+    if scenario.model.recompute:
         words.append("recomputation")
     return ", ".join(words)
 
 
 def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
     """Return the fields of an `OffloadConfig` that an answer is about; what is the default is left out."""
-    question = answer.question
-    nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in question.nodes_memory.items()}
-    host_bytes = _used(answer, "HOST", question.host_memory, answer.use.host_bytes)
+    scenario = answer.scenario
+    nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in scenario.config.node_bytes.items()}
+    host_bytes = _used(answer, "HOST", scenario.host_memory, answer.use.host_bytes)
     found: dict[str, Any] = {"host_memory": nodes or budget_text(host_bytes)}
-    if question.weights_on_gpu:
-        gpu_bytes = _used(answer, "GPU", question.gpu_memory, answer.use.gpu_bytes)
+    if scenario.model.on_gpu:
+        gpu_bytes = _used(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)
         found["gpu_memory"] = budget_text(gpu_bytes)
-    if question.rates.paths:
-        found["paths"] = [_place(question, number) for number in range(len(question.rates.paths))]
-    if question.weights_on_gpu and not question.keep_grads and question.all_ranks == 1:
+    if scenario.machine.rates.paths:
+        found["paths"] = [path.path for path in scenario.config.path_configs]
+    if scenario.model.on_gpu and not scenario.config.keep_grads and scenario.machine.all_ranks == 1:
         found["keep_grads"] = False
-    if question.gradients_leave:
-        found["gradient_memory"] = budget_text(question.gradient_memory or 0)
-    if question.placement != "auto":
-        found["placement"] = question.placement
-    if STATE_FORMATS[question.state_format].rounds:
-        found["state_format"] = question.state_format
+    if scenario.gradients_leave:
+        found["gradient_memory"] = budget_text(scenario.gradient_memory or 0)
+    if scenario.placement != "auto":
+        found["placement"] = scenario.placement
+    if scenario.state_format.rounds:
+        found["state_format"] = scenario.state_format.name
     if overlap != "off":
         found["overlap"] = overlap
     return found
@@ -340,12 +325,6 @@ def _used(answer: Answer, home: str, budget: int, taken: int) -> int:
     return min(budget, -(-nbytes // _grain(nbytes)) * _grain(nbytes))
 
 
-def _place(question: Question, number: int) -> str:
-    """Return where a path is; the rates of a known machine say in words what it is."""
-    place = question.places[number] if number < len(question.places) else ""
-    return place if os.path.isabs(place) or urlsplit(place).netloc else f"{STAND_IN}{number}"
-
-
 def budget_text(nbytes: int) -> str | int:
     """Return a budget as one would write it."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
@@ -354,18 +333,18 @@ def budget_text(nbytes: int) -> str | int:
     return nbytes
 
 
-def best(question: Question, choices: Choices, report: Report) -> list[Setting]:
+def best(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
     """Return the settings with the shortest iterations, the best first; none of them is beaten in time and memory.
 
     Raises:
         PlanError: None fits.
         ConfigError: None can be planned.
     """
-    rough = sorted(choices.fitting(question, report), key=lambda answer: answer.iteration_s)[:SIMULATED]
+    rough = sorted(choices.fitting(scenario, report), key=lambda answer: answer.iteration_s)[:SIMULATED]
     found = []
     for number, answer in enumerate(rough):
         report(number, len(rough), "simulated")
-        found.append(Setting.of(ask(answer.question)))
+        found.append(Setting.of(ask(answer.scenario)))
     found.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
     kept: list[Setting] = []
     for setting in found:
@@ -377,17 +356,17 @@ def best(question: Question, choices: Choices, report: Report) -> list[Setting]:
 
 def _beats(one: Setting, other: Setting) -> bool:
     """Whether a setting is about as fast as another, takes no more memory, and rounds state no more."""
-    order = [*STATE_FORMATS]
+    order = [*STATE_FORMATS.values()]
     mine, theirs = one.answer, other.answer
     as_good = (
         one.iteration_s <= (1 + MEMORY_WORTH) * other.iteration_s
         and mine.use.host_bytes <= theirs.use.host_bytes
-        and order.index(mine.question.state_format) <= order.index(theirs.question.state_format)
+        and order.index(mine.scenario.state_format) <= order.index(theirs.scenario.state_format)
     )
     return as_good and (one.iteration_s, mine.use.host_bytes) < (other.iteration_s, theirs.use.host_bytes)
 
 
-def cheapest(question: Question, choices: Choices, target_s: float, report: Report) -> Setting:
+def cheapest(scenario: Scenario, choices: Choices, target_s: float, report: Report) -> Setting:
     """Return the setting that asks least of the user and of memory with which an iteration takes no longer.
 
     Raises:
@@ -395,15 +374,15 @@ def cheapest(question: Question, choices: Choices, target_s: float, report: Repo
         ConfigError: None can be planned.
     """
     tried: list[Setting] = []
-    for answer in choices.fitting(question, report):
+    for answer in choices.fitting(scenario, report):
         slow = answer.iteration_s > 4 * target_s  # hiding a step does not make an iteration a quarter of it
-        setting = Setting.of(answer if slow else ask(answer.question))
+        setting = Setting.of(answer if slow else ask(answer.scenario))
         if setting.iteration_s <= target_s:
             return _with_least_memory(setting, target_s) if choices.host_memory else setting
         tried.append(setting)
     fastest = min(tried, key=lambda setting: setting.iteration_s)
     answer = fastest.answer
-    mark, why = (answer.question.mark, f"; * {answer.question.guessed}") if answer.question.guessed else ("", "")
+    mark, why = (answer.scenario.mark, f"; * {answer.scenario.guessed}") if answer.scenario.guessed else ("", "")
     raise PlanError(
         f"no setting takes {format_seconds(target_s)} or less: the shortest iteration is "
         f"{format_seconds(fastest.iteration_s)}{mark} ({fastest}), of which the step is "
@@ -416,25 +395,25 @@ def _with_least_memory(setting: Setting, target_s: float) -> Setting:
 
     It is looked for by the closed form, carried on from what was simulated, and simulated where it was found.
     """
-    question = setting.answer.question
-    factor = setting.iteration_s / ask(question, simulate=False).iteration_s
-    low, high = 0, question.host_memory
+    scenario = setting.answer.scenario
+    factor = setting.iteration_s / ask(scenario, simulate=False).iteration_s
+    low, high = 0, scenario.host_memory
     for _ in range(HALVINGS):
         middle = _rounded((low + high) // 2)
         if not low < middle < high:
             break
         try:
-            meets = factor * ask(replace(question, host_memory=middle), simulate=False).iteration_s <= target_s
+            meets = factor * ask(scenario.given(host_memory=middle), simulate=False).iteration_s <= target_s
         except InfeasiblePlanError:
             meets = False
         low, high = (low, middle) if meets else (middle, high)
-    while high < question.host_memory:
+    while high < scenario.host_memory:
         with contextlib.suppress(InfeasiblePlanError):
-            found = Setting.of(ask(replace(question, host_memory=high)))
+            found = Setting.of(ask(scenario.given(host_memory=high)))
             if found.iteration_s <= target_s:
                 return found
-        high += (question.host_memory - high + 1) // 2
-        if question.host_memory - high < GRAINS[-1]:
+        high += (scenario.host_memory - high + 1) // 2
+        if scenario.host_memory - high < GRAINS[-1]:
             break
     return setting
 
@@ -447,10 +426,10 @@ def table(settings: list[Setting]) -> str:
     cells = [("", "setting", "iteration", "step", "host memory", "GPU memory", "bound by")]
     for number, setting in enumerate(settings, start=1):
         answer = setting.answer
-        ranks = answer.question.ranks
+        ranks = answer.scenario.machine.ranks
         gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
         iteration = "-" if answer.forward_s is None else format_seconds(setting.iteration_s)
-        mark = answer.question.mark
+        mark = answer.scenario.mark
         seconds = iteration + mark * (iteration != "-"), format_seconds(answer.step_s) + mark
         host = format_bytes(ranks * answer.use.host_bytes)
         cells.append((f"{number}", str(setting), *seconds, host, gpu, answer.estimate.bound_by))
@@ -459,22 +438,21 @@ def table(settings: list[Setting]) -> str:
 
 def to_paste(setting: Setting) -> str:
     """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
-    config, question = setting.config, setting.answer.question
-    recompute, checkpointing = question.recompute, _checkpointing()
+    config, model, checkpointing = setting.config, setting.answer.scenario.model, _checkpointing()
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     # Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
     trainer = (
         'output_dir="out", optim="offload_adamw", save_total_limit=1'
-        + ", use_cpu=True" * (not question.weights_on_gpu)
-        + f", {checkpointing}=True" * recompute
+        + ", use_cpu=True" * (not model.on_gpu)
+        + f", {checkpointing}=True" * model.recompute
     )
-    if question.tokens is not None:
+    if model.tokens is not None:
         trainer += ", per_device_train_batch_size=1"
-        trainer += f", gradient_accumulation_steps={question.accumulate}" * (question.accumulate > 1)
+        trainer += f", gradient_accumulation_steps={model.accumulate}" * (model.accumulate > 1)
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     lines = [
         f"Python{on_gpu}:",
-        *([f"    model.{checkpointing}_enable()"] if recompute else []),
+        *([f"    model.{checkpointing}_enable()"] if model.recompute else []),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({python}))",
     ]
     if setting.overlap in ("forward", "both"):
@@ -503,22 +481,18 @@ def _checkpointing() -> str:
 
 def _assumed(answer: Answer) -> list[str]:
     """Return what the reader has to know, and to change, before a setting is pasted."""
-    question, lines = answer.question, []
+    scenario, model, lines = answer.scenario, answer.scenario.model, []
     if answer.forward_s is None:
-        lines.append(unknown_words(question))
+        lines.append(unknown_words(scenario))
     words = ["weights of 16 bits (dtype=torch.bfloat16)"]
-    if question.tokens is not None:
-        of_steps = f", in {question.accumulate} micro-steps" if question.accumulate > 1 else ""
-        rows = math.ceil(question.tokens / question.accumulate)
+    if model.tokens is not None:
+        of_steps = f", in {model.accumulate} micro-steps" if model.accumulate > 1 else ""
+        rows = math.ceil(model.tokens / model.accumulate)
         words.append(
-            f"{question.tokens:,} tokens of each rank in an iteration{of_steps}: batch size times length is {rows:,}"
+            f"{model.tokens:,} tokens of each rank in an iteration{of_steps}: batch size times length is {rows:,}"
         )
     lines.append(f"assumed: {'; '.join(words)}")
-    stand_ins = [
-        place
-        for number in range(len(question.rates.paths))
-        if (place := _place(question, number)).startswith(STAND_IN)
-    ]
+    stand_ins = [path.path for path in scenario.config.path_configs if path.path.startswith(STAND_IN)]
     if stand_ins:
         lines.append(f"write directories on your drives in place of {', '.join(stand_ins)}")
     return lines
@@ -538,27 +512,27 @@ def as_dict(setting: Setting) -> dict[str, Any]:
     answer = setting.answer
     return {
         "config": setting.config,
-        "recompute": answer.question.recompute,
+        "recompute": answer.scenario.model.recompute,
         "computes": answer.forward_s is not None,
         "iteration_s": setting.iteration_s,
         "step_s": answer.step_s,
         "host_memory_bytes": dict(answer.use.host),
         "gpu_memory_bytes": dict(answer.use.gpu),
-        "storage_bytes": answer.question.ranks * answer.plan.storage_bytes,
+        "storage_bytes": answer.scenario.machine.ranks * answer.plan.storage_bytes,
         "parked": parked(answer),
         "bound_by": answer.estimate.bound_by,
-        "guessed": answer.question.guessed,
+        "guessed": answer.scenario.guessed,
     }
 
 
 def describe(settings: list[Setting]) -> str:
     """Return settings as a table, and each as the config to paste."""
     lines = [table(settings)]
-    forms = {setting.answer.question.state_format: None for setting in settings}
-    if rounding := [form for form in forms if STATE_FORMATS[form].rounds]:
+    forms = dict.fromkeys(setting.answer.scenario.state_format for setting in settings)
+    if rounding := [form.name for form in forms if form.rounds]:
         rounds = f"{' and '.join(rounding)} round{'s' * (len(rounding) == 1)}"
         lines.append(f"{rounds} state; exact does not (docs/formats.md)")
-    lines += dict.fromkeys(f"* {text}" for setting in settings if (text := setting.answer.question.guessed))
+    lines += dict.fromkeys(f"* {text}" for setting in settings if (text := setting.answer.scenario.guessed))
     lines += _assumed(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting)]
@@ -572,9 +546,9 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
     """Return what would make the iteration shorter, and by how many seconds, most first; by the closed form."""
     now_s = answer.estimate.step_s
     found = []
-    for what, question in _changes(answer):
+    for what, scenario in _changes(answer):
         try:
-            saved_s = now_s - ask(question, simulate=False).step_s
+            saved_s = now_s - ask(scenario, simulate=False).step_s
         except (ConfigError, InfeasiblePlanError):  # there is no such memory, or no GPU
             continue
         if saved_s > 0.01 * now_s:
@@ -586,26 +560,27 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
     return sorted(found, key=lambda item: -item[1])
 
 
-def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
+def _changes(answer: Answer) -> Iterator[tuple[str, Scenario]]:
     from offload.plan import Home
 
-    question, rates, taken = answer.question, answer.question.rates, answer.use
-    memory, ranks = question.node_memory or 1 << 60, question.ranks
+    scenario, rates, taken = answer.scenario, answer.scenario.machine.rates, answer.use
+    memory, ranks = scenario.machine.memory_bytes or 1 << 60, scenario.machine.ranks
     host_room = (memory - reserved_bytes(memory, ranks)) // ranks - taken.host_bytes
     if rates.paths:
         best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
-        yield what, replace(question, rates=replace(rates, paths=(*rates.paths, best)))
+        wider = scenario.at_rates(replace(rates, paths=(*rates.paths, best)))
+        yield what, wider.given(paths=(*scenario.config.path_configs, "one more"))
     streamed_bytes = answer.plan.home_bytes[Home.STREAMED]
     more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
     if more > 0:
-        yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
+        yield f"host budget +{format_bytes(more)} a rank", scenario.with_host_memory(scenario.host_memory + more)
     gpu = rates.gpu
     if answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
         more = min(answer.plan.state_bytes, 10 << 30, gpu_room(gpu.memory_bytes or 1 << 60) - taken.gpu_bytes)
         if more > 0:
-            yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
+            yield f"GPU budget +{format_bytes(more)} a rank", scenario.given(gpu_memory=scenario.gpu_memory + more)
         faster = gpu.times(2)
-        yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
+        yield "a link to the GPU twice as fast", scenario.at_rates(replace(rates, gpu=faster))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
-    yield "CPU and memory twice as fast", replace(question, rates=cpu)
+    yield "CPU and memory twice as fast", scenario.at_rates(cpu)

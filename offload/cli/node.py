@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
@@ -35,6 +37,9 @@ STREAMED_WEIGHTS = (
 DRIVER_BYTES = 1 << 29
 """Of GPU memory: a context and its kernels."""
 
+STAND_IN = "/mnt/drive"
+"""What a path is called that nobody has named, before its number."""
+
 _COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)
 
 
@@ -43,6 +48,55 @@ def node_of(file: RatesFile) -> tuple[int | None, int | None]:
     nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
     gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
     return parse_bytes("machine.memory_bytes", nbytes) if nbytes is not None else None, gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Nodes, all alike, and their ranks.
+
+    Attributes:
+        rates: Of a node; that of the update is of the parameters with their format of state.
+        nodes: How many there are.
+        ranks: Of each.
+        memory_bytes: Host memory of a node; None if that is not known.
+        gpus: Of a node; None likewise.
+        file: Where the rates are from; None if only they are known.
+    """
+
+    rates: Rates
+    nodes: int = 1
+    ranks: int = 1
+    memory_bytes: int | None = None
+    gpus: int | None = None
+    file: RatesFile | None = None
+
+    @property
+    def all_ranks(self) -> int:
+        """Ranks of all nodes: each has its part of the model's state."""
+        return self.nodes * self.ranks
+
+    def _path(self, number: int) -> Mapping[str, Any]:
+        known = self.file.paths if self.file else ()
+        return known[number] if number < len(known) else {}
+
+    def path_words(self, number: int) -> str:
+        """Return where a path is, or what else the rates call it; "" where they do not."""
+        return str(self._path(number).get("path", ""))
+
+    def path_name(self, number: int) -> str:
+        """Return what a path is called, by its number, as in the names of lanes, and where it is."""
+        place = self.path_words(number)
+        return f"path {number} ({place})" if place else f"path {number}"
+
+    def path_place(self, number: int) -> str:
+        """Return a directory on a path; a stand-in where rates say in words what it is, or nothing."""
+        place = self.path_words(number)
+        return place if os.path.isabs(place) or urlsplit(place).netloc else f"{STAND_IN}{number}"
+
+    def path_bytes(self, number: int) -> int | None:
+        """Return the size of a path, which all ranks of a node share; None where unknown."""
+        nbytes = self._path(number).get("bytes")
+        return None if nbytes is None else parse_bytes("paths.bytes", nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli import advise
 from offload.cli.machine import WORDS, add_words, described, is_described
-from offload.cli.node import GPU, STREAMED_WEIGHTS, node_of, shares
+from offload.cli.node import GPU, STREAMED_WEIGHTS, Machine, node_of, shares
 from offload.cli.progress import Progress
-from offload.cli.question import Answer, Question, ask, in_format, least, parked, unknown_words
-from offload.cli.shapes import MODELS, Shape, parse_model
+from offload.cli.scenario import Answer, Scenario, ask, least, parked, unknown_words
+from offload.cli.shapes import MODELS, Model, Shape, parse_model
 from offload.cli.values import (
     MAX_RANKS,
     add_output,
@@ -33,7 +33,7 @@ from offload.cli.values import (
     read_values,
     tell,
 )
-from offload.config import EXACT_NAMES, OffloadConfig, parse_bytes
+from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.formats import STATE_FORMATS
 from offload.rules import RULES
@@ -165,13 +165,13 @@ def _picture(answer: Answer, text: str, file: str) -> None:
     from offload.pictures.draw import LANES_TITLE, draw_plan, lanes_figure, svg, tiers_figure
     from offload.pictures.page import Page
 
-    question = answer.question
+    scenario = answer.scenario
     tiers = _tiers(answer)
     timeline = answer.prediction.timeline if answer.prediction else ()
     if len(timeline) > MOST_DRAWN:
         timeline = ()
-    names = [place or "unknown" for place in question.places[: len(answer.rates.paths)]]
-    title = f"{question.params:,} parameters, predicted"
+    names = [scenario.machine.path_words(number) or "unknown" for number in range(len(answer.rates.paths))]
+    title = f"{scenario.model.params:,} parameters, predicted"
     try:
         if not file.lower().endswith(".html"):
             draw_plan(file, title, tiers, timeline, names)
@@ -192,26 +192,20 @@ def _tiers(answer: Answer) -> list[Tier]:
     """Return what lies in each tier: on one GPU, in host memory of all ranks of a node, on each path."""
     from offload.pictures.draw import Tier
 
-    question, plan, ranks = answer.question, answer.plan, answer.question.ranks
+    scenario, plan, ranks = answer.scenario, answer.plan, answer.scenario.machine.ranks
     host = {name: ranks * nbytes for name, nbytes in answer.use.host.items()}
-    found = [Tier("host memory", host, question.node_memory)]
+    found = [Tier("host memory", host, scenario.machine.memory_bytes)]
     if answer.use.gpu_bytes:
-        name, size = "each GPU" if ranks > 1 else "GPU", question.rates.gpu.memory_bytes or None
+        name, size = "each GPU" if ranks > 1 else "GPU", scenario.machine.rates.gpu.memory_bytes or None
         found.insert(0, Tier(name, dict(answer.use.gpu), size))
     for number, share in enumerate(plan.shares(answer.rates) if plan.storage_bytes else ()):
-        size = question.path_sizes[number] if number < len(question.path_sizes) else None
+        size = scenario.machine.path_bytes(number)
         stored = {"state": int(ranks * share * plan.storage_bytes)}
-        found.append(Tier(question.path_name(number), stored, size))
+        found.append(Tier(scenario.machine.path_name(number), stored, size))
     return found
 
 
 # The command
-
-_AS_GIVEN = (
-    *("nodes", "gpu_staging", "gradient_memory", "staging_memory", "path_bytes", "subgroup_numel"),
-    *("placement", "tokens", "accumulate", "recompute", "rule"),
-)
-"""Fields of a `Question` that are options."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -233,28 +227,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
     if arguments.picture is not None and searches:
         raise ConfigError("--picture", arguments.picture, f"a picture is drawn of one plan: leave {searches[0]} out")
-    question, choices = _question(arguments)
+    scenario, choices = _scenario(arguments)
     collects = gc.isenabled()
     gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
     try:
         if searches:
-            _search(arguments, question, choices)
+            _search(arguments, scenario, choices)
         else:
-            _predict(arguments, question, choices)
+            _predict(arguments, scenario, choices)
     finally:
         if collects:
             gc.enable()
     return 0
 
 
-def _search(arguments: argparse.Namespace, question: Question, choices: advise.Choices) -> None:
+def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
     with contextlib.closing(progress_of(arguments, "setting")) as progress:
         if arguments.advise:
-            found = advise.best(question, choices, progress.show)
+            found = advise.best(scenario, choices, progress.show)
         else:
-            found = [advise.cheapest(question, choices, arguments.target, progress.show)]
-    outcome = {"params": question.params, "settings": [advise.as_dict(setting) for setting in found]}
-    notes = "".join(f"\n{text}" for text in question.warnings if text != question.guessed)
+            found = [advise.cheapest(scenario, choices, arguments.target, progress.show)]
+    outcome = {"params": scenario.model.params, "settings": [advise.as_dict(setting) for setting in found]}
+    notes = "".join(f"\n{text}" for text in scenario.warnings if text != scenario.guessed)
     tell(arguments, outcome, f"{advise.describe(found)}{notes}")
 
 
@@ -263,8 +257,8 @@ def progress_of(arguments: argparse.Namespace, unit: str) -> Progress:
     return Progress(0, title="plan", quiet=arguments.json, unit=unit, after_s=1.0, line_s=30.0)
 
 
-def _predict(arguments: argparse.Namespace, question: Question, choices: advise.Choices) -> None:
-    settled = choices.settle(question)
+def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
+    settled = choices.settle(scenario)
     draws = arguments.picture is not None
     with contextlib.closing(progress_of(arguments, "visit")) as progress:
         try:
@@ -282,20 +276,20 @@ def _predict(arguments: argparse.Namespace, question: Question, choices: advise.
         _picture(answer, text, arguments.picture)
 
 
-def _say_least(question: Question, choices: advise.Choices) -> str:
+def _say_least(scenario: Scenario, choices: advise.Choices) -> str:
     """Return the least host memory that a rank takes, with whatever of the switches takes less."""
-    memory_bytes = question.node_memory
-    each = [(taken, other) for other in choices.variants(question) if (taken := least(other)) is not None]
+    memory_bytes = scenario.machine.memory_bytes
+    each = [(taken, other) for other in choices.variants(scenario) if (taken := least(other)) is not None]
     if not each:
         return "no host_memory would be enough"
     enough = (1 + WORTH_SWITCHING) * min(taken.host_bytes for taken, _ in each)
     fewest, leanest = next((taken, other) for taken, other in each if taken.host_bytes <= enough)
-    why = "" if question.rates.paths else "these rates have no paths (--rates, --drive), so "
-    how = " and ".join(advise.switches(question, replace(leanest, host_memory=question.host_memory), choices))
+    why = "" if scenario.machine.rates.paths else "these rates have no paths (--rates, --drive), so "
+    how = " and ".join(advise.switches(scenario, leanest, choices))
     words = f"{why}at the least a rank takes {format_bytes(fewest.host_bytes)} of host memory ({shares(fewest.host)})"
     words += f", with {how}" if how else ""
-    if memory_bytes is not None and question.ranks * fewest.host_bytes > memory_bytes:
-        words += f", more than the {format_bytes(memory_bytes / question.ranks)} that this node has for each"
+    if memory_bytes is not None and scenario.machine.ranks * fewest.host_bytes > memory_bytes:
+        words += f", more than the {format_bytes(memory_bytes / scenario.machine.ranks)} that this node has for each"
     return words
 
 
@@ -318,9 +312,10 @@ def _machine(arguments: argparse.Namespace) -> RatesFile:
     return load_rates(default_rates_file())
 
 
-def _question(arguments: argparse.Namespace) -> tuple[Question, advise.Choices]:
+def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
     """Return what is asked, and what is left open."""
     from offload.plan import NO_GPU
+    from offload.plan.planner import STRIDE
 
     file = _machine(arguments)
     rates, (node_memory, gpus) = file.rates, node_of(file)
@@ -347,55 +342,60 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, advise.Choices]:
         params, exact_params = shape.params, shape.exact_params
     else:
         params, exact_params, shape = _params_of(arguments.config)
-    ranks = arguments.ranks or (gpus if gpus and is_described(arguments) else 1)
-    on_gpu = (arguments.weights_on or rates.gpu.weights_on) == "gpu"
-    alone = arguments.nodes * ranks == 1
-    if on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
-        if arguments.placement not in ("auto", "cpu", 0):
-            raise ConfigError("--placement", arguments.placement, 'use "cpu" with --gradient-memory')
-        arguments.placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
+    model = Model(
+        params=params,
+        exact_params=exact_params,
+        shape=shape,
+        on_gpu=(arguments.weights_on or rates.gpu.weights_on) == "gpu",
+        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
+    )
+    machine = Machine(
+        rates=rates,
+        nodes=arguments.nodes,
+        ranks=arguments.ranks or (gpus if gpus and is_described(arguments) else 1),
+        memory_bytes=node_memory if arguments.node_memory is None else arguments.node_memory,
+        gpus=gpus,
+        file=file,
+    )
+    alone, placement = machine.all_ranks == 1, arguments.placement
+    if model.on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
+        if placement not in ("auto", "cpu", 0):
+            raise ConfigError("--placement", placement, 'use "cpu" with --gradient-memory')
+        placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
     keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
-    sizes = [facts.get("bytes") for facts in file.paths]
-    memory = OffloadConfig(host_memory=arguments.host_memory).node_bytes
     known_nodes = [f"node{each.node}" for each in rates.nodes]
-    for name in (f"node{number}" for number in memory):
+    for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
         if name not in known_nodes:
             allowed = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
             raise ConfigError("--host-memory", name, allowed)
-    question = Question(
-        params=params,
-        rates=rates,
-        ranks=ranks,
-        weights_on_gpu=on_gpu,
-        keep_grads=keep_grads,
-        shape=shape,
-        node_memory=node_memory if arguments.node_memory is None else arguments.node_memory,
-        gpus=gpus,
-        places=tuple(str(facts.get("path", "")) for facts in file.paths),
-        path_sizes=tuple(None if size is None else parse_bytes("paths.bytes", size) for size in sizes),
-        warnings=file.warnings if file.source else (),
-        host_memory=sum(memory.values()) if memory else arguments.host_memory or 0,
-        nodes_memory=memory,
-        gpu_memory=arguments.gpu_memory or 0,
-        **{name: getattr(arguments, name) for name in _AS_GIVEN},
-    )
+    strides = isinstance(placement, str) and placement.startswith(STRIDE)
     form = arguments.state_format
+    scenario = Scenario.of(
+        model,
+        machine,
+        arguments.path_bytes,
+        host_memory=arguments.host_memory or 0,
+        gpu_memory=arguments.gpu_memory or 0,
+        placement="auto" if strides else placement,
+        keep_grads=keep_grads,
+        **{name: getattr(arguments, name) for name in ("gradient_memory", "staging_memory", "subgroup_numel")},
+    )
+    stride = int(placement.removeprefix(STRIDE)) if strides else 0
+    scenario = replace(scenario, stride=stride, gpu_staging=arguments.gpu_staging).in_format(form or "exact")
     choices = advise.Choices(
-        file,
-        exact_params,
-        placement=arguments.placement == "auto",
+        placement=placement == "auto",
         host_memory=arguments.host_memory is None,
         gpu_memory=arguments.gpu_memory is None,
         state_formats=tuple(STATE_FORMATS) if form is None else (form,),
-        keep_grads=(True, False) if on_gpu and alone and arguments.keep_grads is None else (keep_grads,),
-        recompute=(False, True) if question.beside and not question.recompute else (question.recompute,),
+        keep_grads=(True, False) if model.on_gpu and alone and arguments.keep_grads is None else (keep_grads,),
+        recompute=(False, True) if scenario.beside and not model.recompute else (model.recompute,),
         gradient_memory=(
             (None, 0)
-            if question.gradient_memory is None and rates.paths and not on_gpu
-            else (question.gradient_memory,)
+            if scenario.gradient_memory is None and rates.paths and not model.on_gpu
+            else (scenario.gradient_memory,)
         ),
     )
-    return in_format(question, form or "exact", file, exact_params), choices
+    return scenario, choices
 
 
 def _first_paths(rates: Rates, field: str, value: str) -> Rates:
@@ -507,7 +507,7 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
     lanes = answer.prediction.lane_bytes if answer.prediction else {}
     for number, share in enumerate(answer.plan.shares(answer.rates)):
         gradients = round(share * answer.plan.left_gradient_bytes)  # in backward
-        written = answer.question.ranks * (lanes.get(f"write:{number}", 0) + gradients)
+        written = answer.scenario.machine.ranks * (lanes.get(f"write:{number}", 0) + gradients)
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)
@@ -525,11 +525,11 @@ def _as_dict(
 ) -> dict[str, Any]:
     from offload.plan import Home
 
-    plan, cost, prediction = answer.plan, answer.estimate, answer.prediction
+    plan, cost, prediction, machine = answer.plan, answer.estimate, answer.prediction, answer.scenario.machine
     return {
-        "params": answer.question.params,
-        "nodes": answer.question.nodes,
-        "ranks": answer.question.ranks,
+        "params": answer.scenario.model.params,
+        "nodes": machine.nodes,
+        "ranks": machine.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
             "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.formats.items()},
@@ -547,9 +547,9 @@ def _as_dict(
             "gpu_memory_bytes": dict(answer.use.gpu),
         },
         "node": {
-            "memory_bytes": answer.question.node_memory,
-            "gpus": answer.question.gpus,
-            "used_bytes": answer.question.ranks * answer.use.host_bytes,
+            "memory_bytes": machine.memory_bytes,
+            "gpus": machine.gpus,
+            "used_bytes": machine.ranks * answer.use.host_bytes,
         },
         "forward_s": answer.forward_s,
         "backward_s": answer.backward_s,
@@ -569,7 +569,7 @@ def _as_dict(
         }
         if prediction
         else {},
-        "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
+        "paths": [{"name": machine.path_name(number), **row} for number, row in enumerate(wear)],
         "config": advise.config_of(answer),
         "parked": parked(answer),
         "activations_on_paths": activations_on_paths(answer),
@@ -579,14 +579,15 @@ def _as_dict(
 
 
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
-    plan, cost, ranks, nodes = answer.plan, answer.estimate, answer.question.ranks, answer.question.nodes
+    plan, cost, machine = answer.plan, answer.estimate, answer.scenario.machine
+    ranks, nodes = machine.ranks, machine.nodes
     by_all = "all ranks of a node" if nodes > 1 else "all ranks"
     on_ranks = f"{format_count(ranks, 'rank')}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
-    lines = [f"{answer.question.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
-    mark = answer.question.mark
-    lines += ["", *_node_lines(answer), *answer.question.marked(answer.warnings), ""]
+    lines = [f"{answer.scenario.model.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
+    mark = answer.scenario.mark
+    lines += ["", *_node_lines(answer), *answer.scenario.marked(answer.warnings), ""]
     if answer.forward_s is None:
-        lines.append(unknown_words(answer.question))
+        lines.append(unknown_words(answer.scenario))
     else:
         lines.append(
             f"forward {format_seconds(answer.forward_s)}, backward {format_seconds(answer.backward_s or 0.0)}"
@@ -611,7 +612,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines += str(answer.prediction).splitlines()[1:]
     for number, row in enumerate(wear):
         if row["written_bytes_per_step"]:
-            name = answer.question.path_name(number)
+            name = machine.path_name(number)
             written = f"{name} is written {format_bytes(row['written_bytes_per_step'])} a step by {by_all}"
             days = f"; {row['days']:,.0f} days until its endurance is used up" if "days" in row else ""
             lines.append(f"{written}, {row['steps_per_day']:,.0f} steps a day{days}")
@@ -623,17 +624,17 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
 
 def _node_lines(answer: Answer) -> list[str]:
     """Return what all ranks take of their node, and the least that they could."""
-    question, use = answer.question, answer.use
-    memory_bytes = question.node_memory
+    scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
+    memory_bytes = machine.memory_bytes
     of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
-    taken = f"{format_bytes(question.ranks * use.host_bytes)}{of_node}"
+    taken = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"
     lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
     if use.gpu_bytes:
-        size = question.rates.gpu.memory_bytes
+        size = machine.rates.gpu.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""
-        on_top = "" if question.beside else "; activations come on top (known with --model and --tokens)"
+        on_top = "" if scenario.beside else "; activations come on top (known with --model and --tokens)"
         lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}{on_top}")
-    fewest = least(question)
+    fewest = least(scenario)
     if fewest is not None and fewest.host_bytes < use.host_bytes:
         most = max(fewest.host, key=lambda what: fewest.host[what])
         lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
@@ -651,22 +652,22 @@ def activations_on_paths(answer: Answer) -> dict[str, Any]:
 
     Also what is the least of these, as "advice", and the bytes that leave; empty where not all of that is known.
     """
-    question, paths = answer.question, answer.rates.paths
+    model, paths = answer.scenario.model, answer.rates.paths
     forward_s, backward_s = answer.forward_s, answer.backward_s
-    if question.shape is None or question.tokens is None or not paths or forward_s is None or backward_s is None:
+    if model.shape is None or model.tokens is None or not paths or forward_s is None or backward_s is None:
         return {}
-    tokens, again_s = math.ceil(question.tokens / question.accumulate), 0.0 if question.recompute else forward_s
+    tokens, again_s = math.ceil(model.tokens / model.accumulate), 0.0 if model.recompute else forward_s
     write, read = sum(path.write.alone for path in paths), sum(path.read.alone for path in paths)
-    forward_s, backward_s = forward_s / question.accumulate, backward_s / question.accumulate
+    forward_s, backward_s = forward_s / model.accumulate, backward_s / model.accumulate
 
     def longer_s(nbytes: int, more_s: float) -> float:
         waits_s = max(0.0, nbytes / write - forward_s) + max(0.0, nbytes / read - backward_s - more_s)
-        return question.accumulate * waits_s
+        return model.accumulate * waits_s
 
-    whole, inputs = (question.shape.activation_bytes(tokens, recompute=again) for again in (question.recompute, True))
+    whole, inputs = (model.shape.activation_bytes(tokens, recompute=again) for again in (model.recompute, True))
     found = {"paths_s": longer_s(whole, 0.0)}
-    if not question.recompute:
-        found |= {"recompute_s": again_s, "both_s": again_s + longer_s(inputs, again_s / question.accumulate)}
+    if not model.recompute:
+        found |= {"recompute_s": again_s, "both_s": again_s + longer_s(inputs, again_s / model.accumulate)}
     return {"bytes": whole, **found, "advice": min(found, key=found.__getitem__).removesuffix("_s")}
 
 

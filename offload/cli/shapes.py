@@ -1,4 +1,4 @@
-"""Shapes of well-known models: parameters, and what forward and backward keep on the device."""
+"""Models: shapes of well-known ones, their parameters, and what forward and backward keep on the device."""
 
 from __future__ import annotations
 
@@ -82,6 +82,31 @@ class Shape:
     def gathered_bytes(self) -> int:
         """Bytes of 16-bit weights that a rank of a sharded model gathers: two layers, and the largest tensor."""
         return 2 * (2 * self.layer_params + self.largest_params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model and its training.
+
+    Attributes:
+        params: All its parameters.
+        exact_params: How many of them have exact state where that of others is stored in blocks.
+        shape: None where only its size is known. Activations are counted if it and `tokens` are.
+        on_gpu: Whether its weights lie on GPUs.
+        rule: Name of the update rule.
+        tokens: Of one rank in an iteration; None to predict the step alone.
+        accumulate: Micro-steps that the tokens come in.
+        recompute: Whether backward repeats the forward pass.
+    """
+
+    params: int
+    exact_params: int = 0
+    shape: Shape | None = None
+    on_gpu: bool = False
+    rule: str = "adam"
+    tokens: int | None = None
+    accumulate: int = 1
+    recompute: bool = False
 
 
 MODELS = {

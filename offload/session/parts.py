@@ -244,8 +244,7 @@ class SessionParts:
         with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there says why
             delete_free(paths)  # before the plan counts what room there is
         numel = sum(parameter.numel for parameter in parameters)
-        staging = None if config.staging_memory is None else int(config.staging_memory)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.state)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, config.staging_bytes, self.state)
         state_bytes = int(self.state.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))

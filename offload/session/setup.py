@@ -9,17 +9,16 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from itertools import starmap
 
 import torch
 
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.device.none import Lanes
-from offload.errors import ConfigError, OffloadError, TierError, invariant
+from offload.errors import ConfigError, OffloadError, TierError
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
-from offload.plan import Budgets, Home, NodeBudget, PathBudget, Plan
+from offload.plan import Budgets, Home, PathBudget, Plan
 from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
 from offload.protocols import Completion, Device, Tier, TileRequest
 from offload.tiers import StoreOptions, Turns, free_bytes, innermost, open_tier, tier_error
@@ -101,7 +100,7 @@ def first_budgets(
         gradient_bytes: Host memory that gradients take.
         leftover_bytes: What lies on its paths from sessions that have ended and gives way.
     """
-    host, staging = config.host_bytes, config.staging_memory
+    host = config.host_bytes
     if host is None:
         host = available_bytes() // 2 // _local_ranks() if config.paths else layout.state_bytes
     paths = []
@@ -109,7 +108,6 @@ def first_budgets(
     for path, free in zip(config.path_configs, free_each, strict=True):
         offered = free if path.max_bytes is None else min(free, path.max_bytes)
         paths.append(PathBudget(path.path, offered, path.share or 1.0))
-    invariant(not isinstance(staging, str), "sizes are parsed by the config")
     device, gpu_slots_bytes = lanes.device, 0
     free_gpu_bytes = usable_bytes(device, layout)
     if config.placement not in ("cpu", 0):
@@ -123,25 +121,15 @@ def first_budgets(
         gpu_bytes = gpu_bytes if given_bytes == useful_bytes else given_bytes
     elif not config.borrows:
         gpu_bytes = int(config.gpu_memory)
-    return Budgets(
+    return config.budgets(
+        host,
+        paths,
+        on_gpu=lanes.on_gpu,
         gpu_bytes=gpu_bytes,
         gpu_staging_bytes=gpu_slots_bytes,
-        borrows=config.borrows,
-        weights_on_gpu=lanes.on_gpu,
-        gradients_on_gpu=lanes.on_gpu and config.keep_grads,
-        host_bytes=host,
-        staging_bytes=None if staging is None else int(staging),
-        paths=tuple(paths),
         gradient_bytes=gradient_bytes,
         gradients_kept_bytes=gradient_budget(config),
-        gradient_item_bytes=4 if config.gradient_dtype == "float32" else 0,
-        speculates=config.overlaps_backward,
-        follow_rates=all(path.share is None for path in config.path_configs),
-        checkpoints=config.checkpoints,
-        checkpoints_required=bool(config.checkpoints_kept),
-        mirrors=config.mirror is not None,
         leftover_bytes=leftover_bytes,
-        nodes=tuple(starmap(NodeBudget, config.node_bytes.items())),
     )
 
 

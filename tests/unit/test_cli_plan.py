@@ -12,13 +12,14 @@ import pytest
 
 from offload import cli
 from offload.cli.advise import advice
-from offload.cli.node import reserved_bytes
+from offload.cli.node import Machine, reserved_bytes
 from offload.cli.plan import progress_of
-from offload.cli.question import Question, ask, least
+from offload.cli.scenario import Scenario, ask, least
+from offload.cli.shapes import Model
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
 from offload.measure.rates_file import MACHINES
-from offload.plan import GpuRates, PathRates, Rates
+from offload.plan import GpuRates, NodeRates, PathRates, Rates
 from offload.units import format_bytes
 
 GB, GIB = 10**9, 1 << 30
@@ -176,9 +177,10 @@ def test_the_gpu_takes_its_part(rates, capsys):
 @pytest.mark.slow
 def test_advice_is_what_planning_again_says():
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9), 300e9)
-    answer = ask(Question(params=8 * GB, rates=rates, weights_on_gpu=True))
+    model = Model(params=8 * GB, on_gpu=True)
+    answer = ask(Scenario.of(model, Machine(rates=rates)))
     found = dict(advice(answer))
-    two = ask(Question(params=8 * GB, rates=Rates(40e9, rates.paths * 2, rates.gpu, 300e9), weights_on_gpu=True))
+    two = ask(Scenario.of(model, Machine(rates=Rates(40e9, rates.paths * 2, rates.gpu, 300e9))))
     assert found["a second path like this one"] == pytest.approx(answer.step_s - two.step_s, rel=0.05)
     assert all(saved_s > 0 for saved_s in found.values())
     # Nothing that is not the bottleneck is recommended.
@@ -189,14 +191,9 @@ def test_advice_is_what_planning_again_says():
 @pytest.mark.slow
 def test_hidden_steps_that_paths_bind_take_what_the_paths_take() -> None:
     """Of a rank with some state at home in memory: what is left of its step goes over no path."""
-    question = Question(
-        params=1_600_000_000,
-        rates=Rates(20e9, (PathRates(1e9, 1e9),), GpuRates(1e12, 50e9, 50e9), 50e9, 200e12),
-        weights_on_gpu=True,
-        host_memory=6 * GIB,
-        tokens=4096,
-    )
-    answer = ask(question)
+    machine = Machine(rates=Rates(20e9, (PathRates(1e9, 1e9),), GpuRates(1e12, 50e9, 50e9), 50e9, 200e12))
+    model = Model(params=1_600_000_000, on_gpu=True, tokens=4096)
+    answer = ask(Scenario.of(model, machine, host_memory=6 * GIB))
     streamed_bytes = sum(s.state_bytes for s in answer.plan.layout.subgroups if answer.ahead.may_speculate(s.index))
     floor_s = streamed_bytes / 1e9
     assert floor_s > 5 * (answer.forward_s + answer.backward_s)
@@ -441,21 +438,21 @@ def test_another_node_than_that_of_the_rates(node, capsys):
 
 def test_the_least_budget_is_the_least_that_works(node):
     rates = Rates(40e9, (PathRates(6e9, 4e9),))
-    question = Question(params=GB, rates=rates, path_bytes=9 * GB, placement="cpu")
-    use = least(question)
+    scenario = Scenario.of(Model(params=GB), Machine(rates=rates), 9 * GB, placement="cpu")
+    use = least(scenario)
     assert use is not None
     state = use.host["state"]
-    assert ask(replace(question, host_memory=state), simulate=False).use == use
+    assert ask(scenario.with_host_memory(state), simulate=False).use == use
     with pytest.raises(InfeasiblePlanError):
-        ask(replace(question, host_memory=int(0.9 * state)), simulate=False)
-    assert least(replace(question, staging_memory=4096, subgroup_numel=1 << 20)) is not None  # all of it in memory
+        ask(scenario.with_host_memory(int(0.9 * state)), simulate=False)
+    assert least(scenario.given(staging_memory=4096, subgroup_numel=1 << 20)) is not None  # all of it in memory
 
 
 def test_advice_gives_no_more_than_the_node_has():
     """Nor what the system, and the process beside its plan, should have."""
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9, memory_bytes=4 * GIB), 300e9)
-    question = Question(params=GB, rates=rates, weights_on_gpu=True, node_memory=8 * GIB, gpus=1)
-    answer = ask(question, simulate=False)
+    scenario = Scenario.of(Model(params=GB, on_gpu=True), Machine(rates=rates, memory_bytes=8 * GIB, gpus=1))
+    answer = ask(scenario, simulate=False)
     found = dict(advice(answer))
     room = [line for line in found if line.startswith("host budget")]
     assert len(room) == 1
@@ -463,8 +460,8 @@ def test_advice_gives_no_more_than_the_node_has():
     left = 8 * GIB - answer.use.host_bytes - more
     assert left == pytest.approx(reserved_bytes(8 * GIB, 1), rel=0.02)
     assert not any("GPU budget" in what for what in found)  # 2 of 4 GiB are weights, and 2 are left free
-    tight = advice(ask(replace(question, node_memory=int(3.3 * GIB)), simulate=False))
-    assert all("host budget" not in what for what, _ in tight)
+    tight = replace(scenario, machine=replace(scenario.machine, memory_bytes=int(3.3 * GIB)))
+    assert all("host budget" not in what for what, _ in advice(ask(tight, simulate=False)))
 
 
 def test_machines_are_named_in_the_help(capsys):
@@ -635,3 +632,20 @@ def test_activations_on_paths_beside_recomputation(gigabytes: int, advice: str, 
     assert "on the paths +" in text
     assert ("too slow" in text) == (advice == "recompute")
     assert "both_s" not in plan_json(capsys, *asked, "--recompute")["activations_on_paths"]
+
+
+def test_memory_nodes_are_filled_the_fastest_first() -> None:
+    nodes = (NodeRates(0, 20e9, 30e9, 20e9), NodeRates(2, 60e9, 90e9, 60e9))
+    scenario = Scenario.of(
+        Model(params=GB), Machine(rates=Rates(60e9, nodes=nodes)), host_memory={"node0": 8 * GIB, "node2": 4 * GIB}
+    )
+    for nbytes, slow, fast in ((12, 8, 4), (5, 1, 4), (3, 0, 3), (20, 8, 12)):
+        other = scenario.with_host_memory(nbytes * GIB)
+        assert other.config.node_bytes == {0: slow * GIB, 2: fast * GIB}
+        assert other.host_memory == nbytes * GIB
+
+
+def test_what_a_session_refuses_is_not_planned(rates, capsys):
+    arguments = ["plan", "--params", "1e9", "--rates", rates, "--gpus", "0", "--host-memory", "64GiB"]
+    assert cli.main([*arguments, "--path-count", "0", "--gradient-memory", "0"]) == 2
+    assert "gradient_memory: 0 cannot be used; give paths" in capsys.readouterr().err

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import offload.measure
-from offload.cli.question import Question, ask
+from offload.cli.node import Machine
+from offload.cli.scenario import Scenario, ask
+from offload.cli.shapes import Model
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.measure import load_rates
@@ -59,8 +61,6 @@ def test_four_ranks_on_one_node_are_predicted_as_planned(file: Path, placement: 
     rates = load_rates(file).rates
     params = 7 * 10**9
     host_memory = 0 if rates.paths else 12 * params
-    question = Question(
-        params=params, rates=rates, ranks=4, host_memory=host_memory, placement=placement, weights_on_gpu=True
-    )
-    answer = ask(question)
+    model, machine = Model(params=params, on_gpu=True), Machine(rates=rates, ranks=4)
+    answer = ask(Scenario.of(model, machine, host_memory=host_memory, placement=placement))
     assert answer.estimate.step_s == pytest.approx(answer.step_s, rel=0.06)

@@ -6,29 +6,30 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.cli.node import (
     DRIVER_BYTES,
     GRADIENT_BYTES,
     WEIGHT_BYTES,
+    Machine,
     Use,
     check_fits,
     gpu_room,
     reserved_bytes,
     use_of,
 )
-from offload.cli.shapes import Shape
+from offload.cli.shapes import Model
+from offload.config import OffloadConfig, PathConfig
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.formats import EXACT, STATE_FORMATS, StateSpec
+from offload.formats import EXACT, STATE_FORMATS, StateFormat, StateSpec
 from offload.rules import RULES
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.layout import Layout
-    from offload.measure import RatesFile
     from offload.plan import Budgets, Estimate, Plan, Rates
     from offload.predict import Prediction
 
@@ -45,60 +46,113 @@ MOST_TILES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is to be predicted; sizes in bytes, all but `params`, `exact_params` and `rates` those of one rank.
+class Scenario:
+    """What is to be predicted.
 
     Attributes:
-        params: Parameters of the whole model.
-        nodes: How many there are, of `ranks` each.
-        rates: Of a node; that of the update is of parameters with such state.
-        keep_grads: Whether gradients stay on the GPU, if weights lie there, until the step.
-        gradient_memory: Host memory for gradients, which leave it for the paths beyond; None for all of them.
-        recompute: Whether backward repeats the forward pass.
-        tokens: Tokens of one rank in an iteration; None to predict the step alone.
-        rule: Name of the update rule.
-        state_format: How its state is stored.
-        exact_params: How many of `params` have exact state all the same.
-        node_memory: Host memory of the node; None if that is not known.
-        gpus: Its GPUs; None likewise.
-        places: Directories of the first paths, or what else the rates call them; other paths have only a number.
-        path_sizes: Bytes of each path, which all ranks of a node share; empty where unknown.
-        shape: The model's; None where only its size is known. Activations are counted if it and `tokens` are.
-        accumulate: Micro-steps that the tokens come in.
-        guessed: What is known of no rate of the format, a sentence that is among the warnings.
-        warnings: What the reader should know of the rates.
-        nodes_memory: What of `host_memory` each memory node has, by its number; less of the slowest where
-            `host_memory` is less than all, and more of the fastest where it is more. Empty where it is of one kind.
+        config: That of each rank, with a path for each of the machine's, and sizes for `host_memory`, `gpu_memory`.
+        model: What is trained.
+        machine: Where.
+        stride: Has the GPU update every so many-th subgroup, in place of the config's `placement`; 0 not to.
+        gpu_staging: GPU memory for staging slots; None for as many as a session takes.
     """
 
-    params: int
-    rates: Rates
-    nodes: int = 1
-    ranks: int = 1
-    host_memory: int = 0
-    gpu_memory: int = 0
+    config: OffloadConfig
+    model: Model
+    machine: Machine
+    stride: int = 0
     gpu_staging: int | None = None
-    gradient_memory: int | None = None
-    staging_memory: int | None = None
-    path_bytes: int = 1 << 60
-    subgroup_numel: int | None = None
-    placement: str | float = "auto"
-    weights_on_gpu: bool = False
-    keep_grads: bool = False
-    tokens: int | None = None
-    recompute: bool = False
-    rule: str = "adam"
-    state_format: str = "exact"
-    exact_params: int = 0
-    node_memory: int | None = None
-    gpus: int | None = None
-    places: tuple[str, ...] = ()
-    path_sizes: tuple[int | None, ...] = ()
-    shape: Shape | None = None
-    accumulate: int = 1
-    guessed: str = ""
-    warnings: tuple[str, ...] = ()
-    nodes_memory: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Model, machine: Machine, path_bytes: int = 1 << 60, **settings: Any) -> Scenario:
+        """Return what is predicted of a session with settings, on all paths of a machine.
+
+        Args:
+            model: What is trained.
+            machine: Where.
+            path_bytes: What each path offers to a rank, at most.
+            settings: Of the config; no memory is for state unless it is given.
+        """
+        paths = []
+        for number in range(len(machine.rates.paths)):
+            size = machine.path_bytes(number)
+            most = path_bytes if size is None else min(path_bytes, size // machine.ranks)
+            paths.append(PathConfig(path=machine.path_place(number), max_bytes=most))
+        usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "checkpoints_kept": 0, "keep_grads": False}
+        return cls(config=OffloadConfig(**{**usual, "paths": paths, **settings}), model=model, machine=machine)
+
+    def given(self, **settings: Any) -> Scenario:
+        """Return this with other settings of the config."""
+        return replace(self, config=replace(self.config, **settings))
+
+    def at_rates(self, rates: Rates) -> Scenario:
+        """Return this with a machine of other rates."""
+        return replace(self, machine=replace(self.machine, rates=rates))
+
+    def in_format(self, name: str) -> Scenario:
+        """Return this with state in another format, at its rates."""
+        found = self.given(state_format=name)
+        if found.machine.file is None:
+            return found
+        cpu_bytes_per_s = found.machine.file.cpu_rate(found._numels)
+        return found.at_rates(replace(found.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
+
+    def with_host_memory(self, nbytes: int) -> Scenario:
+        """Return this with other host memory: less on the slowest of its memory nodes, or more on the fastest."""
+        named, left = self.config.node_bytes, nbytes
+        sizes: dict[str, int] = {}
+        for number in self.machine.rates.fastest_first(named):
+            sizes[f"node{number}"] = min(left, named[number])
+            left -= sizes[f"node{number}"]
+        for fastest in [*sizes][:1]:
+            sizes[fastest] += left
+        return self.given(host_memory=sizes or nbytes)
+
+    @property
+    def placement(self) -> str | float:
+        """What updates the state that is not at home on the GPU, as a planner takes it."""
+        return f"stride:{self.stride}" if self.stride else self.config.placement
+
+    @property
+    def host_memory(self) -> int:
+        """Host memory for state."""
+        return self.config.host_bytes or 0
+
+    @property
+    def gpu_memory(self) -> int:
+        """GPU memory for state."""
+        return int(self.config.gpu_memory)
+
+    @property
+    def gradient_memory(self) -> int | None:
+        """Host memory for gradients, which leave it for the paths beyond; None for all of them."""
+        return None if self.config.gradient_memory is None else int(self.config.gradient_memory)
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How state is stored."""
+        return STATE_FORMATS[self.config.state_format]
+
+    @property
+    def exact_params(self) -> int:
+        """How many parameters have exact state in any case."""
+        return self.model.exact_params if self.state_format.shares_scales else 0
+
+    @property
+    def _numels(self) -> dict[StateFormat, int]:
+        exact = {EXACT: self.exact_params} if self.exact_params else {}
+        return {self.state_format: self.model.params - self.exact_params} | exact
+
+    @property
+    def guessed(self) -> str:
+        """What is known of no rate of the format, a sentence that is among the warnings."""
+        return self.machine.file.guesses(self._numels) if self.machine.file else ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the reader should know of the rates."""
+        file = self.machine.file
+        return [*(file.warnings if file and file.source else ()), *filter(None, [self.guessed])]
 
     @property
     def mark(self) -> str:
@@ -110,46 +164,35 @@ class Question:
         return [f"* {text}" if text == self.guessed else text for text in warnings]
 
     @property
-    def gradients_leave(self) -> bool:
-        """Whether gradients leave host memory for the paths."""
-        nbytes = GRADIENT_BYTES * math.ceil(self.params / self.all_ranks)
-        return self.gradient_memory is not None and self.gradient_memory < nbytes
+    def numel(self) -> int:
+        """Parameters whose state a rank has."""
+        return math.ceil(self.model.params / self.machine.all_ranks)
 
     @property
-    def all_ranks(self) -> int:
-        """Ranks of all nodes: each has its part of the model's state."""
-        return self.nodes * self.ranks
+    def gradients_leave(self) -> bool:
+        """Whether gradients leave host memory for the paths."""
+        return self.gradient_memory is not None and self.gradient_memory < GRADIENT_BYTES * self.numel
 
     @property
     def beside(self) -> dict[str, int]:
         """Bytes that forward and backward take where the weights lie, by what for; empty where that is not known."""
-        if self.shape is None or self.tokens is None:
+        model = self.model
+        if model.shape is None or model.tokens is None:
             return {}
-        tokens = math.ceil(self.tokens / self.accumulate)
-        found = {"activations": self.shape.activation_bytes(tokens, recompute=self.recompute)}
-        if self.all_ranks > 1:
-            found["gathered weights"] = self.shape.gathered_bytes
-        if self.weights_on_gpu:
+        tokens = math.ceil(model.tokens / model.accumulate)
+        found = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
+        if self.machine.all_ranks > 1:
+            found["gathered weights"] = model.shape.gathered_bytes
+        if model.on_gpu:
             found["driver"] = DRIVER_BYTES
-            if not self.keep_grads:  # the largest gradient leaves when all of it is there
-                found["gradients on their way"] = GRADIENT_BYTES * self.shape.largest_params
+            if not self.config.keep_grads:  # the largest gradient leaves when all of it is there
+                found["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
         return found
 
     @property
     def least_gpu_bytes(self) -> int:
         """Bytes of GPU memory that a rank takes whose weights lie there, wherever its state does."""
-        numel = math.ceil(self.params / self.all_ranks)
-        return (WEIGHT_BYTES + self.keep_grads * GRADIENT_BYTES) * numel + sum(self.beside.values())
-
-    def path_room(self, number: int) -> int:
-        """Return the bytes that a rank may use of a path."""
-        size = self.path_sizes[number] if number < len(self.path_sizes) else None
-        return self.path_bytes if size is None else min(self.path_bytes, size // self.ranks)
-
-    def path_name(self, number: int) -> str:
-        """Return what a path is called, by its number, as in the names of lanes, and where it is."""
-        place = self.places[number] if number < len(self.places) else ""
-        return f"path {number} ({place})" if place else f"path {number}"
+        return (WEIGHT_BYTES + self.config.keep_grads * GRADIENT_BYTES) * self.numel + sum(self.beside.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +200,7 @@ class Answer:
     """What comes out.
 
     Attributes:
-        question: What was asked.
+        scenario: What was asked.
         rates: One rank's part of the node's.
         plan: Its plan.
         use: What it takes of its node.
@@ -170,7 +213,7 @@ class Answer:
             (`overlap="backward"`) or "both", where it can be.
     """
 
-    question: Question
+    scenario: Scenario
     rates: Rates
     plan: Plan
     use: Use
@@ -196,14 +239,14 @@ class Answer:
         """What the reader should know of the rates, and of what was left out to bound the work."""
         from offload.plan.budget import AUTO_SUBGROUP_NUMEL
 
-        found = [*self.question.warnings]
+        found = [*self.scenario.warnings]
         most = max(subgroup.numel for subgroup in self.plan.layout.subgroups)
-        if self.question.subgroup_numel is None and most > max(AUTO_SUBGROUP_NUMEL):
+        if self.scenario.config.subgroup_numel is None and most > max(AUTO_SUBGROUP_NUMEL):
             found.append(
                 f"planned with subgroups of {most:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
                 "session chooses smaller ones, with smaller buffers"
             )
-        memory_bytes, ranks = self.question.node_memory, self.question.ranks
+        memory_bytes, ranks = self.scenario.machine.memory_bytes, self.scenario.machine.ranks
         if memory_bytes is not None:
             left, reserved = memory_bytes - ranks * self.use.host_bytes, reserved_bytes(memory_bytes, ranks)
             if left < reserved:
@@ -211,7 +254,7 @@ class Answer:
                     f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
                     f"{format_bytes(reserved)} are advisable: lower --host-memory"
                 )
-        size, taken = self.question.rates.gpu.memory_bytes, self.use.gpu_bytes
+        size, taken = self.scenario.machine.rates.gpu.memory_bytes, self.use.gpu_bytes
         if taken and size and taken > gpu_room(size):
             found.append(
                 f"{format_bytes(size - taken)} of the GPU are left free; {format_bytes(size - gpu_room(size))} are "
@@ -240,47 +283,41 @@ def _least_subgroup_numel(numel: int) -> int:
     return math.ceil(numel / MOST_SUBGROUPS / 4096) * 4096
 
 
-def _budgets(question: Question) -> tuple[Layout, Budgets]:
+def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and the bytes that each tier has for it."""
-    from offload.plan import Budgets, NodeBudget, PathBudget, choose_subgroup_numel
+    from offload.plan import PathBudget, choose_subgroup_numel
+    from offload.plan.budget import GPU_STAGING_SLOTS
+    from offload.plan.planner import in_order
 
-    numel = math.ceil(question.params / question.all_ranks)
+    config, model, machine, numel = scenario.config, scenario.model, scenario.machine, scenario.numel
     if numel > MOST_NUMEL:
         allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
-        raise ConfigError("--params", question.params, allowed)
-    state = StateSpec(RULES[question.rule], STATE_FORMATS[question.state_format])
-    subgroup_numel = question.subgroup_numel
+        raise ConfigError("--params", model.params, allowed)
+    state = StateSpec(RULES[model.rule], scenario.state_format)
+    subgroup_numel, least_numel = config.subgroup_numel, _least_subgroup_numel(numel)
     if subgroup_numel is None:
-        usual_numel = choose_subgroup_numel(numel, question.staging_memory, state)
-        subgroup_numel = max(usual_numel, _least_subgroup_numel(numel))
-    elif subgroup_numel < _least_subgroup_numel(numel):
+        subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, state), least_numel)
+    elif subgroup_numel < least_numel:
         allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
-        raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {_least_subgroup_numel(numel):,} or more")
-    exact_numel = math.ceil(question.exact_params / question.all_ranks)
-    layout, rates = _layout(numel, exact_numel, subgroup_numel, state), question.rates
-    gpu_staging_bytes = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
-    nodes, left = [], question.host_memory
-    for number in rates.fastest_first(question.nodes_memory):
-        nodes.append(NodeBudget(number, min(left, question.nodes_memory[number])))
-        left -= nodes[-1].nbytes
-    if nodes:
-        nodes[0] = nodes[0]._replace(nbytes=nodes[0].nbytes + left)
-    return layout, Budgets(
-        host_bytes=question.host_memory,
-        nodes=tuple(nodes),
-        staging_bytes=question.staging_memory,
-        paths=tuple(PathBudget(question.path_name(n), question.path_room(n)) for n in range(len(rates.paths))),
+        raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {least_numel:,} or more")
+    layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, state)
+    gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
+    budgets = config.budgets(
+        scenario.host_memory,
+        [
+            PathBudget(machine.path_name(n), 1 << 60 if path.max_bytes is None else path.max_bytes)
+            for n, path in enumerate(config.path_configs)
+        ],
+        on_gpu=model.on_gpu,
+        gpu_bytes=scenario.gpu_memory,
+        gpu_staging_bytes=gpu_staging if scenario.gpu_staging is None else scenario.gpu_staging,
         gradient_bytes=GRADIENT_BYTES * numel,
-        gradients_kept_bytes=question.gradient_memory if question.gradients_leave else None,
-        follow_rates=True,
-        gpu_bytes=question.gpu_memory,
-        gpu_staging_bytes=gpu_staging_bytes,
-        weights_on_gpu=question.weights_on_gpu,
-        gradients_on_gpu=question.weights_on_gpu and question.keep_grads,
+        gradients_kept_bytes=scenario.gradient_memory if scenario.gradients_leave else None,
     )
+    return layout, in_order(budgets, machine.rates)
 
 
-def _rates(question: Question) -> Rates:
+def rank_rates(scenario: Scenario) -> Rates:
     """Return what one rank has of the node's rates.
 
     Raises:
@@ -288,26 +325,26 @@ def _rates(question: Question) -> Rates:
     """
     from offload.plan import NO_GPU
 
-    rates, gpus = question.rates.shared_by(question.ranks), question.gpus
-    if gpus is None or question.ranks <= gpus:
+    rates, gpus = scenario.machine.rates.shared_by(scenario.machine.ranks), scenario.machine.gpus
+    if gpus is None or scenario.machine.ranks <= gpus:
         return rates
-    if question.weights_on_gpu or question.gpu_memory or question.placement not in ("auto", "cpu"):
+    if scenario.model.on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu"):
         rates.gpu.check_used(planned=True)
         allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
-        raise ConfigError("--ranks", question.ranks, allowed)
+        raise ConfigError("--ranks", scenario.machine.ranks, allowed)
     return replace(rates, gpu=NO_GPU)
 
 
-def _plan(question: Question, rates: Rates) -> Plan:
+def _plan(scenario: Scenario, rates: Rates) -> Plan:
     """Return one rank's plan, at its part of the rates."""
     from offload.plan import choose_plan
 
-    layout, budgets = _budgets(question)
-    plan = choose_plan(layout, budgets, rates, question.placement)
-    if question.weights_on_gpu:  # gradients of what the GPU updates stay there
+    layout, budgets = _budgets(scenario)
+    plan = choose_plan(layout, budgets, rates, scenario.placement)
+    if scenario.model.on_gpu:  # gradients of what the GPU updates stay there
         on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
-    return plan.counting_buffers(int(question.weights_on_gpu))
+    return plan.counting_buffers(int(scenario.model.on_gpu))
 
 
 def _ahead(plan: Plan) -> Plan:
@@ -319,13 +356,13 @@ def _ahead(plan: Plan) -> Plan:
     return replace(plan, budgets=replace(plan.budgets, speculates=True, gradient_bytes=gradient_bytes))
 
 
-def use(question: Question) -> Use:
+def use(scenario: Scenario) -> Use:
     """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
-    return use_of(_plan(question, _rates(question)), question.beside)
+    return use_of(_plan(scenario, rank_rates(scenario)), scenario.beside)
 
 
 def ask(
-    question: Question,
+    scenario: Scenario,
     *,
     simulate: bool = True,
     timeline: bool = False,
@@ -334,7 +371,7 @@ def ask(
     """Plan and predict.
 
     Args:
-        question: What is to be predicted.
+        scenario: What is to be predicted.
         simulate: Whether to run the simulator, or be content with the closed form.
         timeline: Whether the simulated step has a timeline, also where nothing is known of forward and backward.
         report: Told how far the simulator is.
@@ -347,12 +384,12 @@ def ask(
     from offload.predict import predict
     from offload.predict.predict import with_backward_s, with_forward_s
 
-    rates = _rates(question)
-    plan = _plan(question, rates)
-    taken = use_of(plan, question.beside)
-    check_fits(question.node_memory, question.ranks, taken, rates)
+    rates = rank_rates(scenario)
+    plan = _plan(scenario, rates)
+    taken = use_of(plan, scenario.beside)
+    check_fits(scenario.machine.memory_bytes, scenario.machine.ranks, taken, rates)
     cost = estimate(plan, rates)
-    forward_s, backward_s = _forward_backward_s(question, rates, plan)
+    forward_s, backward_s = _forward_backward_s(scenario, rates, plan)
     if backward_s is not None and plan.gradient_buffers:  # gradients are written meanwhile
         each = zip(plan.shares(rates), rates.paths, strict=True)
         backward_s = max(backward_s, *(plan.left_gradient_bytes * part / path.write.alone for part, path in each))
@@ -362,7 +399,7 @@ def ask(
     step_s = prediction.step_s if prediction else cost.step_s
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
-        on_cpu = not question.weights_on_gpu
+        on_cpu = not scenario.model.on_gpu
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
         if not plan.gradient_buffers:
             ahead = _ahead(plan)
@@ -370,16 +407,16 @@ def ask(
                 overlapped_s[hidden_in] = with_backward_s(
                     prediction, ahead, rates, forward_s, backward_s, follows=follows
                 )
-    return Answer(question, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
+    return Answer(scenario, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
 
 
-def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
-    if question.tokens is None or not rates.compute_flops_per_s:
+def _forward_backward_s(scenario: Scenario, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
+    if scenario.model.tokens is None or not rates.compute_flops_per_s:
         return None, None
-    unit_s = question.params * question.tokens / rates.compute_flops_per_s
+    unit_s = scenario.model.params * scenario.model.tokens / rates.compute_flops_per_s
     forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
-    backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if question.recompute else 0.0)
-    if question.weights_on_gpu and not question.keep_grads:
+    backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if scenario.model.recompute else 0.0)
+    if scenario.model.on_gpu and not scenario.config.keep_grads:
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
@@ -387,15 +424,15 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
     return forward_s, backward_s
 
 
-def least(question: Question) -> Use | None:
+def least(scenario: Scenario) -> Use | None:
     """Return what a rank takes with the least `host_memory` that works, or None if none does."""
     from offload.plan import make_plan
 
-    layout, _ = _budgets(question)
+    layout, _ = _budgets(scenario)
     ends = [0, *itertools.accumulate(layout.subgroup_bytes)]
 
     def planned(resident: int) -> Plan:
-        return make_plan(*_budgets(replace(question, host_memory=ends[resident])))
+        return make_plan(*_budgets(scenario.with_host_memory(ends[resident])))
 
     def works(resident: int) -> bool:
         try:
@@ -407,39 +444,14 @@ def least(question: Question) -> Use | None:
     few = bisect.bisect_left(range(len(ends)), True, key=works)
     if few == len(ends):
         return None
-    if not question.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(planned(few).counting_buffers(0), question.beside)
-    return use(replace(question, host_memory=ends[few]))
+    if not scenario.model.on_gpu:  # else what the GPU updates has its gradients there
+        return use_of(planned(few).counting_buffers(0), scenario.beside)
+    return use(scenario.with_host_memory(ends[few]))
 
 
-def in_format(question: Question, name: str, file: RatesFile, exact_params: int) -> Question:
-    """Return a question about state in another format, at its rates.
-
-    Args:
-        question: About the same model.
-        name: The format.
-        file: The machine's rates.
-        exact_params: Parameters that are kept exact where others are stored in blocks.
-    """
-    state_format = STATE_FORMATS[name]
-    if not state_format.shares_scales:
-        exact_params = 0
-    numels = {state_format: question.params - exact_params} | ({EXACT: exact_params} if exact_params else {})
-    guesses = file.guesses(numels)
-    others = tuple(text for text in question.warnings if text != question.guessed)
-    return replace(
-        question,
-        rates=replace(question.rates, cpu_bytes_per_s=file.cpu_rate(numels)),
-        state_format=name,
-        exact_params=exact_params,
-        guessed=guesses,
-        warnings=(*others, *filter(None, [guesses])),
-    )
-
-
-def unknown_words(question: Question) -> str:
+def unknown_words(scenario: Scenario) -> str:
     """Return what has to be given so that forward and backward are predicted, too."""
-    reason = "give --tokens" if question.tokens is None else "the rates know no FLOP/s; give --flops"
+    reason = "give --tokens" if scenario.model.tokens is None else "the rates know no FLOP/s; give --flops"
     return f"forward and backward: unknown ({reason})"
 
 
