@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from offload.cli.node import STAND_IN, check_fits, gpu_room, reserved_bytes
-from offload.cli.scenario import Answer, Scenario, ask, parked, unknown_words, use
+from offload.cli.scenario import Answer, Scenario, ask, parked, rank_rates, unknown_words, use
 from offload.cli.values import in_columns
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
 from offload.formats import STATE_FORMATS
@@ -544,43 +544,26 @@ def describe(settings: list[Setting]) -> str:
 
 def advice(answer: Answer) -> list[tuple[str, float]]:
     """Return what would make the iteration shorter, and by how many seconds, most first; by the closed form."""
-    now_s = answer.estimate.step_s
-    found = []
-    for what, scenario in _changes(answer):
+    from offload.plan import choose_plan, estimate
+    from offload.predict.explanation import LEAST_SAVED, ONE_MORE, changes
+
+    scenario, plan, machine = answer.scenario, answer.plan, answer.scenario.machine
+    memory, gpu_memory = machine.memory_bytes or 1 << 60, machine.rates.gpu.memory_bytes or 1 << 60
+    host_room = (memory - reserved_bytes(memory, machine.ranks)) // machine.ranks - answer.use.host_bytes
+    host_bytes = min(max(1 << 30, int(HELP_HOST * plan.state_bytes)), host_room)
+    gpu_bytes = min(10 << 30, gpu_room(gpu_memory) - answer.use.gpu_bytes)
+    now_s, found = answer.estimate.step_s, []
+    for what, nbytes, budgets, faster in changes(plan, machine.rates, host_bytes, gpu_bytes):
         try:
-            saved_s = now_s - ask(scenario, simulate=False).step_s
-        except (ConfigError, InfeasiblePlanError):  # there is no such memory, or no GPU
+            rates = rank_rates(scenario.at_rates(faster))
+            saved_s = now_s - estimate(choose_plan(plan.layout, budgets, rates, scenario.placement), rates).step_s
+        except (ConfigError, InfeasiblePlanError):  # there is no GPU
             continue
-        if saved_s > 0.01 * now_s:
-            found.append((what, saved_s))
+        if saved_s > LEAST_SAVED * now_s:
+            second = "a second path like this one" if what == ONE_MORE and len(machine.rates.paths) == 1 else what
+            found.append((f"{what} budget +{format_bytes(nbytes)} a rank" if nbytes else second, saved_s))
     if answer.overlapped_s:
         setting = Setting.of(answer)
         if setting.overlap != "off":
             found.append((f'overlap="{setting.overlap}"', answer.iteration_s - setting.iteration_s))
     return sorted(found, key=lambda item: -item[1])
-
-
-def _changes(answer: Answer) -> Iterator[tuple[str, Scenario]]:
-    from offload.plan import Home
-
-    scenario, rates, taken = answer.scenario, answer.scenario.machine.rates, answer.use
-    memory, ranks = scenario.machine.memory_bytes or 1 << 60, scenario.machine.ranks
-    host_room = (memory - reserved_bytes(memory, ranks)) // ranks - taken.host_bytes
-    if rates.paths:
-        best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
-        what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
-        wider = scenario.at_rates(replace(rates, paths=(*rates.paths, best)))
-        yield what, wider.given(paths=(*scenario.config.path_configs, "one more"))
-    streamed_bytes = answer.plan.home_bytes[Home.STREAMED]
-    more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
-    if more > 0:
-        yield f"host budget +{format_bytes(more)} a rank", scenario.with_host_memory(scenario.host_memory + more)
-    gpu = rates.gpu
-    if answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
-        more = min(answer.plan.state_bytes, 10 << 30, gpu_room(gpu.memory_bytes or 1 << 60) - taken.gpu_bytes)
-        if more > 0:
-            yield f"GPU budget +{format_bytes(more)} a rank", scenario.given(gpu_memory=scenario.gpu_memory + more)
-        faster = gpu.times(2)
-        yield "a link to the GPU twice as fast", scenario.at_rates(replace(rates, gpu=faster))
-    cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
-    yield "CPU and memory twice as fast", scenario.at_rates(cpu)

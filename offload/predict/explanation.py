@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.plan.budget import Home, PathBudget, Plan
+from offload.plan.budget import Budgets, Home, PathBudget, Plan
 from offload.plan.cost import estimate
 from offload.plan.planner import choose_plan
 from offload.plan.rates import Rates
@@ -117,6 +117,7 @@ HOST_SHARE = 0.25
 """Part of its state by which a session's host memory is raised, to see what that would bring."""
 LEAST_SAVED = 0.01
 """Part of a step below which nothing is said to help."""
+ONE_MORE = "one more path like the fastest"
 
 
 def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
@@ -126,32 +127,48 @@ def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
         plan: What lives where.
         rates: Speed of every lane; one entry for each path of the plan.
     """
-    now_s = estimate(plan, rates).step_s
+    now_s, placement = estimate(plan, rates).step_s, "auto" if plan.uses_gpu else "cpu"
     found = []
-    for what, other, faster in _changes(plan, rates):
+    for what, nbytes, budgets, faster in changes(plan, rates, int(HOST_SHARE * plan.state_bytes)):
+        other = replace(plan, budgets=budgets)
+        if what == "host":
+            try:
+                other = choose_plan(plan.layout, budgets, faster, placement)
+            except (ConfigError, InfeasiblePlanError):  # what a session was given by hand a planner need not take
+                continue
         saved_s = now_s - estimate(other, faster).step_s
         if saved_s > LEAST_SAVED * now_s:
-            found.append((what, saved_s))
+            found.append((f"host_memory +{format_bytes(nbytes)}" if what == "host" else what, saved_s))
     return sorted(found, key=lambda item: -item[1])
 
 
-def _changes(plan: Plan, rates: Rates) -> Iterator[tuple[str, Plan, Rates]]:
-    budgets, placement = plan.budgets, "auto" if plan.uses_gpu else "cpu"
-    streamed_bytes = plan.home_bytes[Home.STREAMED]
-    if streamed_bytes:
-        more = min(streamed_bytes, int(HOST_SHARE * plan.state_bytes))
-        roomy = budgets.with_more_host(more)
-        # What a session has been given by hand need not be what the planner takes.
-        with contextlib.suppress(ConfigError, InfeasiblePlanError):
-            yield f"host_memory +{format_bytes(more)}", choose_plan(plan.layout, roomy, rates, placement), rates
-        if rates.paths:
-            best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
-            wider = replace(rates, paths=(*rates.paths, best))
-            one_more = replace(budgets, paths=(*budgets.paths, PathBudget("one more", 1 << 60)))
-            yield "one more path like the fastest", replace(plan, budgets=one_more), wider
+class Change(NamedTuple):
+    """What may make a step shorter: in words, or by so many bytes more for state on the "host" or the "GPU"."""
+
+    what: str
+    nbytes: int
+    budgets: Budgets
+    rates: Rates
+
+
+def changes(plan: Plan, rates: Rates, host_bytes: int, gpu_bytes: int = 0) -> Iterator[Change]:
+    """Return what may make a step of a plan shorter, whether or not it does.
+
+    Args:
+        plan: What lives where.
+        rates: Speed of every lane; one entry for each path of the plan.
+        host_bytes: Host memory that there may be more for state, at most.
+        gpu_bytes: GPU memory, likewise.
+    """
+    budgets = plan.budgets
+    if rates.paths:
+        best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
+        one_more = replace(budgets, paths=(*budgets.paths, PathBudget("one more", 1 << 60)))
+        yield Change(ONE_MORE, 0, one_more, replace(rates, paths=(*rates.paths, best)))
+    if (more := min(plan.home_bytes[Home.STREAMED], host_bytes)) > 0:
+        yield Change("host", more, budgets.with_more_host(more), rates)
+    if (more := min(plan.state_bytes, gpu_bytes)) > 0:
+        yield Change("GPU", more, replace(budgets, gpu_bytes=budgets.gpu_bytes + more), rates)
+    yield Change("a link to the GPU twice as fast", 0, budgets, replace(rates, gpu=rates.gpu.times(2)))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
-    yield "CPU and memory twice as fast", plan, cpu
-    if plan.uses_gpu:
-        gpu = rates.gpu
-        faster = gpu.times(2)
-        yield "a link to the GPU twice as fast", plan, replace(rates, gpu=faster)
+    yield Change("CPU and memory twice as fast", 0, budgets, cpu)
