@@ -752,8 +752,15 @@ def make_plan(
     plan = Plan(layout, homes, tuple(placed), 0, 0, budgets, gpu_slots, nodes if budgets.nodes else ())
     if streamed:
         slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
-        slots = _staging_slots(budgets, slot_bytes, staging_slots, kept.staging_slots if kept else 0)
-        plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
+        least = max(1, kept.staging_slots if kept else 0)
+        slots = count_staging_slots(budgets, slot_bytes, len(streamed), max(least, staging_slots))
+        if slots < least:
+            # Slots may hold the only copy of what they hold, so there cannot be fewer.
+            what = f"{least} staging slots as large as the largest subgroup" if least > 1 else "one staging slot"
+            offers = {"staging_memory": budgets.staging_bytes or 0}
+            remedy = "raise staging_memory or lower subgroup_numel"
+            raise InfeasiblePlanError(what, least * slot_bytes, offers, remedy)
+        plan = replace(plan, staging_slots=slots, slot_bytes=slot_bytes)
     if plan.slot_counts:
         _refuse_without_room(plan)
     return _with_checkpoints(plan)
@@ -775,19 +782,18 @@ def _homes(
     return tuple(home for home, _ in homes), tuple(node for _, node in homes)
 
 
-def _staging_slots(budgets: Budgets, slot_bytes: int, least: int, kept: int) -> int:
-    """Return how many staging slots there may be, `kept` of which are there."""
-    if budgets.staging_bytes is None or not budgets.paths:
-        return max(1, least, kept)
-    slots = budgets.staging_bytes // slot_bytes
-    offers, remedy = {"staging_memory": budgets.staging_bytes}, "raise staging_memory or lower subgroup_numel"
-    if slots < 1:
-        raise InfeasiblePlanError("one staging slot", slot_bytes, offers, remedy)
-    if slots < kept:
-        # Slots may hold the only copy of what they hold, so there cannot be fewer.
-        what = f"{kept} staging slots as large as the largest subgroup"
-        raise InfeasiblePlanError(what, kept * slot_bytes, offers, remedy)
-    return slots
+def count_staging_slots(budgets: Budgets, slot_bytes: int, streamed: int, wanted: int = DEFAULT_STAGING_SLOTS) -> int:
+    """Return how many staging slots there are: those that are wanted, or that `staging_memory` holds if it is given.
+
+    Args:
+        budgets: What each tier offers.
+        slot_bytes: Of one slot.
+        streamed: Subgroups that pass through them: more slots are of no use.
+        wanted: How many, where the budgets do not say it.
+    """
+    if budgets.staging_bytes is not None and budgets.paths:
+        wanted = budgets.staging_bytes // slot_bytes
+    return min(wanted, streamed)
 
 
 _WHO_NEEDS_STORES = "`offload gc --dry-run PATH` says which checkpoints need what ended sessions have left"

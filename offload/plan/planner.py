@@ -24,6 +24,7 @@ from offload.plan.budget import (
     NodeBudget,
     Placement,
     Plan,
+    count_staging_slots,
     make_plan,
 )
 from offload.plan.cost import Mix, Part, estimate_mix, mix_of
@@ -112,7 +113,6 @@ def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | floa
     filled = make_plan(layout, budgets)
     base, shares, largest = mix_of(filled), filled.shares(rates), max(layout.max_subgroup_bytes, 1)
     count, nbytes = base.host[0].count + base.streamed[0].count, base.host[0].nbytes + base.streamed[0].nbytes
-    slots = DEFAULT_STAGING_SLOTS if budgets.staging_bytes is None else budgets.staging_bytes // largest
     gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest) if placement == "auto" else 0
     tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
 
@@ -122,11 +122,12 @@ def _dealt(layout: Layout, budgets: Budgets, rates: Rates, placement: str | floa
     @functools.cache
     def cost_s(counts: tuple[int, ...]) -> float:
         streamed = count - sum(counts)
+        slots = count_staging_slots(budgets, largest, streamed)
         if streamed < 0 or (streamed and not (budgets.paths and slots)):
             return math.inf
         here = dict(zip((node.node for node in nodes), map(part, counts), strict=True))
         mix = replace(base, host=part(sum(counts)), streamed=part(streamed), nodes=here, tiles=tiles)
-        mix = replace(mix, slots=min(slots, streamed), gpu_slots=gpu_slots)
+        mix = replace(mix, slots=slots, gpu_slots=gpu_slots)
         tried = _coarse((*counts, streamed), COARSE_DEALS if gpu_slots else 0)
         return min(estimate_mix(_spread_to_gpu(mix, each), shares, rates).step_s for each in tried)
 
@@ -160,7 +161,7 @@ def _placing(
     gpu_slots = _worth_borrowing(mix, plan.shares(rates), rates) if budgets.borrows else GPU_STAGING_SLOTS
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
-        slots = _look_ahead(mix, plan.shares(rates), rates)
+        slots = _look_ahead(mix, plan.shares(rates), rates, slots)
         if placement == "auto" and placements != plan.placements and slots != plan.staging_slots:
             # With more slots ahead, more may be worth its way to the GPU and back.
             placements, _ = _cheapest(plan, replace(on_cpu, slots=slots), rates)
@@ -182,11 +183,11 @@ def _worth_borrowing(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     return next(count for count, cost_s in costs.items() if cost_s <= (1 + WORTH_A_SLOT) * min(costs.values()))
 
 
-def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
+def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates, usual: int) -> int:
     """Return the fewest staging slots that let subgroups follow each other as fast as can be.
 
     More slots also keep more state between steps, but so would more `host_memory`, which the user chooses. So what is
-    compared is the time for each subgroup that goes out and in.
+    compared is the time for each subgroup that goes out and in. Where all of it fits `usual` slots, it is that.
     """
     streamed = mix.streamed[0].count + mix.streamed[1].count
     costs = {
@@ -195,7 +196,7 @@ def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
         if slots < streamed
     }
     enough = (1 + WORTH_A_SLOT) * min(costs.values(), default=0.0)
-    return next((slots for slots, cost_s in costs.items() if cost_s <= enough), min(STAGING_SLOTS[0], streamed))
+    return next((slots for slots, cost_s in costs.items() if cost_s <= enough), usual)
 
 
 def _named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
