@@ -75,27 +75,31 @@ class ContenderError(Exception):
     """A contender crashed or did not answer in time."""
 
 
-class Talker:
-    """A process that is asked in lines of JSON on its standard input, and answers so on its standard output.
+class Worker:
+    """A contender's process: it is asked in lines of JSON on standard input, and answers so on standard output.
 
     Args:
-        command: What it runs, behind the interpreter.
-        log: Where its standard error goes.
-        folder: Where it runs.
+        contender: What it is.
+        common: What all contenders are told: shape, device, ....
+        folder: Where it runs, its directories are made and its log goes.
     """
 
-    def __init__(self, command: Sequence[object], log: Path, folder: Path) -> None:
-        self.log = log
+    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
+        self.contender = contender
+        self._counter = 0
+        self._folder = folder
+        self.log = folder / (re.sub(r"\W+", "-", contender.name) + ".log")
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
+            [sys.executable, str(ROOT / "bench" / "_worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log.open("w"),
+            stderr=self.log.open("w"),
             env=contender_environment(),
             cwd=folder,
             preexec_fn=end_with_parent,
         )
         self._rest = b""
+        self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
 
     def send(self, message: Any) -> None:
         """Ask for something."""
@@ -138,15 +142,11 @@ class Talker:
         """Return the end of what it printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
-    def hang_up(self) -> None:
-        """Say that nothing more will be asked."""
+    def close(self, timeout_s: float = 20.0) -> None:
+        """End the process, by force if need be."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
-
-    def close(self, timeout_s: float = 20.0) -> None:
-        """End the process, by force if need be."""
-        self.hang_up()
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -154,24 +154,6 @@ class Talker:
             self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-
-
-class Worker(Talker):
-    """A contender's process.
-
-    Args:
-        contender: What it is.
-        common: What all contenders are told: shape, device, ....
-        folder: Where its directories are made and its log goes.
-    """
-
-    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
-        self.contender = contender
-        self._counter = 0
-        self._folder = folder
-        log = folder / (re.sub(r"\W+", "-", contender.name) + ".log")
-        super().__init__([ROOT / "bench" / "_worker.py"], log, folder)
-        self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
 
     def _placed(self, value: Any) -> Any:
         if isinstance(value, str) and "{path}" in value:

@@ -1049,7 +1049,6 @@ BENCHMARKS = (
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "1 h", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
-    ("`python bench/beside.py`", "is anything slower, or larger, than it was at an earlier commit?", "8 min", ("beside",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "25 min", ("capacity",)),
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),
@@ -1193,11 +1192,6 @@ WHY_MISSED = (
     ("overlap: compact8, 512 tokens", f"the least was 1.15; {CONTENTION}"),
     ("overlap: step as long as both", f"the least allowed 1.62; {CONTENTION}"),
     ("overlap: step as long as forward", "the least that forward, backward and updates take allowed 1.19"),
-    (
-        "beside: step in memory: time",
-        "0.35 to 0.8 ms longer with 10 and 39 million parameters, 2.8 of 87 with 157 million: by its timeline the engine decides 0.5 ms "
-        "before the first update, and 0.1 to 0.6 between, which is not all of the last. Tried: one subgroup, 1.03; no clipping, 1.04",
-    ),
     ("others: cold step, compact8", PLACES),
     ("others: cold step, exact: foreground", PLACES),
     ("weights: 128 tokens", FIRST_BLOCK),
