@@ -35,7 +35,7 @@ import torch
 from _common import cores, interleaved, progress
 from _harness import Row, Run, digest, in_process, main, medians, ratio
 from _sessions import GROUP, MB, MIB, Throttles, quarter_staged
-from _throttled import OwnLanes
+from _throttled import Lanes
 from _worker import kernel_io, moved
 from capacity import Group, made_group
 from paths import Mixer, opened
@@ -388,7 +388,7 @@ class PacedFile:
     """
 
     def __init__(self, inner: DirectFile | BufferedFile, bytes_per_s: float) -> None:
-        self._inner, self._bytes_per_s, self._lanes = inner, bytes_per_s, OwnLanes()
+        self._inner, self._bytes_per_s, self._lanes = inner, bytes_per_s, Lanes()
         self.close = inner.close
 
     def _paced(self, lane: str, move: Callable[[memoryview, int], None], memory: memoryview, offset: int) -> None:

@@ -1038,7 +1038,7 @@ def others(page: Path) -> str:
 BENCHMARKS = (
     ("`offload bench`, `make bench` (`bench/iteration.py`)", "what does an iteration take, beside torch's AdamW and DeepSpeed?", "under 10 min", ("iteration",)),
     ("`python bench/deepspeed.py`", "ZeRO-3 with our backend beside stock, at two batch sizes: time, exposed step, memory", "13 min", ("deepspeed",)),
-    ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks, and on paper with nodes?", "5 min", ("scaling",)),
+    ("`python bench/scaling.py`", "how does a step scale with parameters, with memory, and on paper with nodes?", "5 min", ("scaling",)),
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py --pairs 10 --pairs-of-others 3`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
