@@ -14,7 +14,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from offload._native import CompletionQueue
-from offload.errors import ConfigError
 from offload.protocols import Completion, Queue, Tier, TileRequest
 from offload.tiers.common import Explaining
 
@@ -99,9 +98,6 @@ class ThrottledTier:
         write_bytes_per_s: Bandwidth of writes.
         latency_s: Added to every transfer; transfers wait for it side by side.
         at_once: If both directions share the device's time, the transfers that it serves at once; 0 if they do not.
-
-    Raises:
-        ConfigError: If a bandwidth is not greater than 0 or the latency less than 0.
     """
 
     def __init__(
@@ -115,8 +111,6 @@ class ThrottledTier:
         latency_s: float = 0.0,
         at_once: int = 0,
     ) -> None:
-        if latency_s < 0:
-            raise ConfigError("latency_s", latency_s, "give seconds >= 0")
         self.inner = inner
         self.name = inner.name
         self.path = inner.path
@@ -130,16 +124,9 @@ class ThrottledTier:
         self._lanes = Lanes()
         self._device = TakingGrains(at_once) if at_once else None
         self._closing = False
-        self.set_rates(read_bytes_per_s, write_bytes_per_s)
+        self._rates = {"read": read_bytes_per_s, "write": write_bytes_per_s}
         self._thread = threading.Thread(target=self._serve, name="offload-throttle", daemon=True)
         self._thread.start()
-
-    def set_rates(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
-        """Change both bandwidths from now on; any thread."""
-        for field, value in (("read_bytes_per_s", read_bytes_per_s), ("write_bytes_per_s", write_bytes_per_s)):
-            if not value > 0:
-                raise ConfigError(field, value, "give a number greater than 0")
-        self._rates = {"read": read_bytes_per_s, "write": write_bytes_per_s}
 
     def read(self, request: TileRequest) -> None:
         """See `Tier.read`."""

@@ -4,7 +4,6 @@ Sections, each of which can be run alone (`--sections single,sum`):
 
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
-  slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
   cpu           CPU seconds that a gigabyte costs between staging memory and path, by thread, with checksums and
@@ -215,25 +214,6 @@ def several(run: Run) -> dict[str, Any]:
     return found
 
 
-def slow(run: Run) -> dict[str, Any]:
-    with session(run, [BASE / 3, BASE], shares=(1, 3)) as best:
-        best.warm_up()
-        best_s = steady_s(run, best)
-    with session(run, [BASE, BASE]) as one:
-        one.warm_up()
-        before_s = steady_s(run, one)
-        path = next(iter(one.throttles.rates))
-        one.throttles.tiers[path].set_rates(BASE / 3 * MB, BASE / 3 * MB)
-        after = [one.waited_s() for _ in range(6 if run.smoke else 10)]
-    print(
-        f"  emulated: {format_seconds(before_s)}, then {', '.join(map(format_seconds, after))}; "
-        f"best fixed split {format_seconds(best_s)}"
-    )
-    value = statistics.median(after[4:]) / best_s
-    run.at_most("from the fifth step after a path slowed to a third, over the best split", value, 1.1)
-    return {"before_s": before_s, "after_s": after, "best_static_s": best_s}
-
-
 def traffic(run: Run) -> dict[str, Any]:
     with session(run, [2000.0, 1000.0]) as one:
         one.warm_up()
@@ -335,7 +315,6 @@ if __name__ == "__main__":
         sections={
             "single": single,
             "sum": several,
-            "slow": slow,
             "traffic": traffic,
             "overlap": overlap,
             "cpu": cpu,

@@ -1,4 +1,4 @@
-"""Predicted steps beside measured ones, the planner's choice beside all others, and a path that slows down.
+"""Predicted steps beside measured ones, and the planner's choice beside all others.
 
 Sections, each of which can be run alone (`--sections predictions,choice`):
 
@@ -11,8 +11,6 @@ Sections, each of which can be run alone (`--sections predictions,choice`):
                showed: what is left there is the model's error, not a change of rates.
   choice       with the same host memory, every number of staging slots that the planner considers, and several fixed
                splits between paths, each run; what `choose_plan` chose beside the fastest of them
-  follow       a path that is throttled to a third in mid-run: the part of the bytes that it gets, step by step
-  time         seconds of process time that choosing a plan for 10,000 subgroups takes
 
 The disk is this machine's, real files with checksums; slower paths are emulated by throttling it.
 """
@@ -22,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,20 +27,12 @@ from unittest import mock
 
 from _common import cores, progress
 from _harness import Run, main, ratio, turns
-from _sessions import DISK, MB, Configuration, Model, Pace, Session, Size, Throttles, sessions
+from _sessions import DISK, Configuration, Model, Pace, Session, Size, Throttles, sessions
 
-from offload.dtypes import DtypeCode
 from offload.formats import EXACT
-from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import full, full_probe, observe
 from offload.plan import (
     NO_GPU,
-    Budgets,
-    GpuRates,
-    PathBudget,
-    PathRates,
-    Placement,
-    Plan,
     Rates,
     choose_plan,
     estimate,
@@ -228,53 +217,10 @@ def choice(run: Run) -> dict[str, Any]:
     return found
 
 
-def follow(run: Run) -> dict[str, Any]:
-    rate = EACH_WAY.read
-    configuration = Configuration(0.0, (EACH_WAY, EACH_WAY), threads=min(2, cores()))
-    probed = Probed(run, [configuration])
-    parts, seconds = [], []
-    with sessions(run.folder, Model(run.size), probed.rates, [configuration]) as (one,):
-        one.warm_up()
-        for number in range(9):
-            if number == 1:
-                path = next(iter(one.throttles.rates))
-                one.throttles.tiers[path].set_rates(rate / 3 * MB, rate / 3 * MB)
-            seconds.append(one.step())
-            metrics = one.engine.metrics()
-            written = [metrics[f"path/{each}/write_bytes"] for each in range(2)]
-            parts.append(written[0] / max(sum(written), 1))
-    print(f"  part of the bytes written to it: {parts[0]:.3f}, then {', '.join(f'{part:.3f}' for part in parts[1:])}")
-    # It reaches a third of the other, and 1 / (1 + 3) is its due.
-    run.at_most("bytes to a path slowed to a third, in the fifth step, over its due", parts[5] / 0.25, 1.1)
-    return {"part_of_bytes_written": parts, "steps_s": seconds, "slowed_before_step": 2}
-
-
-def planning(run: Run) -> dict[str, Any]:
-    """Two paths and a GPU, so that there is much to choose; rates that need no measuring."""
-    count, numel = 10_000, 16 * SECTOR_NUMEL
-    rates = Rates(40e9, (PathRates(6e9, 5e9), PathRates(2e9, 1e9)), GpuRates(1e12, 50e9, 50e9), 300e9)
-    seconds: list[float] = []
-    for _ in range(3 if run.smoke else 9):
-        # Anew each time: what a layout has worked out once it remembers.
-        layout = build_layout([Parameter("p", count * numel, DtypeCode.BFLOAT16, 0)], numel)
-        paths = (PathBudget("/a", 1 << 50), PathBudget("/b", 1 << 50))
-        staging_bytes = 4 * layout.subgroups[0].state_bytes
-        host_bytes = count * staging_bytes * 15 // 64
-        budgets = Budgets(host_bytes, None, paths, follow_rates=True, gpu_staging_bytes=staging_bytes)
-        started_s = time.process_time()
-        plan: Plan = choose_plan(layout, budgets, rates)
-        seconds.append(time.process_time() - started_s)
-    value = statistics.median(seconds)
-    on_gpu = plan.placements.count(Placement.GPU)
-    print(f"  {len(plan.layout.subgroups):,} subgroups, {on_gpu:,} of them on the GPU: {format_seconds(value)}")
-    run.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1)
-    return {"process_s": seconds, "subgroups": count}
-
-
 if __name__ == "__main__":
     main(
         __doc__,
-        sections={"predictions": predictions, "choice": choice, "follow": follow, "time": planning},
+        sections={"predictions": predictions, "choice": choice},
         sizes=(Size(12, 1 << 14, 1, 0.3), Size(40, 1 << 20, 7, 15.0)),
         path=True,
     )

@@ -1056,7 +1056,7 @@ BENCHMARKS = (
     ("`python bench/large.py --params 5B --steps 10 --state-format compact8 --gradient-memory 0`", "5 billion, with gradients on the disk, too", "15 min", ("large-gradients",)),
     ("`python bench/activations.py`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "25 min", ("activations",)),
     ("`python bench/weights.py`", "a spike: what would it cost to stream weights from a disk by layer?", "2 min", ("weights",)),
-    ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, checksums", "10 min", ("paths",)),
+    ("`python bench/paths.py`", "one path against fio, several against their sum, overlap, checksums", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
     ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),
     ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
