@@ -164,6 +164,10 @@ class ThrottledTier:
         """See `Tier.sync`; held back by what came before it alone."""
         self.inner.sync(op)
 
+    def allocate(self, nbytes: int) -> None:
+        """See `Tier.allocate`."""
+        self.inner.allocate(nbytes)
+
     def free_bytes(self) -> int:
         """See `Tier.free_bytes`."""
         return self.inner.free_bytes()
