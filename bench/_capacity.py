@@ -181,13 +181,13 @@ def trial(request: dict[str, Any]) -> dict[str, Any]:
     weights = list(model.parameters())
     marks["weights"] = memory()
     settings = json.loads(json.dumps(request["settings"]).replace("{path}", request["path"]))
-    contender = KINDS[request["kind"]]({**request, "device": "cpu", "settings": settings, "model": model})
+    contender = KINDS[request["kind"]]({**request, "settings": settings, "model": model})
     marks["optimizer"] = memory()
     losses, seconds = [], []
     for step in range(STEPS):
         began_s = time.perf_counter()
         with computing():
-            loss = contender.forward(batch(step, TOKENS, "cpu"))
+            loss = contender.forward(batch(step, TOKENS))
             if step == 0:
                 marks["forward"] = memory()
             contender.backward(loss)

@@ -80,7 +80,7 @@ class Worker:
 
     Args:
         contender: What it is.
-        common: What all contenders are told: shape, device, ....
+        common: What all contenders are told: shape, ....
         folder: Where it runs, its directories are made and its log goes.
     """
 
@@ -200,7 +200,6 @@ class Outcome:
         set_up_s: Until it could train.
         start_bytes: Most resident memory until then.
         peak_bytes: Most resident memory ever.
-        gpu_peak_bytes: Most GPU memory ever allocated.
         pinned_bytes: Host memory that is locked or pinned, at the end.
         resident_bytes: Resident memory at the end of each round that counts.
     """
@@ -214,7 +213,6 @@ class Outcome:
     set_up_s: float = 0.0
     start_bytes: int = 0
     peak_bytes: int = 0
-    gpu_peak_bytes: int = 0
     pinned_bytes: int = 0
     resident_bytes: list[int] = field(default_factory=list)
 
@@ -304,8 +302,7 @@ def run_group(
             fail(name, error)
             return
         outcome = outcomes[name]
-        outcome.peak_bytes, outcome.gpu_peak_bytes = found["peak_bytes"], found["gpu_peak_bytes"]
-        outcome.pinned_bytes = found["pinned_bytes"]
+        outcome.peak_bytes, outcome.pinned_bytes = found["peak_bytes"], found["pinned_bytes"]
         outcome.losses += [iteration["loss"] for iteration in found["iterations"]]
         if number:
             outcome.iterations.append([i for i in found["iterations"] if i["number"] > 0])
@@ -453,7 +450,6 @@ def row(
     found["peak_bytes_per_parameter"] = outcome.peak_bytes / numel
     found["pinned_bytes"] = outcome.pinned_bytes
     found["start_bytes"] = outcome.start_bytes
-    found["gpu_peak_bytes"] = outcome.gpu_peak_bytes
     found["predicted_step_s"] = outcome.median("predicted_step_s", tokens)
     found["engine_step_s"] = outcome.median("engine_step_s", tokens)
     found["bound_s"] = bound
@@ -542,10 +538,10 @@ def picture(file: Path, tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     pyplot.close(figure)
 
 
-def common_of(shape: Shape, seq: int, smoke: bool, device: str = "cpu") -> dict[str, Any]:
+def common_of(shape: Shape, seq: int, smoke: bool) -> dict[str, Any]:
     """Return what all contenders are told."""
     sized = {"layers": shape.layers, "hidden": shape.hidden}
-    return {"shape": sized, "numel": shape.numel, "seq": seq, "device": device, "smoke": smoke}
+    return {"shape": sized, "numel": shape.numel, "seq": seq, "smoke": smoke}
 
 
 def sum_of_losses(outcomes: Iterable[Outcome]) -> str:

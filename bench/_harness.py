@@ -186,7 +186,7 @@ def main(
     if instead(args):
         return
     missing = require(args, needs(args))
-    described = environment(device=getattr(args, "device", device))
+    described = environment(device=device)
     chosen = {option.name: getattr(args, option.name) for option in options}
     kept = Kept(getattr(args, "runs", None), described["commit"], described.get("compute"), args.smoke, chosen)
     run = Run(args, described, sizes[0 if args.smoke else 1], missing, kept)

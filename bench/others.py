@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 import torch
 from _common import interleaved, progress
-from _contenders import ALONE_MEMORY, TORCHAO_OFFLOAD
+from _contenders import ALONE_MEMORY
 from _contest import (
     BASELINE,
     STATE_BYTES,
@@ -372,7 +372,7 @@ def offloads(run: Run) -> Row:
         Contender(SAVES, "torch", {"fused": True, "save_on_cpu": True}),
         Contender("FSDP2 of one rank, torch AdamW", "fsdp", {"offloads": False}),
         Contender(POLICY, "fsdp", {"offloads": True}),
-        Contender(TORCHAO_OFFLOAD, "torchao", left_out="not run: it needs weights on a GPU"),
+        Contender("torchao CPUOffloadOptimizer", "torchao", left_out="not run: it needs weights on a GPU"),
         Contender(ALONE_MEMORY, "offload"),
         Contender("ours, nothing resident", "offload", {"host_memory": 0, "paths": ["{path}"]}),
     ]
