@@ -244,10 +244,10 @@ class Bounds:
 
         small = request["settings"]["smoke"]
         self.stack = contextlib.ExitStack()
-        tier, queue = self.stack.enter_context(opened(request["settings"]["path"], "io_uring", checksum=False))
+        disk = opened(request["settings"]["path"], io_backend="io_uring", checksum=False)
         tile, self.tiles = (MIB, 4) if small else (4 * MIB, 48)
         self.moved = 2 * tile * self.tiles
-        self.mixer = Mixer(tier, queue, tile, 4, 16)
+        self.mixer = Mixer(*self.stack.enter_context(disk), tile, 4, 16)
         numel = 1 << 16 if small else 16_000_000
         self.buffers = Buffers(numel)
         self.kernel = CpuUpdateKernel(threads=cores())

@@ -36,11 +36,12 @@ import offload
 from offload._native import CompletionQueue
 from offload.formats import EXACT_ADAMW
 from offload.memory.arenas import Arena
-from offload.protocols import Tier, TileId, TileRequest
+from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import StoreOptions, open_tier
 from offload.units import format_seconds
 
 SLOT_HEADER = 4096
+BACKENDS = ("threads", "io_uring")
 THREADS = {
     "offload-update": "update",
     "offload-ring": "I/O",
@@ -80,15 +81,15 @@ class Mixer:
         (self.tier.write if write else self.tier.read)(request)
         return request.op
 
-    def _wait(self) -> list[int]:
-        done = self.queue.wait()
-        for record in done:
-            if record[1]:
-                raise SystemExit(f"a transfer failed with error {record[1]}")
-        return [record[0] for record in done]
+    def _wait(self) -> list[Completion]:
+        done = [Completion(*record) for record in self.queue.wait()]
+        for completion in done:
+            if completion.error:
+                raise SystemExit(f"a transfer failed: {completion}")
+        return done
 
-    def run(self, tiles: int, reads: bool = True, writes: bool = True) -> None:
-        """Move `tiles` tiles each way, `depth` at a time each way."""
+    def run(self, tiles: int, reads: bool = True, writes: bool = True) -> list[float]:
+        """Move `tiles` tiles each way, `depth` at a time each way; return when each was through."""
         flying: dict[int, tuple[bool, int]] = {}
         left = {False: tiles if reads else 0, True: tiles if writes else 0}
         slots = {False: itertools.cycle(range(self.slots)), True: itertools.cycle(range(self.slots, 2 * self.slots))}
@@ -101,9 +102,12 @@ class Mixer:
         for buffer in range(self.depth):
             more(False, buffer)
             more(True, self.depth + buffer)
+        ends = []
         while flying:
-            for op in self._wait():
-                more(*flying.pop(op))
+            for completion in self._wait():
+                ends.append(completion.finished_s)
+                more(*flying.pop(completion.op))
+        return ends
 
 
 def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str, way: str = "rw") -> float | None:
@@ -122,20 +126,11 @@ def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: st
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
-def backends() -> list[str]:
-    found = []
-    for backend in ("threads", "io_uring"):
-        with contextlib.suppress(offload.ConfigError, TypeError):
-            offload.OffloadConfig(io_backend=backend)
-            found.append(backend)
-    return found
-
-
 @contextlib.contextmanager
-def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier, CompletionQueue]]:
+def opened(folder: Path | str, **options: Any) -> Iterator[tuple[Tier, CompletionQueue]]:
+    """Yield a tier, opened by `StoreOptions` of these options, and its queue."""
     queue = CompletionQueue()
-    options = StoreOptions(checksum=checksum, io_backend=backend if len(backends()) > 1 else "auto")
-    tier = open_tier(str(folder), uuid.uuid4(), queue, options=options)
+    tier = open_tier(str(folder), uuid.uuid4(), queue, options=StoreOptions(**options))
     try:
         yield tier, queue
     finally:
@@ -145,13 +140,7 @@ def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier
 def single(run: Run) -> dict[str, Any]:
     tile, depth, tiles, rounds = (MIB, 2, 4, 2) if run.smoke else (8 * MIB, 4, 64, 7)
     moved = 2 * tile * tiles
-    cpu_seconds: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
-
-    def timed(mixer: Mixer, name: str) -> None:
-        started_s = time.process_time()  # of all threads, the tier's included
-        mixer.run(tiles)
-        cpu_seconds.setdefault(name, []).append(time.process_time() - started_s)
 
     def measure(engine: str) -> None:
         rate = fio(run.folder, MIB if run.smoke else 4 * MIB, depth, moved, engine)
@@ -160,24 +149,21 @@ def single(run: Run) -> dict[str, Any]:
 
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Callable[[], object]] = {}
-        for backend, checksum in itertools.product(backends(), (True, False)):
-            tier, queue = stack.enter_context(opened(run.folder, backend, checksum=checksum))
+        for backend, checksum in itertools.product(BACKENDS, (True, False)):
+            tier, queue = stack.enter_context(opened(run.folder, io_backend=backend, checksum=checksum))
             mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
-            name = f"{backend}, {'' if checksum else 'no '}checksum"
-            contenders[name] = partial(timed, mixer, name)
-        contenders |= {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
-        times = interleaved(contenders, rounds)
-    cpu_s = {name: 1e9 * statistics.median(spent) / moved for name, spent in cpu_seconds.items()}
-    found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in cpu_s}
+            contenders[f"{backend}, {'' if checksum else 'no '}checksum"] = partial(mixer.run, tiles)
+        theirs = {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
+        times = interleaved(contenders | theirs, rounds)
+    found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in contenders}
     found |= {name: statistics.median(values) for name, values in rates.items() if values}
     for name, rate in found.items():
-        spent = f", {cpu_s[name]:.3f} CPU-s/GB" if name in cpu_s else ""
-        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written{spent}")
+        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written")
     best_fio = max((rate for name, rate in found.items() if name.startswith("fio")), default=None)
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
     run.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed")
-    return found | {f"{name}, CPU-s/GB": seconds for name, seconds in cpu_s.items()}
+    return found
 
 
 # The engine over throttled paths
