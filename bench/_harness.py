@@ -84,7 +84,7 @@ class Run:
     Attributes:
         args: The command's options.
         described: Of the machine, the versions and the commit; see `environment`.
-        size: How much a section does.
+        options: The values of the benchmark's own options.
         missing: What cannot run, and why.
         kept: What a run that was stopped has found.
         folder: On the disk to measure; of the section alone, and deleted behind it.
@@ -96,7 +96,7 @@ class Run:
 
     args: argparse.Namespace
     described: Row
-    size: Any
+    options: Row
     missing: dict[str, str]
     kept: Kept
     folder: Path = Path()
@@ -149,7 +149,6 @@ def main(
     *,
     sections: Mapping[str, Section] | Sequence[str] = (),
     options: Sequence[Option] = (),
-    sizes: tuple[Any, Any] = (None, None),
     device: str | None = None,
     path: bool = False,
     picture: Callable[[Path, Row], None] | None = None,
@@ -164,8 +163,7 @@ def main(
         question: What it asks: the script's docstring.
         measure: What it does, if that is not by sections.
         sections: What it does, by name; each can be run alone. Names alone, where `measure` does all that are chosen.
-        options: Its own.
-        sizes: How much is done: tiny, and full.
+        options: Its own: among them how much is done.
         device: Where a model is trained, if one is.
         path: Whether it writes to a disk, so that the user may choose which.
         picture: Draws the results to a file.
@@ -189,7 +187,7 @@ def main(
     described = environment(device=device)
     chosen = {option.name: getattr(args, option.name) for option in options}
     kept = Kept(getattr(args, "runs", None), described["commit"], described.get("compute"), args.smoke, chosen)
-    run = Run(args, described, sizes[0 if args.smoke else 1], missing, kept)
+    run = Run(args, described, chosen, missing, kept)
     # That all paths lie on one device is why they are throttled.
     logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
     for name in args.sections if measure is None else ("",):

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from _common import computing, progress
-from _harness import Run, digest, main
+from _harness import Option, Run, digest, main
 
 import offload
 from offload.plan import Home
@@ -49,15 +49,12 @@ LEAST_ROUNDS = 5
 ROUNDS_S = 75.0
 """A resident share is measured for so long, or for as many rounds as its size says, whichever is less."""
 
-
-@dataclass(frozen=True)
-class Size:
-    """Model, batch, and how many checkpoints are measured."""
-
-    width: int
-    layers: int
-    batch: int
-    rounds: int
+OPTIONS = (
+    Option("width", 2048, 512),
+    Option("layers", 12, 3),
+    Option("batch", 1536, 8, "rows of an iteration"),
+    Option("rounds", 15, 2, "most checkpoints that are measured"),
+)
 
 
 @dataclass
@@ -87,7 +84,7 @@ class Round:
 class Training:
     """A model whose iterations are timed."""
 
-    def __init__(self, size: Size, share: float, folder: Path) -> None:
+    def __init__(self, size: Any, share: float, folder: Path) -> None:
         torch.manual_seed(0)
         layers = (torch.nn.Linear(size.width, size.width) for _ in range(size.layers))
         self.model = torch.nn.Sequential(*layers).bfloat16()
@@ -207,7 +204,7 @@ def every_iteration(training: Training, rounds: int) -> dict[str, Any]:
     return {"iteration_s": statistics.median(plain), "every_s": medians, "plain_s": plain, "rounds_s": taken}
 
 
-def measured(size: Size, share: float, folder: Path) -> dict[str, Any]:
+def measured(size: Any, share: float, folder: Path) -> dict[str, Any]:
     training = Training(size, share, folder)
     with training.optimizer as optimizer:
         plan = optimizer.plan.plan
@@ -272,7 +269,7 @@ def measure(run: Run) -> None:
         where = f"{share:.0%} resident"
         progress(where)
         with run.brief_place() as folder:
-            found = run.results[f"{share:.0%}"] = measured(run.size, share, folder)
+            found = run.results[f"{share:.0%}"] = measured(run.args, share, folder)
         parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
         print(
             f"{where}: stall {found['stall']:.3f} of an iteration of "
@@ -293,5 +290,4 @@ def measure(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    sizes = Size(512, 3, 8, 2), Size(2048, 12, 1536, 15)
-    main(__doc__, measure, sizes=sizes, path=True, device="cpu")
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu")

@@ -30,7 +30,7 @@ import torch
 from _common import cores, interleaved
 from _harness import Run, digest, main, medians
 from _needs import FIO
-from _sessions import MB, MIB, Configuration, Model, Pace, Session, Size, sessions
+from _sessions import MB, MIB, Configuration, Model, Pace, Session, sessions
 
 import offload
 from offload._native import CompletionQueue
@@ -175,10 +175,10 @@ BASE = 400.0
 @contextlib.contextmanager
 def session(run: Run, rates: Sequence[float], *, slots: int = 4, cut: int = 1, **more: Any) -> Iterator[Session]:
     """Yield a session over paths of such rates, in some subgroups, or `cut` times as many smaller ones."""
-    size = Size(6, 1 << 14) if run.smoke else Size(40 * cut, (1 << 20) // cut)
+    model = Model(6, 1 << 14) if run.smoke else Model(40 * cut, (1 << 20) // cut)
     paths = tuple(Pace(rate, rate) for rate in rates)
     configuration = Configuration(0.0, paths, slots, min(2, cores()), **more)
-    with sessions(run.folder, Model(size), lambda _: None, [configuration]) as (one,):
+    with sessions(run.folder, model, lambda _: None, [configuration]) as (one,):
         yield one
 
 

@@ -25,15 +25,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from _common import cores, interleaved, progress
-from _harness import Row, Run, digest, in_process, main, medians, ratio
+from _harness import Option, Row, Run, digest, in_process, main, medians, ratio
 from _sessions import GROUP, MB, MIB, Throttles, quarter_staged
 from _throttled import Lanes
 from _worker import kernel_io, moved
@@ -65,24 +65,14 @@ DIRECT_BYTES = 8 * MIB
 DIRECT_THREADS = 4
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is done.
-
-    Attributes:
-        numel: Parameters.
-        weights: Tensors that they are in, in the section on phases.
-        rounds: Of phases; steps of the loop are twice as many.
-        tile_bytes, tiles: What measures the disk.
-        touched_bytes: What measures touching.
-    """
-
-    numel: int
-    weights: int
-    rounds: int
-    tile_bytes: int
-    tiles: int
-    touched_bytes: int
+OPTIONS = (
+    Option("numel", 1 << 28, 1 << 19, "parameters"),
+    Option("weights", 16, 4, "tensors that they are in, in the section on phases"),
+    Option("rounds", 5, 2, "of phases; steps of the loop are twice as many"),
+    Option("tile_bytes", 8 * MIB, MIB, "of the tiles that measure the disk"),
+    Option("tiles", 64, 4, "that measure it"),
+    Option("touched_bytes", 512 << 20, 1 << 20, "that measure touching"),
+)
 
 
 class Disk:
@@ -90,10 +80,10 @@ class Disk:
 
     Args:
         folder: On the disk.
-        size: How much is moved.
+        size: The options: how much is moved.
     """
 
-    def __init__(self, folder: Path, size: Size) -> None:
+    def __init__(self, folder: Path, size: Any) -> None:
         self._ends = contextlib.ExitStack()
         tier, queue = self._ends.enter_context(opened(folder, io_backend="io_uring", checksum=False))
         self._mixer = Mixer(tier, queue, size.tile_bytes, 4, max(8, size.tiles // 4))
@@ -167,7 +157,7 @@ def taken_by_another(group: Group | None, before_bytes: int, given_bytes: int) -
 class Training:
     """Iterations over weights whose gradients are always the same: nothing but the optimizer takes time."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = size.numel // size.weights // WIDTH, WIDTH
         self.weights = [
@@ -192,7 +182,7 @@ class Training:
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
     """Run the phases of one resident share."""
-    size, share, folder = Size(**request["size"]), request["share"], Path(request["folder"])
+    size, share, folder = SimpleNamespace(**request), request["share"], Path(request["folder"])
     group = Group(Path(request["group"]), request["version"]) if request["group"] else None
     if group is not None:
         group.join()
@@ -281,7 +271,7 @@ def phases(run: Run) -> Row:
             where = f"{share:.0%} resident"
             progress(where)
             request = {
-                "size": asdict(run.size),
+                **run.options,
                 "share": share,
                 "folder": str(run.place()),
                 "group": str(group.folder) if group else "",
@@ -308,7 +298,7 @@ def phases(run: Run) -> Row:
             run.at_most(f"{where}: {what}", m["write_bytes"] / m["moved_bytes"], 1.01)
             run.at_most(f"{where}: bytes of steps after a park over those before", m["bytes_as_before"], 1.01)
             what = "memory after a park beyond the process's own, over what is allowed"
-            beyond, allowed = max(m["beyond_bytes"], m["gone_beyond_bytes"]), GONE_BYTES_EACH * run.size.numel
+            beyond, allowed = max(m["beyond_bytes"], m["gone_beyond_bytes"]), GONE_BYTES_EACH * run.args.numel
             run.at_most(f"{where}: {what}", beyond / (GONE_BYTES + allowed), 1.0)
             took = None if found["taken_by_another"] is None else float(found["taken_by_another"])
             what = "another process takes what was given back"
@@ -529,11 +519,11 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
     """
     where = "" if bytes_per_s is None else "emulated duplex path, "
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(run.size.numel // part, generator=generator).bfloat16()
-    gradient = torch.randn(run.size.numel // part, generator=generator).bfloat16()
+    start = torch.randn(run.args.numel // part, generator=generator).bfloat16()
+    gradient = torch.randn(run.args.numel // part, generator=generator).bfloat16()
     buckets = 16
     forms = ("exact", "compact8")
-    disk = Disk(run.folder, run.size)
+    disk = Disk(run.folder, run.args)
     used: dict[str, list[Row]] = {name: [] for name in ("serial", *forms)}
     spent: list[dict[str, float]] = []
     with contextlib.ExitStack() as ends:
@@ -581,7 +571,7 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
                 engines[form].step([GROUP])
             loop.step()
         contenders: dict[str, Callable[[], object]] = {name: partial(step, name) for name in used}
-        times = interleaved(contenders | {"disk": disk.measure}, 2 * run.size.rounds)
+        times = interleaved(contenders | {"disk": disk.measure}, 2 * run.args.rounds)
         predicted = {form: predict(engines[form].plan, engines[form].rates).step_s for form in forms}
         digests = {name: digest([weight]) for name, weight in weights.items()}
         cpu_s = {form: engines[form].metrics()["lane/cpu/busy_s"] for form in forms}
@@ -636,7 +626,7 @@ if __name__ == "__main__":
             "serial": serial,
             "duplex": lambda run: serial(run, DUPLEX_BYTES_PER_S, part=4),
         },
-        sizes=(Size(1 << 19, 4, 2, MIB, 4, 1 << 20), Size(1 << 28, 16, 5, 8 * MIB, 64, 512 << 20)),
+        options=OPTIONS,
         path=True,
         child=child,
     )

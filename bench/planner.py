@@ -26,8 +26,8 @@ from typing import Any
 from unittest import mock
 
 from _common import cores, progress
-from _harness import Run, main, ratio, turns
-from _sessions import DISK, Configuration, Model, Pace, Session, Size, Throttles, sessions
+from _harness import Option, Run, main, ratio, turns
+from _sessions import DISK, Configuration, Model, Pace, Session, Throttles, sessions
 
 from offload.formats import EXACT
 from offload.measure import full, full_probe, observe
@@ -49,6 +49,12 @@ SHARED_SLOW_WRITES = Pace(800, 400, at_once=4)
 """Paths whose directions are independent or have one bandwidth, of which a write may take twice as much; as MB/s."""
 
 
+OPTIONS = (
+    Option("subgroups", 40, 12),
+    Option("numel", 1 << 20, 1 << 14, "elements of a subgroup"),
+    Option("rounds", 7, 1),
+    Option("probe_s", 15.0, 0.3, "seconds of a probe"),
+)
 CONFIGURATIONS = (
     Configuration(0.0),
     Configuration(0.0, slots=2),
@@ -94,7 +100,7 @@ class Probed:
         with mock.patch.object(full, "open_tier", throttles.open):
             numel = 1 << 17 if run.smoke else None
             paths = list(throttles.rates)
-            self.file = full_probe(paths, seconds=run.size.probe_s, numel=numel, report=show)
+            self.file = full_probe(paths, seconds=run.args.probe_s, numel=numel, report=show)
         for warning in self.file.warnings:
             print(f"  probe: {warning}")
 
@@ -110,7 +116,7 @@ def rounds_of(run: Run, opened: Sequence[Session], each: Callable[[Session], Non
     for number, one in enumerate(opened):
         progress(f"warm-up {number + 1}/{len(opened)}: {one.configuration}")
         digests.append(one.warm_up())
-    for _, one in turns(opened, run.size.rounds):
+    for _, one in turns(opened, run.args.rounds):
         each(one)
     return str(run.same("the weights depend on the configuration", digests))
 
@@ -132,7 +138,7 @@ def predictions(run: Run) -> dict[str, Any]:
         row["steps_s"].append(one.step())
         row["hindsight_s"].append(predict(one.engine.plan, observe(known, one.engine.timeline())).step_s)
 
-    with sessions(run.folder, Model(run.size), probed.rates, chosen) as opened:
+    with sessions(run.folder, Model(run.args.subgroups, run.args.numel), probed.rates, chosen) as opened:
         for one in opened:
             found[one.configuration]["predicted_by_probe_s"] = one.predict()
         checksum = rounds_of(run, opened, measure)
@@ -178,12 +184,12 @@ def choice(run: Run) -> dict[str, Any]:
     memory = deepest if run.smoke else 16  # subgroups' worth of host memory, at home and staging
     found: dict[str, Any] = {}
     probed = Probed(run, [Configuration(0.0, (DISK, EACH_WAY, THIRD))])
-    model = Model(run.size)
+    model = Model(run.args.subgroups, run.args.numel)
     for paths in ((DISK,), (EACH_WAY, THIRD)):
         splits: tuple[tuple[float, ...], ...] = ((), *SPLITS) if len(paths) > 1 else ((),)
 
         def configured(slots: int, split: tuple[float, ...], paths: tuple[Pace, ...] = paths) -> Configuration:
-            return Configuration((memory - slots) / run.size.subgroups, paths, slots, threads, split)
+            return Configuration((memory - slots) / run.args.subgroups, paths, slots, threads, split)
 
         candidates = [configured(slots, split) for slots, split in itertools.product(depths, splits)]
         steps: dict[Configuration, list[float]] = {each: [] for each in candidates}
@@ -221,6 +227,6 @@ if __name__ == "__main__":
     main(
         __doc__,
         sections={"predictions": predictions, "choice": choice},
-        sizes=(Size(12, 1 << 14, 1, 0.3), Size(40, 1 << 20, 7, 15.0)),
+        options=OPTIONS,
         path=True,
     )

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from _harness import Run, main, turns
-from _sessions import MB, Configuration, Model, Pace, Session, Size
+from _sessions import MB, Configuration, Model, Pace, Session
 
 from offload.cli.plan import Question, ask, with_shared_path
 from offload.measure import find_rates
@@ -63,7 +63,7 @@ def curve(run: Run, points: Sequence[tuple[float, int, float]], unit: str) -> di
         opened = []
         for _, subgroups, share in points:
             configuration = Configuration(share, (Pace(RATE, RATE),))
-            opened.append(Session(run.folder, Model(Size(subgroups, numel_of(run))), configuration, rates))
+            opened.append(Session(run.folder, Model(subgroups, numel_of(run)), configuration, rates))
             stack.callback(opened[-1].engine.close)
             checksum = opened[-1].warm_up()
         run.checksums.append(checksum)
