@@ -575,15 +575,12 @@ def paths_rest(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
 
 def predict_paths(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
     """Return what a row says, by column."""
-    streamed, rest = row.streamed(values), paths_rest(row, values)
+    update_s, rest = row.streamed(values).update_s, paths_rest(row, values)
     return {
-        "update_s": streamed.update_s,
+        "update_s": update_s,
         "fwd_s": rest["fwd"],
         "bwd_s": rest["bwd"],
-        "iter_s": streamed.update_s + sum(rest.values()),
-        "rank_compute_s": sum(row.numels) / values["cpu_params_per_s"],
-        "update_read_GB": streamed.read_bytes * row.ranks / 1e9,
-        "update_write_GB": streamed.written_bytes * row.ranks / 1e9,
+        "iter_s": update_s + sum(rest.values()),
     }
 
 
@@ -788,26 +785,6 @@ def evaluate(
     return judged
 
 
-def show(judged: Sequence[Judged]) -> None:
-    """Print a line for each row."""
-    for each in judged:
-        row = each["row"]
-        what = {
-            "interleaved_update_sweep": "{testbed} {model}, stride {stride_k}",
-            "interleaved_iterations": "{testbed} {model_B}B, tp {tp} dp {dp}, batch {global_batch}, "
-            "{subgroups_per_rank} subgroups, {approach}",
-            "multipath_iterations": "{model_B}B, {approach}",
-            "cxl_runs": "{model_b}B, {run}",
-        }[each["table"]].format(**row)
-        parts = []
-        for name, value in each["predicted"].items():
-            part = f"{name} {value:.4g}"
-            if name in each["measured"]:
-                part += f" ({each['measured'][name]:.4g}: {each['errors_percent'].get(name, math.nan):+.1f}%)"
-            parts.append(part)
-        print(f"  {what}: {', '.join(parts)}")
-
-
 def show_held_out(held: Mapping[str, Sequence[Judged]]) -> None:
     """Print the errors of each way of leaving rows out."""
     print("updates that were not fitted (rows of that kind left out, the rest fitted):")
@@ -875,10 +852,6 @@ def held_out(
         progress(f"memory: {run_of.row['run']}")
         fitted = Fitted(memory=fit_memory([row for row in memory if row is not run_of], rounds))
         found.setdefault(MEMORY_ROWS, []).extend(evaluate(fitted, [], [], [run_of]))
-    for model in dict.fromkeys(row.model for row in memory):
-        fitted = Fitted(memory=fit_memory([row for row in memory if row.model != model], rounds))
-        out_of = [row for row in memory if row.model == model]
-        found.setdefault("memory, each model by itself", []).extend(evaluate(fitted, [], [], out_of))
     return {name: judged for name, judged in found.items() if update_errors(judged)}
 
 
@@ -991,8 +964,6 @@ def measure(run: Run) -> None:
         known = [given, tables]
         judged = evaluate(fitted, interleaved_rows(given, known), paths_rows(given, known), memory_rows(given))
         run.results["evaluated"] = run.results["rows"] = judged
-        print(f"rows of {run.args.evaluate}, none of which was fitted:")
-        show(judged)
         sweep, several = (
             update_errors(judged, "interleaved_update_sweep"),
             update_errors(judged, "multipath_iterations"),
@@ -1002,8 +973,6 @@ def measure(run: Run) -> None:
     else:
         judged = evaluate(fitted, interleaved, paths, memory)
         run.results["fitted"] = run.results["rows"] = judged
-        print("rows that were fitted:")
-        show(judged)
         held = {} if run.smoke else held_out(interleaved, paths, waits_s, memory, fitted, rounds)
         run.results["held_out"] = held
         show_held_out(held)
