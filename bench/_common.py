@@ -165,9 +165,9 @@ def environment(*, device: str | None = None) -> dict[str, Any]:
     }
 
 
-def computing(device: str = "cpu") -> AbstractContextManager[Any]:
+def computing() -> AbstractContextManager[Any]:
     """Return the context that every contender's forward and backward run in."""
-    return computing_in(choose_compute(device=device).dtype)
+    return computing_in(choose_compute(device="cpu").dtype)
 
 
 def _without_place(argument: str) -> str:

@@ -385,7 +385,6 @@ def summary(contender: Contender, trials: Sequence[Trial]) -> dict[str, Any]:
         best.found["marks"]["forward"]["own_bytes"] - best.found["marks"]["optimizer"]["own_bytes"]
     )
     found["explained_bytes"] = explained(contender, best)
-    found["explained_bytes_per_parameter"] = {name: n / best.numel for name, n in found["explained_bytes"].items()}
     fitted = line(trials)
     if fitted is not None:
         found["fitted"] = {"start_bytes": fitted[0], "bytes_per_parameter": fitted[1]}

@@ -3,11 +3,10 @@
 Sections, each of which can be run alone (`--sections predictions,choice`):
 
   predictions  configurations that differ in resident share, paths, their throttling, staging depth and threads: the
-               step that the simulator predicts beside the median of those measured, (a) by the rates of the full
-               probe, which knows nothing of the configuration, and (b) by those that the session has learnt in three
-               steps. Both predictions are made before the first step that counts. Beside them, (c), each step's own
+               step that the simulator predicts beside the median of those measured, (a) by the rates that the
+               session has learnt in three steps, before the first step that counts. Beside it, (b), each step's own
                prediction, made just before it, as `optimizer.explain()` shows it: on a machine that others use at the
-               same time, rates change from minute to minute. (d), in hindsight, is by the rates that each step itself
+               same time, rates change from minute to minute. (c), in hindsight, is by the rates that each step itself
                showed: what is left there is the model's error, not a change of rates.
   choice       with the same host memory, every number of staging slots that the planner considers, and several fixed
                splits between paths, each run; what `choose_plan` chose beside the fastest of them
@@ -21,7 +20,6 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -139,42 +137,22 @@ def predictions(run: Run) -> dict[str, Any]:
         row["hindsight_s"].append(predict(one.engine.plan, observe(known, one.engine.timeline())).step_s)
 
     with sessions(run.folder, Model(run.args.subgroups, run.args.numel), probed.rates, chosen) as opened:
-        for one in opened:
-            found[one.configuration]["predicted_by_probe_s"] = one.predict()
-        checksum = rounds_of(run, opened, measure)
-        for one in opened:
-            metrics = one.engine.metrics()
-            row = found[one.configuration]
-            row["lanes_s"] = {
-                lane: [seconds, metrics[f"lane/{lane}/busy_s"]]
-                for lane, seconds in predict(one.engine.plan, one.engine.rates).busy_s.items()
-            }
-            row["rates"] = one.engine.rates.to_dict()
-    print(f"  {'':<52} measured     (a)     (b)     (c)     (d)")
+        run.checksums.append(rounds_of(run, opened, measure))
+    print(f"  {'':<52} measured     (a)     (b)     (c)")
     for configuration, row in found.items():
         row["measured_s"] = measured_s = statistics.median(row["steps_s"])
-        row["error_by_probe"] = row["predicted_by_probe_s"] / measured_s - 1
         row["error"] = row["predicted_s"] / measured_s - 1
         for error, predicted in (("error_each", "predicted_each_s"), ("error_in_hindsight", "hindsight_s")):
             row[error] = ratio(row[predicted], row["steps_s"]) - 1
-        print(
-            f"  {configuration!s:<52} {measured_s:7.4f}s {row['error_by_probe']:+7.1%} {row['error']:+7.1%} "
-            f"{row['error_each']:+7.1%} {row['error_in_hindsight']:+7.1%}"
-        )
+        errors = " ".join(f"{row[error]:+7.1%}" for error in ("error", "error_each", "error_in_hindsight"))
+        print(f"  {configuration!s:<52} {measured_s:7.4f}s {errors}")
     for name, key in (
         ("largest error of a step's prediction, learnt rates", "error"),
         ("the same, predicted before each step", "error_each"),
         ("the same, by the rates that the step itself showed", "error_in_hindsight"),
     ):
         run.at_most(name, max(abs(row[key]) for row in found.values()), 0.1)
-    run.checksums.append(checksum)
-    said = probed.file.to_dict()
-    return {
-        # Where paths were made says nothing.
-        "probe": said | {"paths": [facts | {"path": Path(facts["path"]).name} for facts in said["paths"]]},
-        "configurations": {str(configuration): row for configuration, row in found.items()},
-        "checksum": checksum,
-    }
+    return {"configurations": {str(configuration): row for configuration, row in found.items()}}
 
 
 def choice(run: Run) -> dict[str, Any]:
