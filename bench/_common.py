@@ -176,21 +176,6 @@ def _without_place(argument: str) -> str:
     return Path(inside).name if inside.startswith("/") else inside
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return each contender's seconds, round by round, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for number in range(rounds + 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            started_s = time.perf_counter()
-            contenders[name]()
-            if number > 0:
-                times[name].append(time.perf_counter() - started_s)
-        progress(f"round {number}/{rounds}")
-    return times
-
-
 def progress(message: str) -> None:
     """Say something on a terminal, nothing elsewhere."""
     if sys.stderr.isatty():

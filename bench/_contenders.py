@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _common import Target
 from _contest import (
     BASELINE,
     SPREAD,
@@ -161,9 +160,8 @@ SMOKE = (BASELINE, FUSED, ALONE_MEMORY, STOCK_CPU, OURS_MEMORY, OURS_DISK)
 PARAMS, SMOKE_PARAMS = "130M", "300k"
 
 
-def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list[Target]:
-    """Return the group's promises at one batch size."""
-    found: list[Target] = []
+def judge(run: Run, group: str, outcomes: Mapping[str, Outcome], tokens: int) -> None:
+    """Note the group's promises at one batch size."""
     base = outcomes[BASELINE]
 
     def pair(mine: str, theirs: Outcome | None) -> tuple[Outcome, Outcome] | None:
@@ -177,12 +175,12 @@ def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list
         what = f"{mine}, against {theirs.name if theirs else 'stock'}"
         why = "one of them did not run"
         faster = both and times_faster(*both, tokens)
-        found.append(Target.at_least(f"{what}: iterations, times as fast", faster or None, iteration, why))
+        run.at_least(f"{what}: iterations, times as fast", faster or None, iteration, why)
         if exposed is not None:
             shorter = both and times_shorter(*both, base, tokens)
-            found.append(Target.at_least(f"{what}: exposed step, times shorter", shorter or None, exposed, why))
+            run.at_least(f"{what}: exposed step, times shorter", shorter or None, exposed, why)
         peak = both and both[0].peak_bytes / both[1].peak_bytes
-        found.append(Target.at_most(f"{what}: peak memory over theirs", peak or None, 1.0, why))
+        run.at_most(f"{what}: peak memory over theirs", peak or None, 1.0, why)
 
     if group == "disk":
         stock = best(outcomes, (STOCK_NVME, STOCK_PIPELINED), tokens)
@@ -198,7 +196,7 @@ def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list
         promise(ALONE_MEMORY, outcomes.get(FUSED), 1.0 - noise, None)
     ours = [o for o in outcomes.values() if o.name.startswith("ours") and o.losses and not o.failed]
     what = f"{GROUPS[group]}: ours (exact) have the same losses, bit for bit"
-    return [*found, Target.at_least(what, same_losses(ours), 1.0, "ours did not run")]
+    run.at_least(what, same_losses(ours), 1.0, "ours did not run")
 
 
 def same_losses(ours: Sequence[Outcome]) -> float | None:
@@ -267,7 +265,7 @@ def measure(defaults: Defaults, run: Run) -> None:
         noise = max((spread(base.values("iteration_s", tokens)) for tokens in sizes), default=0.0)
         if noise > SPREAD:
             print(f"The machine was busy: iterations without an optimizer spread by {noise:.0%}; trust ratios only.")
-        run.targets += targets_of(group, outcomes, sizes[-1])
+        judge(run, group, outcomes, sizes[-1])
     run.checksums.append(sum_of_losses(everybody))
 
 

@@ -428,30 +428,27 @@ def bound_s(outcome: Outcome, speeds: Sequence[Mapping[str, float]], tokens: int
     return max(moved / disk, 28 * numel / memory)
 
 
+MEDIANS = (
+    *("iteration_s", "forward_s", "backward_s", "step_s", "predicted_step_s", "engine_step_s"),
+    *("kernel_read_bytes", "kernel_write_bytes", "resident_share"),
+)
+"""Of what contenders report, what a row has."""
+
+
 def row(
     outcome: Outcome, baseline: Outcome, speeds: Sequence[Mapping[str, float]], tokens: int, numel: int
 ) -> dict[str, Any]:
     """Return a contender's figures for one batch size."""
-    iteration = outcome.median("iteration_s", tokens)
     out = exposed(outcome, baseline, tokens)
     bound = bound_s(outcome, speeds, tokens, numel)
-    found: dict[str, Any] = {
-        name: outcome.median(name, tokens) for name in ("iteration_s", "forward_s", "backward_s", "step_s")
-    }
+    found: dict[str, Any] = {name: outcome.median(name, tokens) for name in MEDIANS}
+    found |= {name: getattr(outcome, name) for name in ("peak_bytes", "pinned_bytes", "start_bytes")}
     found["iteration_spread"] = spread(outcome.values("iteration_s", tokens))
     found["exposed_s"] = statistics.median(out) if out else None
-    found["tokens_per_s"] = None if not iteration else tokens / iteration
-    for verb in ("read", "write"):
-        found[f"kernel_{verb}_bytes"] = outcome.median(f"kernel_{verb}_bytes", tokens)
+    found["tokens_per_s"] = tokens / found["iteration_s"] if found["iteration_s"] else None
     counted = [i["path_bytes"] for r in outcome.iterations for i in r if i["tokens"] == tokens and "path_bytes" in i]
     found["path_bytes"] = [statistics.median(column) for column in zip(*counted, strict=True)] if counted else []
-    found["resident_share"] = outcome.median("resident_share", tokens)
-    found["peak_bytes"] = outcome.peak_bytes
     found["peak_bytes_per_parameter"] = outcome.peak_bytes / numel
-    found["pinned_bytes"] = outcome.pinned_bytes
-    found["start_bytes"] = outcome.start_bytes
-    found["predicted_step_s"] = outcome.median("predicted_step_s", tokens)
-    found["engine_step_s"] = outcome.median("engine_step_s", tokens)
     found["bound_s"] = bound
     # What is exposed is a difference of two noisy times; it is not less than the call of the step itself.
     longest = max(found["exposed_s"] or 0.0, found["step_s"] or 0.0)

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -260,6 +261,17 @@ def turns(contenders: Iterable[Any], rounds: int, settling: int = 0) -> Iterator
         for each in (*every[first:], *every[:first]):
             yield number, each
         progress(f"round {number + 1}/{rounds}")
+
+
+def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return each contender's seconds, round by round, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number, name in turns(contenders, rounds, settling=1):
+        started_s = time.perf_counter()
+        contenders[name]()
+        if number >= 0:
+            times[name].append(time.perf_counter() - started_s)
+    return times
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -310,11 +310,19 @@ def tuned_aio(folder: str, small: bool) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Return this process's resident bytes, the most ever and now, and what of them is locked or pinned."""
+    """Return this process's resident bytes.
+
+    The most ever and now, mapped files included; of those now what is its own and what is of files; what is pinned.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
-    pinned = kib.get("VmPin", 0) + kib.get("VmLck", 0)
-    return {"peak_bytes": kib["VmHWM"] << 10, "resident_bytes": kib["VmRSS"] << 10, "pinned_bytes": pinned << 10}
+    held = {words[0].rstrip(":"): int(words[1]) << 10 for words in map(str.split, lines) if words[-1] == "kB"}
+    return {
+        "peak_bytes": held["VmHWM"],
+        "resident_bytes": held["VmRSS"],
+        "own_bytes": held["RssAnon"] + held["RssShmem"],
+        "file_bytes": held["RssFile"],
+        "pinned_bytes": held.get("VmPin", 0) + held.get("VmLck", 0),
+    }
 
 
 def kernel_io() -> dict[str, int]:

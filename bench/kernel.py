@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import cores, huge_tensors, interleaved
-from _harness import Option, Run, main, ratio
+from _common import cores, huge_tensors
+from _harness import Option, Run, interleaved, main, ratio
 from _needs import NATIVE
 
 from offload import _native

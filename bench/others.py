@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 import torch
-from _common import interleaved, progress
+from _common import progress
 from _contenders import ALONE_MEMORY
 from _contest import (
     BASELINE,
@@ -50,7 +50,7 @@ from _contest import (
     sum_of_losses,
     times_faster,
 )
-from _harness import Option, Row, Run, digest, main, medians, ratio, spawned, turns
+from _harness import Option, Row, Run, digest, interleaved, main, medians, ratio, spawned, turns
 from _needs import FIO
 from _sessions import MIB
 from _worker import kernel_io, moved

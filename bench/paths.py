@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import cores, interleaved
-from _harness import Run, digest, main, medians
+from _common import cores
+from _harness import Run, digest, interleaved, main, medians
 from _needs import FIO
 from _sessions import MB, MIB, Configuration, Model, Pace, Session, sessions
 

@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import cores, interleaved, progress
-from _harness import Option, Row, Run, digest, in_process, main, medians, ratio
+from _common import cores, progress
+from _harness import Option, Row, Run, digest, in_process, interleaved, main, medians, ratio
 from _sessions import GROUP, MB, MIB, Throttles, quarter_staged
 from _throttled import Lanes
 from _worker import kernel_io, moved
@@ -45,7 +45,6 @@ from offload.formats import EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel, scalars
 from offload.kernels.reference import SegmentTensors, segment_table
 from offload.memory.arenas import Arena
-from offload.predict import predict
 from offload.protocols import SegmentFlag
 from offload.units import format_seconds
 
@@ -431,14 +430,14 @@ class SerialLoop:
         self._steps = 0
         self.spent_s: dict[str, float] = {}
         kinds = {name: kind(folder / name, buckets * self.bucket_bytes) for name, kind in FILES.items()}
-        self.tried = {name: [math.inf, math.inf] for name in kinds}
+        tried = {name: [math.inf, math.inf] for name in kinds}
         for _ in range(3):
             for name, file in kinds.items():
                 for way, move in enumerate((file.write, file.read)):
                     started_s = time.perf_counter()
                     move(self._memory[0], 0)
-                    self.tried[name][way] = min(self.tried[name][way], time.perf_counter() - started_s)
-        self.chosen = min(self.tried, key=lambda name: sum(self.tried[name]))
+                    tried[name][way] = min(tried[name][way], time.perf_counter() - started_s)
+        self.chosen = min(tried, key=lambda name: sum(tried[name]))
         chosen = kinds.pop(self.chosen)
         self._file = chosen if bytes_per_s is None else PacedFile(chosen, bytes_per_s)
         for name, file in kinds.items():
@@ -548,44 +547,26 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
             if name == "serial":
                 spent.append(loop.spent_s)
 
-        def rates_now() -> dict[str, float]:
-            if bytes_per_s is None:
-                return disk.medians()
-            return {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
-
         for _ in range(3):
             disk.measure()
         loop_bytes = loop.bucket_bytes * (buckets - kept)
-        planned = {form: engine.plan for form, engine in engines.items()}
-        ours_bytes = {form: p.slot_bytes * (buckets - p.staging_slots) for form, p in planned.items()}
-        update_s = {form: planned[form].state_bytes / engines[form].rates.cpu_bytes_per_s for form in forms}
-        before = {
-            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], rates_now())
-            for form in forms
-        }
-        print(
-            f"  a step may be {before['exact']:.2f} times as fast as the loop, in compact8 {before['compact8']:.2f}"
-        )
+        update_s = {form: one.plan.state_bytes / one.rates.cpu_bytes_per_s for form, one in engines.items()}
         for _ in range(3):  # rates and staging memory have settled
             for form in forms:
                 engines[form].step([GROUP])
             loop.step()
         contenders: dict[str, Callable[[], object]] = {name: partial(step, name) for name in used}
         times = interleaved(contenders | {"disk": disk.measure}, 2 * run.args.rounds)
-        predicted = {form: predict(engines[form].plan, engines[form].rates).step_s for form in forms}
         digests = {name: digest([weight]) for name, weight in weights.items()}
-        cpu_s = {form: engines[form].metrics()["lane/cpu/busy_s"] for form in forms}
     run.same("the loop and exact state came to other weights", [digests["serial"], digests["exact"]])
-    rates, each = rates_now(), medians(spent[1:])
+    rates, each = disk.medians(), medians(spent[1:])
+    if bytes_per_s is not None:
+        rates = {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
     reached = {way: loop_bytes / each[way] / rates[way] for way in ("read", "write")}
-    tried = {name: [loop.bucket_bytes / seconds for seconds in both] for name, both in loop.tried.items()}
     rows: Row = {}
     found: Row = {
         "rates": rates,
-        "bound_before": before,
-        "loop": {"file": loop.chosen, "tried": tried, "seconds": each, "of_rates": reached, "bytes": loop_bytes},
-        "predicted_s": predicted,
-        "cpu_s": cpu_s,
+        "loop": {"file": loop.chosen, "seconds": each, "of_rates": reached, "bytes": loop_bytes},
         "contenders": rows,
         "checksum": "-".join(digests.values()),
     }
