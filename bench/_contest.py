@@ -479,10 +479,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 def markdown(rows: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str]) -> str:
     """Return a table of contenders; seconds where nothing else is said."""
     columns = [c for c in COLUMNS if any(r.get(c[1]) is not None for r in rows.values())]
-    lines = [
-        "| contender | " + " | ".join(title for title, _, _ in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
+    lines = ["| contender | " + " | ".join(title for title, _, _ in columns) + " |", "|---|" + "---|" * len(columns)]
     for name, found in rows.items():
         cells = []
         for _, key, form in columns:

@@ -152,10 +152,7 @@ class Training:
         With each comes what waits for what it has under way.
         """
         found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-            "offload": (
-                lambda: self.optimizer.save_checkpoint(self.folder / "ck"),
-                self.optimizer.wait_checkpoint,
-            )
+            "offload": (lambda: self.optimizer.save_checkpoint(self.folder / "ck"), self.optimizer.wait_checkpoint)
         }
         plan = self.optimizer.plan.plan
         if plan.home_bytes[Home.HOST] < plan.state_bytes:

@@ -99,12 +99,7 @@ class Buffers:
         }
 
     def segment(
-        self,
-        step: int,
-        *,
-        whole: bool,
-        numel: int | None = None,
-        state_format: StateFormat = EXACT,
+        self, step: int, *, whole: bool, numel: int | None = None, state_format: StateFormat = EXACT
     ) -> SegmentTensors:
         """Return the buffers (or their first `numel` elements) as one segment."""
         cut = slice(numel)
@@ -307,11 +302,7 @@ def measure(run: Run) -> None:
         "stream": {"fastest": stream, "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER},
         **{kind.name: compared(kind) for kind in COMPACT_BYTES},
         "contenders": {
-            name: {
-                "parameters_per_s": rates[name],
-                "share_of_stream": faster(name, stream),
-                "seconds": seconds,
-            }
+            name: {"parameters_per_s": rates[name], "share_of_stream": faster(name, stream), "seconds": seconds}
             for name, seconds in times.items()
         },
         "not_run": not_run,

@@ -42,12 +42,7 @@ from offload.units import format_seconds
 
 SLOT_HEADER = 4096
 BACKENDS = ("threads", "io_uring")
-THREADS = {
-    "offload-update": "update",
-    "offload-ring": "I/O",
-    "offload-read": "I/O",
-    "offload-write": "I/O",
-}
+THREADS = {"offload-update": "update", "offload-ring": "I/O", "offload-read": "I/O", "offload-write": "I/O"}
 """What a session's threads are for, by their names without numbers; the engine's and the caller's are Python's."""
 
 
@@ -298,13 +293,7 @@ def cpu(run: Run) -> dict[str, Any]:
 if __name__ == "__main__":
     main(
         __doc__,
-        sections={
-            "single": single,
-            "sum": several,
-            "traffic": traffic,
-            "overlap": overlap,
-            "cpu": cpu,
-        },
+        sections={"single": single, "sum": several, "traffic": traffic, "overlap": overlap, "cpu": cpu},
         path=True,
         device="cpu",
         needs=lambda args: {"single": [FIO]} if "single" in args.sections else {},

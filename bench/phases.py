@@ -602,11 +602,7 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
 if __name__ == "__main__":
     main(
         __doc__,
-        sections={
-            "phases": phases,
-            "serial": serial,
-            "duplex": lambda run: serial(run, DUPLEX_BYTES_PER_S, part=4),
-        },
+        sections={"phases": phases, "serial": serial, "duplex": lambda run: serial(run, DUPLEX_BYTES_PER_S, part=4)},
         options=OPTIONS,
         path=True,
         child=child,

@@ -29,12 +29,7 @@ from _sessions import DISK, Configuration, Model, Pace, Session, Throttles, sess
 
 from offload.formats import EXACT
 from offload.measure import full, full_probe, observe
-from offload.plan import (
-    NO_GPU,
-    Rates,
-    choose_plan,
-    estimate,
-)
+from offload.plan import NO_GPU, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
 from offload.predict import predict
 from offload.units import format_seconds
@@ -202,9 +197,4 @@ def choice(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(
-        __doc__,
-        sections={"predictions": predictions, "choice": choice},
-        options=OPTIONS,
-        path=True,
-    )
+    main(__doc__, sections={"predictions": predictions, "choice": choice}, options=OPTIONS, path=True)

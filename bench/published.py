@@ -29,30 +29,12 @@ from typing import Any, ClassVar
 import numpy as np
 from _common import progress
 from _harness import Option, Run, main
-from _schedules import (
-    STATE_BYTES,
-    Drive,
-    Node,
-    Streamed,
-    exact_layout,
-    interleaved_update_s,
-    streamed_update,
-)
+from _schedules import STATE_BYTES, Drive, Node, Streamed, exact_layout, interleaved_update_s, streamed_update
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
-from offload.plan import (
-    Budgets,
-    GpuRates,
-    NodeBudget,
-    NodeRates,
-    PathBudget,
-    PathRates,
-    Plan,
-    Rates,
-    choose_plan,
-)
+from offload.plan import Budgets, GpuRates, NodeBudget, NodeRates, PathBudget, PathRates, Plan, Rates, choose_plan
 from offload.predict import predict
 from offload.units import format_seconds
 
@@ -91,9 +73,7 @@ class Constant:
 
 
 def fit(
-    constants: Mapping[str, Constant],
-    residuals: Callable[[dict[str, float]], Sequence[float]],
-    rounds: int,
+    constants: Mapping[str, Constant], residuals: Callable[[dict[str, float]], Sequence[float]], rounds: int
 ) -> dict[str, float]:
     """Return the constants with the least sum of squared residuals (Levenberg-Marquardt on their logarithms)."""
     names = list(constants)
@@ -499,11 +479,7 @@ def paths_rows(tables: Tables, known: Sequence[Tables]) -> list[Paths]:
     """Return the rows of the table of several storage paths."""
     found = []
     for row in tables.rows.get("multipath_iterations", []):
-        model, count, ranks = (
-            _model(row["model_B"]),
-            _count(row, "subgroups_per_rank"),
-            _count(row, "ranks"),
-        )
+        model, count, ranks = (_model(row["model_B"]), _count(row, "subgroups_per_rank"), _count(row, "ranks"))
         numels = subgroup_numels(known, "paths", model, count, _needed(row, "num_params") / ranks)
         multi = not row["approach"].startswith("zero3")
         cached = int(_number(row, "slots_per_path") or 0) if multi else 0
@@ -578,12 +554,7 @@ def paths_rest(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
 def predict_paths(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
     """Return what a row says, by column."""
     update_s, rest = row.streamed(values).update_s, paths_rest(row, values)
-    return {
-        "update_s": update_s,
-        "fwd_s": rest["fwd"],
-        "bwd_s": rest["bwd"],
-        "iter_s": update_s + sum(rest.values()),
-    }
+    return {"update_s": update_s, "fwd_s": rest["fwd"], "bwd_s": rest["bwd"], "iter_s": update_s + sum(rest.values())}
 
 
 # Kinds of memory ----------------------------------------------------------------------------------------------------
@@ -595,9 +566,7 @@ MEMORY = {
     "ddr_params": Constant(4e10, "parameters", "whose state finds room in DDR where there is CXL memory, too"),
     "firmware_times": Constant(1.1, "", "how many times as long an update in DDR takes after the change of firmware"),
 }
-DRIVE = {
-    "drives_bytes_per_s": Constant(2.5e10, "bytes/s", "five drives, reads and writes together"),
-}
+DRIVE = {"drives_bytes_per_s": Constant(2.5e10, "bytes/s", "five drives, reads and writes together")}
 MEMORY_REST = {
     "forward_params_per_s": Constant(1.1e10, "parameters/s", "forward pass"),
     "backward_params_per_s": Constant(4e9, "parameters/s", "backward pass without gradient traffic"),
