@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from offload._native import CompletionQueue
 from offload.protocols import Completion, Queue, Tier, TileRequest
@@ -112,10 +112,6 @@ class ThrottledTier:
         at_once: int = 0,
     ) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.path = inner.path
-        self.cached = inner.cached
-        self.paid = inner.paid
         self._inner_queue = inner_queue
         self._queue = queue
         self._latency_s = latency_s
@@ -138,39 +134,13 @@ class ThrottledTier:
         self._note("write", request)
         self.inner.write(request)
 
-    def keep(self, offsets: Collection[int]) -> None:
-        """See `Tier.keep`."""
-        self.inner.keep(offsets)
-
-    @property
-    def depth(self) -> int:
-        """See `Tier.depth`."""
-        return self.inner.depth
-
-    def set_depth(self, depth: int) -> None:
-        """See `Tier.set_depth`."""
-        self.inner.set_depth(depth)
-
     def explain(self, op: int) -> str:
         """Return what the inner tier knows about a failed operation; see `common.Explaining`."""
         return self.inner.explain(op) if isinstance(self.inner, Explaining) else ""
 
-    def waiting_for(self) -> str:
-        """Return what the inner tier is waiting for other than its device; "" if nothing."""
-        why = getattr(self.inner, "waiting_for", None)
-        return "" if why is None else str(why())
-
-    def sync(self, op: int) -> None:
-        """See `Tier.sync`; held back by what came before it alone."""
-        self.inner.sync(op)
-
-    def allocate(self, nbytes: int) -> None:
-        """See `Tier.allocate`."""
-        self.inner.allocate(nbytes)
-
-    def free_bytes(self) -> int:
-        """See `Tier.free_bytes`."""
-        return self.inner.free_bytes()
+    def __getattr__(self, name: str) -> Any:
+        """Return what else a tier has: the inner one's. A sync is held back by what came before it alone."""
+        return getattr(self.inner, name)
 
     def close(self) -> None:
         """See `Tier.close`."""
