@@ -1038,7 +1038,7 @@ def others(page: Path) -> str:
 BENCHMARKS = (
     ("`offload bench`, `make bench` (`bench/iteration.py`)", "what does an iteration take, beside torch's AdamW and DeepSpeed?", "under 10 min", ("iteration",)),
     ("`python bench/deepspeed.py`", "ZeRO-3 with our backend beside stock, at two batch sizes: time, exposed step, memory", "13 min", ("deepspeed",)),
-    ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks, and on paper with nodes?", "5 min", ("scaling",)),
+    ("`python bench/scaling.py`", "how does a step scale with parameters, with memory, and on paper with nodes?", "5 min", ("scaling",)),
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py --pairs 10 --pairs-of-others 3`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
@@ -1049,7 +1049,6 @@ BENCHMARKS = (
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "1 h", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
-    ("`python bench/beside.py`", "is anything slower, or larger, than it was at an earlier commit?", "8 min", ("beside",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "25 min", ("capacity",)),
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),
@@ -1057,7 +1056,7 @@ BENCHMARKS = (
     ("`python bench/large.py --params 5B --steps 10 --state-format compact8 --gradient-memory 0`", "5 billion, with gradients on the disk, too", "15 min", ("large-gradients",)),
     ("`python bench/activations.py`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "25 min", ("activations",)),
     ("`python bench/weights.py`", "a spike: what would it cost to stream weights from a disk by layer?", "2 min", ("weights",)),
-    ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, checksums", "10 min", ("paths",)),
+    ("`python bench/paths.py`", "one path against fio, several against their sum, overlap, checksums", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
     ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),
     ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
@@ -1194,11 +1193,6 @@ WHY_MISSED = (
     ("overlap: compact8, 512 tokens", f"the least was 1.15; {CONTENTION}"),
     ("overlap: step as long as both", f"the least allowed 1.62; {CONTENTION}"),
     ("overlap: step as long as forward", "the least that forward, backward and updates take allowed 1.19"),
-    (
-        "beside: step in memory: time",
-        "0.35 to 0.8 ms longer with 10 and 39 million parameters, 2.8 of 87 with 157 million: by its timeline the engine decides 0.5 ms "
-        "before the first update, and 0.1 to 0.6 between, which is not all of the last. Tried: one subgroup, 1.03; no clipping, 1.04",
-    ),
     ("others: cold step, compact8", PLACES),
     ("others: cold step, exact: foreground", PLACES),
     ("weights: 128 tokens", FIRST_BLOCK),

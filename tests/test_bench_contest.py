@@ -22,7 +22,7 @@ from _contest import (
     times_faster,
 )
 
-COMMON = {"shape": {"layers": 1, "hidden": 32}, "numel": 20_000, "seq": 8, "device": "cpu", "smoke": True}
+COMMON = {"shape": {"layers": 1, "hidden": 32}, "numel": 20_000, "seq": 8, "smoke": True}
 
 
 @pytest.mark.slow
