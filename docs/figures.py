@@ -1062,6 +1062,7 @@ BENCHMARKS = (
     ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),
     ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
     ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
+    ("`python bench/gpu_parts.py`", "on nodes that are not there: what does each part save that the engine has for a GPU's sake?", "3 min", ()),
     ("`python bench/phases.py`", "memory lent to others between steps: what does it cost to give back and to take again? A step beside a serial loop over the disk", "9 min", ("phases",)),
     ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
     ("`python bench/saves.py`", "the same inside DeepSpeed, written behind training and waited for, in DeepSpeed's files and in place, on one and two ranks", "15 min", ("saves",)),
