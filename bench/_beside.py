@@ -23,8 +23,8 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in t
 sys.path.insert(0, folder)
 
 import offload  # noqa: E402
-from offload.kernels import CpuUpdateKernel, scalars  # noqa: E402
-from offload.kernels.reference import SegmentTensors, segment_table  # noqa: E402
+from offload.kernels import CpuUpdateKernel  # noqa: E402
+from offload.kernels.reference import SegmentTensors, scalars, segment_table  # noqa: E402
 from offload.protocols import SegmentFlag  # noqa: E402
 
 LAYERS, WIDTH, ROWS = (2, 128, 4) if scale == "smoke" else (24, 1280, 64)
