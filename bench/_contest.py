@@ -240,6 +240,7 @@ class Schedule:
         rounds: Most rounds that count.
         least: Rounds that count, whatever the time.
         seconds: When this has passed since the group began, no further round begins.
+        settling: Rounds before these, which do not count; each contender makes them when it is set up.
         timeout_s: Within which a contender must answer.
     """
 
@@ -247,6 +248,7 @@ class Schedule:
     rounds: int
     least: int
     seconds: float
+    settling: int = 1
     timeout_s: float = 180.0
 
 
@@ -289,10 +291,13 @@ def run_group(
                 continue
             outcome = outcomes[contender.name]
             outcome.set_up_s, outcome.start_bytes = found["set_up_s"], found["peak_bytes"]
-            one_round(contender.name, 0)
+            for number in range(1 - schedule.settling, 1):
+                if contender.name in workers:
+                    one_round(contender.name, number)
 
     def one_round(name: str, number: int) -> None:
-        parts, step = [], number * sum(count for _, count in schedule.parts)
+        parts = []
+        step = (number + schedule.settling - 1) * sum(count for _, count in schedule.parts)
         for tokens, count in schedule.parts:
             parts.append([tokens, step, count])
             step += count
@@ -304,7 +309,7 @@ def run_group(
         outcome = outcomes[name]
         outcome.peak_bytes, outcome.pinned_bytes = found["peak_bytes"], found["pinned_bytes"]
         outcome.losses += [iteration["loss"] for iteration in found["iterations"]]
-        if number:
+        if number > 0:
             outcome.iterations.append([i for i in found["iterations"] if i["number"] > 0])
             outcome.resident_bytes.append(found["resident_bytes"])
 

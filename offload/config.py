@@ -269,8 +269,8 @@ class OffloadConfig:
             the paths for a second version of that state as far as there is some, and memory for new weights; with
             weights on a GPU the CPU makes these updates. Refused for FSDP1 on several ranks; where FSDP2's weights
             wait in host memory for a GPU, `overlap_backward` needs the model.
-            "auto": in forward if a model is given; in backward, where that is possible, if an iteration should be
-            shorter for it by the times of forward and backward and the rates that the first rank has seen so far.
+            "auto": nowhere, in forward (if a model is given), in backward or in both, of what is possible: each is
+            tried for some steps, and what took the first rank least time is kept.
     """
 
     host_memory: int | str | Mapping[str, int | str] | None = None

@@ -163,10 +163,9 @@ class OffloadedOptimizer:
         began_s = self._auto.pace.begin_step()
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
-        if self._offload_config.overlap == "auto" and self.is_early:
-            self._auto.after_step(
-                self.offload, self._speculate, [self.dp_process_group], self._told_on, follows=False
-            )
+        if self._offload_config.overlap == "auto":
+            ways = {"forward": self.can_go_on, "backward": self.is_early}
+            self._auto.after_step(self.offload, self._speculate, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
@@ -175,6 +174,11 @@ class OffloadedOptimizer:
     def is_early(self) -> bool:
         """Whether gradients are reduced during backward."""
         return True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether steps may go on into the next forward pass: below ZeRO-3 "auto" has none that waits for weights."""
+        return self._offload_config.overlaps_forward
 
     @property
     def _is_boundary(self) -> bool:

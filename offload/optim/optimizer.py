@@ -43,7 +43,7 @@ from offload.optim.routes import StepRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
-from offload.predict import Explanation, PlanReport, compare
+from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
@@ -91,7 +91,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_reported = True  # the last step
         self._lock.wait_for_step = lambda: owner._finish()
         self._auto = AutoOverlap(self._overlap.pace)
-        self._forecast = self._auto.forecast
+        self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self._preemption = Preemption()
@@ -143,11 +143,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
 
     def _choose_overlap(self) -> None:
-        """Have "auto" choose, where gradients come to host memory during backward; collective at a few steps."""
-        if self._route.is_deaf or not self._route.is_early:
-            return
-        device, follows = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
-        self._auto.after_step(self.engine, self._speculate, self._weights.groups, device, follows)
+        """Have "auto" choose where steps are hidden; collective after a few steps."""
+        device, forward = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
+        backward = self._route.is_early and not self._route.is_deaf  # gradients come to host memory then
+        groups = self._weights.groups
+        self._auto.after_step(self.engine, self._speculate, groups, device, forward=forward, backward=backward)
 
     # Parameters
 
@@ -392,11 +392,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begin_step()
         try:
-            if self._overlap.models:
+            if self._goes_on:
                 self._begin_step(groups, scale, clip, active)
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
                 self._is_reported = False
+                if self._overlap.models:  # no gradient is left, whichever mode "auto" is in
+                    self._route.clear_grads(active)
+                    self._overlap.in_order(())  # the next pending step's is that of the next forward pass
         finally:
             self._state.changed()
             self._scaling.forget()
@@ -687,7 +690,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         explanation, iteration = self._explanation(), None
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
-        hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
+        hidden_in = ["forward"] * self._goes_on + ["backward"] * self.engine.speculates
         metrics = self.engine.metrics()
         unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
         parked = None
@@ -716,13 +719,18 @@ class OffloadedOptimizer(StatefulOptimizer):
         return sum(s.state_bytes * r.numel // s.numel for s in subgroups for r in s.segments if r.parameter in frozen)
 
     @property
+    def _goes_on(self) -> bool:
+        """Whether steps go on into the next forward pass."""
+        return bool(self._overlap.models) and self._auto.goes_on
+
+    @property
     def _is_hidden(self) -> bool:
         """Whether the step is hidden in forward or backward."""
-        return bool(self._overlap.models) or self.engine.speculates
+        return self._goes_on or self.engine.speculates
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
         """Return the predicted seconds of an iteration, with the step hidden as it is now."""
-        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.models)
+        plan, rates, follows = self.engine.plan, self.engine.rates, self._goes_on
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
         return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
