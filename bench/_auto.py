@@ -7,19 +7,21 @@ from unittest import mock
 
 import torch
 
-from offload.optim.auto import MODES, TRIAL, AutoOverlap
-
-SETTLED = TRIAL * (len(MODES) + 1)
-"""Iterations after which every mode has been tried and one is kept, for as many again at least."""
+from offload.optim.auto import MODES, TRIAL, AutoOverlap, trial_steps
 
 NEAR = 1.03
 """What an iteration with "auto" may take, over the least of all modes."""
 
 
+def settled(iteration_s: float) -> int:
+    """Return the iterations after which every mode has been tried and one is kept, for as many again at least."""
+    return max(2 * TRIAL, trial_steps(iteration_s)) + (len(MODES) - 1) * trial_steps(iteration_s)
+
+
 def chosen(seconds: Mapping[str, float]) -> str:
     """Return the mode that "auto" keeps where iterations take so many seconds in each."""
     auto, engine = AutoOverlap(), mock.Mock(speculates=False)
-    for _ in range(SETTLED):
+    for _ in range(settled(min(seconds.values()))):
         auto.pace.iteration_s = seconds[auto.mode]
         auto.after_step(engine, engine.speculate, [], torch.device("cpu"), forward=True, backward=True)
     return auto.mode

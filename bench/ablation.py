@@ -36,7 +36,7 @@ from typing import Any
 from unittest import mock
 
 import published
-from _auto import NEAR, SETTLED, with_auto
+from _auto import NEAR, settled, with_auto
 from _common import progress
 from _contenders import (
     STOCK_NVME,
@@ -549,7 +549,7 @@ def trained(run: Run, section: str, seconds: float, sizes: Sequence[int], rounds
     aio: dict[str, Any] = {"best": {}}
     schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
     if section == "taken":  # "auto" has to have chosen, and all train as many steps
-        schedule = replace(schedule, settling=-(-SETTLED // (2 * len(sizes))))
+        schedule = replace(schedule, settling=-(-settled(1.0) // (2 * len(sizes))))
     with run.brief_place() as folder:
         if section == "added" and not smoke and STOCK_NVME not in run.missing:
             aio = aio_settings(common, folder)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _auto import NEAR, SETTLED
+from _auto import NEAR, settled
 from _common import computing, cores
 from _harness import Option, Run, digest, main, medians, ratio
 
@@ -112,7 +112,8 @@ class Training:
         """Train until "auto" has tried all ways and keeps one; return it."""
         auto = self.optimizer._auto = AutoOverlap(self.optimizer._overlap.pace)
         following = self.optimizer.overlap_forward(self.model)
-        for _ in range(SETTLED):
+        took_s = sum(self.iteration(tokens)[name] for name in NAMES)
+        for _ in range(settled(took_s / 2)):  # as some ways are faster
             self.iteration(tokens)
             self.optimizer._choose_overlap()
         self._wait_from_now_on(following, tokens)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _auto import NEAR, SETTLED, with_auto
+from _auto import NEAR, settled, with_auto
 from _common import computing, progress
 from _harness import Option, Run, digest, main, medians, ratio
 from _needs import DEEPSPEED
@@ -169,15 +169,15 @@ class Training:
             self.called.destroy()
 
 
-def even(training: Training, tokens: int, most: int) -> int:
-    """Return the tokens at which a step that is waited for takes as long as forward and backward."""
+def even(training: Training, tokens: int, most: int) -> tuple[int, float]:
+    """Return the tokens at which a step that is waited for is as long as forward and backward, and the seconds of all."""
     for _ in range(5):  # these do not grow in proportion
         found = training.turn(tokens)
         chosen = round(tokens * found["step_s"] / (found["forward_s"] + found["backward_s"]))
         told = torch.tensor(min(max(chosen, 8), most))
         dist.broadcast(told, 0)
         tokens = int(told.item())
-    return tokens
+    return tokens, found["whole_s"]
 
 
 def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int], results: Any) -> None:
@@ -193,11 +193,11 @@ def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int],
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     numel, longest = sizes["numel"], sizes["longest"]
     first = Training(kind, "off", numel, folder / "even", longest)
-    tokens = even(first, sizes["tokens"], longest)
+    tokens, took_s = even(first, sizes["tokens"], longest)
     first.close()
     trainings = {overlap: Training(kind, overlap, numel, folder / overlap, longest) for overlap in OVERLAPS}
     for each in trainings.values():  # "auto" has to have chosen, and all train as many steps
-        for _ in range(SETTLED):
+        for _ in range(settled(took_s / 2)):
             each.iteration(tokens)
     turns: dict[str, list[dict[str, float]]] = {overlap: [] for overlap in OVERLAPS}
     for number in range(sizes["rounds"]):

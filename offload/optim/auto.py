@@ -24,9 +24,9 @@ MODES = {"forward": (True, False), "both": (True, True), "off": (False, False), 
 """Whether a step goes on in forward, and whether updates are made during backward; in the order in which modes are
 tried."""
 
-TRIAL = 4
-"""Steps for which a mode is tried; twice as many for the first, as memory and rates settle. The first iteration does
-not count: the mode before reaches into it."""
+TRIAL, MOST_TRIAL, TRIAL_S = 4, 16, 4.0
+"""Steps for which a mode is tried, and at most where they are too short to be as many seconds; at least twice as many
+for the first, as memory and rates settle. The first iteration does not count: the mode before reaches into it."""
 
 LEAST_GAIN = 0.01
 """Share of an iteration that a mode has to save beside one that stands before it in `OVERLAPS`."""
@@ -36,6 +36,11 @@ DRIFT = 0.2
 
 LATEST = 64
 """Iterations that are remembered."""
+
+
+def trial_steps(iteration_s: float) -> int:
+    """Return for how many steps a mode is tried in which an iteration takes so many seconds."""
+    return max(TRIAL, min(MOST_TRIAL, math.ceil(TRIAL_S / max(iteration_s, 1e-9))))
 
 
 class AutoOverlap:
@@ -100,8 +105,9 @@ class AutoOverlap:
         for group in groups:
             torch.distributed.broadcast(told, group=group, group_src=0)
         number, self._next = told.tolist()
-        self.mode = [*MODES][number]
-        self._latest_s.clear()
+        before, self.mode = self.mode, [*MODES][number]
+        if self.mode != before:
+            self._latest_s.clear()
         _, in_backward = MODES[self.mode]
         if in_backward and not engine.speculates:
             speculate()
@@ -114,6 +120,8 @@ class AutoOverlap:
         if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
             self._tried_s.clear()
         is_looked_at_again = now == self.mode and now in self._tried_s
+        if now not in self._tried_s and (more := trial_steps(took_s) - len(self._latest_s)) > 0:
+            return names.index(now), self._seen + more
         self._tried_s.setdefault(now, took_s)
         for name in possible:
             if name not in self._tried_s:

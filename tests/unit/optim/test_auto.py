@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.optim.auto import DRIFT, LEAST_GAIN, MODES, TRIAL, AutoOverlap
+from offload.optim.auto import DRIFT, LEAST_GAIN, MODES, MOST_TRIAL, TRIAL, AutoOverlap
 
 SECONDS = {"off": 10.0, "forward": 9.0, "backward": 7.0, "both": 6.0}
 
@@ -56,8 +56,17 @@ def tried(modes: Iterable[str]) -> list[str]:
 @pytest.mark.parametrize("best", MODES)
 def test_every_mode_is_tried_for_some_steps_and_the_fastest_is_kept(best: str) -> None:
     steps = Steps()
-    assert steps.take(20, slower(best, 0.1)) == tried(MODES)
-    assert steps.take(100, slower(best, 0.1)) == [best] * 100
+    assert steps.take(20, slower(best, 0.2)) == tried(MODES)
+    assert steps.take(100, slower(best, 0.2)) == [best] * 100
+
+
+def test_short_iterations_are_tried_for_more_steps_as_one_tells_less_of_them() -> None:
+    steps, most = Steps(), MOST_TRIAL
+    seconds = {mode: took_s / 100 for mode, took_s in SECONDS.items()}
+    assert steps.take(most, seconds) == ["forward"] * most
+    rest = [mode for mode in MODES if mode != "forward"]
+    assert steps.take(3 * most, seconds) == [mode for mode in rest for _ in range(most)]
+    assert steps.take(20, seconds) == ["both"] * 20
 
 
 @pytest.mark.parametrize(
