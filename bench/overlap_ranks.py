@@ -170,7 +170,7 @@ class Training:
 
 
 def even(training: Training, tokens: int, most: int) -> tuple[int, float]:
-    """Return the tokens at which a step that is waited for is as long as forward and backward, and the seconds of all."""
+    """Return the tokens at which a step that is waited for is as long as both passes, and the seconds of all."""
     for _ in range(5):  # these do not grow in proportion
         found = training.turn(tokens)
         chosen = round(tokens * found["step_s"] / (found["forward_s"] + found["backward_s"]))
