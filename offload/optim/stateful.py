@@ -20,6 +20,7 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MODEL_KEY
 from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError, ConfigError
 from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
@@ -339,7 +340,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
                 "prefix": agreement.prefix,
             }
-            self.engine.checkpoints.save(
+            request = SaveRequest(
                 path,
                 metadata=metadata,
                 extra=given,
@@ -350,8 +351,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 ranks=agreement.ranks,
                 replica=agreement.replica,
                 names=agreement.names,
-                ended=agreement.find_ended,
+                find_ended=agreement.find_ended,
             )
+            self.engine.checkpoints.save(request)
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
