@@ -22,7 +22,7 @@ import torch
 from offload.checkpoint.exchange import in_rows, kept_tensors, shape_of
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.torch_files import fill, start_of, without_memory, write_at
+from offload.checkpoint.torch_files import bytes_of, fill, start_of, without_memory, writable, write_at
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, ConfigError, known
 from offload.integrations.deepspeed import in_place
@@ -338,7 +338,8 @@ def _write_folder(
                 here.write(piece)
                 done += len(piece)
                 progress("copying", min(done, whole), whole)
-            _sync(here)
+            here.flush()
+            os.fsync(here.fileno())
 
     made.mkdir()
     outcomes = []
@@ -366,21 +367,15 @@ def _write_frame(folder: str, rank: int, path: Path, progress: Progress) -> Outc
         frame, pieces = in_place.Frame.decode(opened.extra(rank)), manifest.layout.parameters
         frame.write(str(path))
         whole, done = sum(piece.numel for piece in pieces) * 12, 0
-        with open(path, "r+b") as file:
+        with writable(str(path)) as file:
 
             def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
                 nonlocal done
                 for name, start in frame.pieces[pieces[number].name].items():
-                    file.seek(start + first * views[name].itemsize)
-                    file.write(views[name].numpy().data)
+                    write_at(file, bytes_of(views[name]), start + first * views[name].itemsize)
                     done += views[name].nbytes
                 progress("writing", done, whole)
 
             opened.visit(pieces, take)
-            _sync(file)
+            os.fsync(file)
         return Outcome(f"rank {rank}'s AdamW", [len(pieces)], manifest.step, has_masters=False)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
