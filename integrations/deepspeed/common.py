@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
+from offload.checkpoint.torch_files import fill, start_of, without_memory
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
 from offload.integrations.deepspeed.gradients import HostGradients
@@ -312,7 +313,7 @@ class OffloadedOptimizer:
             yield self._lent
             return
         self.finish()
-        self._lent = self.shard.empty(stream.without_memory) if self._streams else self.shard.export()
+        self._lent = self.shard.empty(without_memory) if self._streams else self.shard.export()
         try:
             self._lend(self._lent)
             yield self._lent
@@ -507,14 +508,14 @@ class OffloadedOptimizer:
             with _in_partial(engine, "_get_ckpt_name", path):
                 with stream.without_data(engine.checkpoint_engine) as saved:
                     save()
-                places = [stream.fill(partial_of(path), state, left_out) for state in saved]
+                places = [fill(partial_of(path), state, left_out) for state in saved]
             for found in places:  # of one rank alone
                 if found is None:
                     log.warning("weights are saved to %s in a way that cannot be streamed", path)
                     discard(path)
                     save()
                 elif is_behind:
-                    starts = [stream.place(found, flat) for flat in self.flat_weights] if left_out else []
+                    starts = [start_of(found, flat) for flat in self.flat_weights] if left_out else []
                     self._model = UnnamedModel(path, starts, _identity(partial_of(path)))
                 else:
                     os.rename(partial_of(path), path)
@@ -552,7 +553,7 @@ class OffloadedOptimizer:
         starts = None
         if lent is not None:
             tensors = [tensor for state in lent for tensor in state.tensors.values()]
-            places = stream.fill(path, saved[0], tensors)
+            places = fill(path, saved[0], tensors)
             starts = None if places is None else stream.starts_of(places, lent)
         if starts is None:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)

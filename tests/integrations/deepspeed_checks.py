@@ -962,6 +962,7 @@ def saves_behind_leave_what_latest_names(folder: Path) -> None:
     import torch
     from deepspeed_runs import Case, assert_same, state_of, train, training
 
+    from offload import SaveRequest
     from offload.integrations.deepspeed import stream
 
     def fails(*given: Any) -> None:
@@ -995,7 +996,7 @@ def saves_behind_leave_what_latest_names(folder: Path) -> None:
             patch.setattr(stream, "write_state", late)
             engine.save_checkpoint(str(folder), tag="next")
             train(engine, case, 1, 1)
-            engine.optimizer.offload.checkpoints.save(folder / f"own-{rank}")
+            engine.optimizer.offload.checkpoints.save(SaveRequest(folder / f"own-{rank}"))
             engine.optimizer.offload.checkpoints.wait()
         train(engine, case, 2, 1)
         path, _ = engine.load_checkpoint(str(folder))

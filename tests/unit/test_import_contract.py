@@ -38,6 +38,7 @@ SIBLINGS = {
 }
 PUBLIC = (
     "offload",
+    "offload.checkpoint.torch_files",
     "offload.optim.auto",
     "offload.optim.exchange",
     "offload.optim.frozen",
