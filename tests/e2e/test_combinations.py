@@ -162,7 +162,10 @@ CASES: list[Case] = [
         lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_forward(torch.jit.script(net))),
     ),
     ("COPIED_GRADIENTS", copies),
-    ("NOT_REDUCED", lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net))),
+    (
+        "NOT_REDUCED",
+        lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net, comm_hook=print)),
+    ),
     ("VERL_CLIPS", lambda folder: used(on_device(folder, keep_grads=False), verl)),
     ("VERL_CLIPS", lambda folder: used(adamw(folder, gradient_memory=0), verl)),
     ("VERL_GENERATES", lambda folder: used(adamw(folder, overlap="both"), verl)),
