@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from offload import combinations
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
@@ -66,7 +67,7 @@ class Checkpoints:
         request = replace(request, path=folder.path, copy=request.copy or not parts.config.paths)
         with self._thread.turn():
             if not request.copy and not parts.config.checkpoints:
-                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+                combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
             if not request.copy:
                 parts.mirror.check(folder.path)
             self._save(folder, request)
