@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
+from offload import CheckpointError, Engine, OffloadConfig, SessionBrokenError
+from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
 from offload.integrations.deepspeed.gradients import HostGradients
@@ -403,11 +404,9 @@ class OffloadedOptimizer:
         """
         self._layout = saving.layout
         if saving.layout == "in_place" and self._offload_config.paths and not self._offload_config.checkpoints:
-            allowed = 'keep at least 1, or write "checkpoint": {"layout": "stock"}'
-            raise ConfigError("multi_tier_offload.checkpoints_kept", 0, allowed)
+            NONE_KEPT.refuse("multi_tier_offload.checkpoints_kept", 0)
         if saving.layout == "in_place" and engine.use_node_local_storage():
-            allowed = 'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together'
-            raise ConfigError("multi_tier_offload.checkpoint.layout", saving.layout, allowed)
+            SAVED_APART.refuse("multi_tier_offload.checkpoint.layout", saving.layout)
         if not self._offload_config.paths and saving.layout == "stock":
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
@@ -681,8 +680,7 @@ class OffloadedOptimizer:
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
         """Refuse: DeepSpeed's config says whether steps go on into forward."""
-        allowed = 'leave it out, and write "overlap": "forward" in the config: weights are gathered in forward then'
-        raise ConfigError("overlap_forward", "called", allowed)
+        DEEPSPEED_FORWARD.refuse("overlap_forward", "called")
 
     def destroy(self) -> None:
         """Free memory and files, ours first; a checkpoint that is being written becomes whole before."""

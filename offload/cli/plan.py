@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload import combinations
 from offload.cli import advise
 from offload.cli.machine import WORDS, add_words, described, is_described
 from offload.cli.node import GPU, STREAMED_WEIGHTS, node_of, shares
@@ -352,7 +353,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, advise.Choices]:
     alone = arguments.nodes * ranks == 1
     if on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
         if arguments.placement not in ("auto", "cpu", 0):
-            raise ConfigError("--placement", arguments.placement, 'use "cpu" with --gradient-memory')
+            combinations.GRADIENTS_ON_PATHS.refuse("--placement", arguments.placement, least='"cpu"')
         arguments.placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
     keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
     sizes = [facts.get("bytes") for facts in file.paths]

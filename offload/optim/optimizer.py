@@ -22,6 +22,7 @@ from typing import Any, overload
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
+from offload import combinations
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
@@ -271,10 +272,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         positions = [bound.position for bound in active]
         bounds = self._weights.bound.values()
         if ranks.world()[0] > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
-            allowed = (
-                "use the FSDP1 module's own clip_grad_norm_, and torch's ShardedGradScaler: this rank has a part"
-            )
-            raise ConfigError("params", "FSDP1's", allowed)
+            combinations.FSDP1_CLIPS.refuse("params", "FSDP1's")
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradients.norm_sq(positions)
         norms_sq = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
@@ -377,11 +375,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._show_state()
             return None
         if self.config.overlaps_forward and not self._overlap.has_followed:
-            allowed = "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
-            raise ConfigError("overlap", self.config.overlap, allowed)
+            combinations.NO_MODEL.refuse("overlap", self.config.overlap)
         if self.config.overlaps_backward and self._route.is_deaf:
-            allowed = "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients"
-            raise ConfigError("overlap", self.config.overlap, allowed)
+            combinations.COPIED_GRADIENTS.refuse("overlap", self.config.overlap)
         self._holder.open_after_backward()
         self._state.check()
         groups = self._values()
@@ -500,9 +496,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if isinstance(self._route, StepRoute) and comm_hook is None and self._route.follow(model):
             return
         if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
-            kinds = "DDP on several ranks, or FSDP2 whose weights wait in host memory for a GPU"
-            allowed = f"leave it out: it is for {kinds}, with keep_grads=True and no gradient_memory"
-            raise ConfigError("overlap_backward", "called", allowed)
+            combinations.NOT_REDUCED.refuse("overlap_backward", "called")
         self._route.hear(attach(model, comm_hook, state))
 
     # Into the next forward pass

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload import combinations
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.layout import Parameter
@@ -121,12 +122,12 @@ class WrappedOptimizer(OffloadedOptimizer):
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         if shards.is_sharded(parameter):
-            raise ConfigError(name, "a DTensor", f"give it whole: {self.kind} updates whole parameters")
+            combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
         check_parameter(parameter, name, None)
 
     def _open(self, config: OffloadConfig) -> None:
         if config.shard and ranks.world()[0] > 1:
-            raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
+            combinations.WHOLE_PARAMETERS.refuse("shard", True, rule=self.kind)
         self._state.runner = self._runner
         owner = weakref.proxy(self)  # whoever is forgotten ends at once
         self._weights.kept_as = lambda *given: owner._kept_as(*given)

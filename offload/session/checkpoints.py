@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload import combinations
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
@@ -121,7 +122,7 @@ class Checkpoints:
 
         with self._thread.turn():
             if not copy and not parts.config.checkpoints:
-                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+                combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
             if not copy:
                 parts.mirror.check(folder.path)
             self._save(folder, describe, on_done)

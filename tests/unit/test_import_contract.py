@@ -28,7 +28,7 @@ ROWS: list[tuple[str, ...]] = [
     ("layout",),
     ("formats",),
     ("rules",),
-    ("protocols", "backends", "limits"),
+    ("protocols", "backends", "limits", "combinations"),
     ("errors", "waits", "dtypes", "processes"),
     ("units",),
 ]
@@ -38,6 +38,7 @@ SIBLINGS = {
 }
 PUBLIC = (
     "offload",
+    "offload.combinations",
     "offload.optim.auto",
     "offload.optim.exchange",
     "offload.optim.frozen",
