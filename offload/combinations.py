@@ -128,9 +128,8 @@ SCRIPTED = Row(CALLED, "`overlap_forward`", "models with a `ScriptModule`",
 COPIED_GRADIENTS = Row(CALLED, '`overlap` "backward", "both"',
     "FSDP2 with `CPUOffloadPolicy` and a GPU, without `overlap_backward`",
     "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients")
-NOT_REDUCED = Row(CALLED, "`overlap_backward`", "one process, or gradients that leave",
-    "leave it out: it is for DDP on several ranks, or FSDP2 whose weights wait in host memory for a GPU, with "
-    "keep_grads=True and no gradient_memory")
+NOT_REDUCED = Row(CALLED, "`overlap_backward` with `comm_hook`", "one process, or gradients that leave",
+    "leave it out: it is for DDP on several ranks, with keep_grads=True and no gradient_memory")
 HOOKED = Row(CALLED, "`overlap_backward`", "a communication hook that DDP has already",
     "give overlap_backward its communication hook, in the place of register_comm_hook: it has one")
 COMPILED_REDUCTIONS = Row(CALLED, "`overlap_backward`", 'DDP that is compiled with `optimize_ddp = "python_reducer"`',

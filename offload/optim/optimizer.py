@@ -482,6 +482,8 @@ class OffloadedOptimizer(StatefulOptimizer):
           and "auto" need this, or `overlap_forward`, which does it as well. Updates begin when the first group's
           gradients have come to the host; nothing waits for that in backward. Any other model of FSDP2 needs no call.
 
+        In one process, and where gradients leave in backward, there is nothing to hear of, and a call does nothing.
+
         Args:
             model: The DistributedDataParallel, or the module that FSDP2 shards, or has modules that it does.
             comm_hook: A hook of yours, which reduces in the place of DDP; what it returns is the gradient.
@@ -489,14 +491,16 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Raises:
             ConfigError: `model` is neither, or has a hook already, or has none of this optimizer's parameters;
-                `comm_hook` is not for DDP; there is one process, under DDP; or gradients leave in backward.
+                `comm_hook` is not for DDP, or is given to one process, or where gradients leave in backward.
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
         if isinstance(self._route, StepRoute) and comm_hook is None and self._route.follow(model):
             return
         if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
-            combinations.NOT_REDUCED.refuse("overlap_backward", "called")
+            if comm_hook is None:
+                return
+            combinations.NOT_REDUCED.refuse("comm_hook", comm_hook)
         self._route.hear(attach(model, comm_hook, state))
 
     # Into the next forward pass

@@ -165,7 +165,7 @@ CASES: list[Case] = [
     ("COPIED_GRADIENTS", copies),
     (
         "NOT_REDUCED",
-        lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net)),
+        lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net, comm_hook=print)),
     ),
 ]
 

@@ -616,7 +616,21 @@ def refused(folder: Path) -> None:
         model = torch.nn.Sequential()
         model.weight = alone.param_groups[0]["params"][0]
         with pytest.raises(ConfigError, match="DDP on several ranks"):
-            alone.overlap_backward(model)
+            alone.overlap_backward(model, comm_hook=print)
+    found = []
+    for is_told in (False, True):
+        torch.manual_seed(1)
+        ddp = DistributedDataParallel(torch.nn.Linear(96, 96))
+        config = {"host_memory": 0, "paths": [folder], "subgroup_numel": 1024, "overlap": "backward"}
+        with offload.AdamW(ddp.parameters(), offload=config) as optimizer:
+            if is_told:
+                optimizer.overlap_backward(ddp)
+            for step in range(3):
+                ddp(torch.full((2, 96), 1.0 + step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert all(map(same_bits, *found))
 
 
 @pytest.mark.slow
