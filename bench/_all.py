@@ -90,7 +90,7 @@ def options_of(script: str) -> str:
     return done.stdout
 
 
-def run(benchmark: Benchmark, kept: Path, given: argparse.Namespace, reports: Path) -> str:
+def run(benchmark: Benchmark, kept: Path, given: argparse.Namespace) -> str:
     """Run a benchmark; keep its report if it ends well, and return why not if it does not."""
     drafts = kept / benchmark.name
     shutil.rmtree(drafts, ignore_errors=True)
@@ -107,8 +107,6 @@ def run(benchmark: Benchmark, kept: Path, given: argparse.Namespace, reports: Pa
     for option, value in offered.items():
         if re.search(rf"(^|\s|\[){option}\b", known) and (found := value()) is not None:
             command += [option, *([found] if found else [])]
-    if given.smoke:
-        command.append("--smoke")
     log = kept / f"{benchmark.name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -123,7 +121,7 @@ def run(benchmark: Benchmark, kept: Path, given: argparse.Namespace, reports: Pa
         last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         return f"exit status {code}, {shown(log)} ends with:\n{last}"
     for file in sorted(drafts.iterdir(), key=lambda file: file.suffix == ".json"):  # the report when all is there
-        shutil.move(file, reports / file.name)
+        shutil.move(file, figures.REPORTS / file.name)
     return ""
 
 
@@ -137,39 +135,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to run (default: all): {', '.join(known)}")
     parser.add_argument("--path", help="directory on the disk to measure (default: the temporary folder)")
     parser.add_argument("--allow-missing", action="store_true", help="go on without what is not installed")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes; name where reports go by --reports")
-    parser.add_argument("--reports", type=Path, help="where they go (default: bench/reports)")
     args = parser.parse_args(arguments)
     unknown = [name for name in args.names if name not in known]
     if unknown:
         parser.error(f"{unknown[0]!r} is no report; there are {', '.join(known)}")
-    if args.smoke and args.reports is None:
-        parser.error("reports of tiny sizes are worth nothing among the others: name a folder by --reports")
     if args.path is not None and not os.path.isdir(args.path):
         parser.error(f"--path {args.path!r} is no directory")
     if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/reports"):
         print(
             "there are changes that are not committed: reports would name a commit that they are not of", flush=True
         )
-        if not args.smoke:
-            return 1
+        return 1
     wanted = state()
-    reports = args.reports or figures.REPORTS
-    reports.mkdir(parents=True, exist_ok=True)
-    kept = ROOT / "build" / "bench-all" / (wanted[:12] or "unknown") / ("smoke" if args.smoke else "")
+    figures.REPORTS.mkdir(parents=True, exist_ok=True)
+    kept = ROOT / "build" / "bench-all" / (wanted[:12] or "unknown")
     kept.mkdir(parents=True, exist_ok=True)
     chosen = [known[name] for name in args.names] or list(known.values())
     failed: dict[str, str] = {}
     for number, benchmark in enumerate(chosen, 1):
         said = f"[{number}/{len(chosen)}] {benchmark.name}"
-        there = [file for file in reports.glob(f"????-??-??-{benchmark.name}.json") if is_of(file, wanted)]
+        there = [file for file in figures.REPORTS.glob(f"????-??-??-{benchmark.name}.json") if is_of(file, wanted)]
         if there:
             print(f"{said}: {shown(there[-1])} is of this state, skipped", flush=True)
             continue
         takes, busy = benchmark.minutes or "no time known", f"load {os.getloadavg()[0]:.1f}"
         print(f"{said}: {takes}, {busy}, output in {shown(kept)}/{benchmark.name}.log", flush=True)
         started_s = time.monotonic()
-        why = run(benchmark, kept, args, reports)
+        why = run(benchmark, kept, args)
         took = f"{(time.monotonic() - started_s) / 60:.1f} min"
         print(f"{said}: {'FAILED' if why else 'done'} after {took}{why and f': {why}'}", flush=True)
         if why:

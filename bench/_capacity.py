@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _common import computing
-from _worker import SEED, SETTINGS, DeepSpeed, Plain, batch
+from _worker import SEED, SETTINGS, DeepSpeed, Plain, batch, memory
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
@@ -152,14 +152,6 @@ class Ours(Plain):
 KINDS = {"torch": Torch, "ours": Ours, "deepspeed": DeepSpeed}
 
 
-def memory() -> dict[str, int]:
-    """Return what this process holds of its own (`own_bytes`), and the most that it ever held, files included."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if words[0].startswith(("Rss", "VmHWM"))}
-    files, most = kib["RssFile"] << 10, kib["VmHWM"] << 10
-    return {"own_bytes": kib["RssAnon"] + kib["RssShmem"] << 10, "file_bytes": files, "peak_bytes": most}
-
-
 def used_on_disk(folder: str) -> int:
     """Return the bytes that files below a folder take."""
     return sum(512 * path.stat().st_blocks for path in Path(folder).rglob("*") if path.is_file())
@@ -181,13 +173,13 @@ def trial(request: dict[str, Any]) -> dict[str, Any]:
     weights = list(model.parameters())
     marks["weights"] = memory()
     settings = json.loads(json.dumps(request["settings"]).replace("{path}", request["path"]))
-    contender = KINDS[request["kind"]]({**request, "device": "cpu", "settings": settings, "model": model})
+    contender = KINDS[request["kind"]]({**request, "settings": settings, "model": model})
     marks["optimizer"] = memory()
     losses, seconds = [], []
     for step in range(STEPS):
         began_s = time.perf_counter()
         with computing():
-            loss = contender.forward(batch(step, TOKENS, "cpu"))
+            loss = contender.forward(batch(step, TOKENS))
             if step == 0:
                 marks["forward"] = memory()
             contender.backward(loss)

@@ -165,30 +165,15 @@ def environment(*, device: str | None = None) -> dict[str, Any]:
     }
 
 
-def computing(device: str = "cpu") -> AbstractContextManager[Any]:
+def computing() -> AbstractContextManager[Any]:
     """Return the context that every contender's forward and backward run in."""
-    return computing_in(choose_compute(device=device).dtype)
+    return computing_in(choose_compute(device="cpu").dtype)
 
 
 def _without_place(argument: str) -> str:
     """Return an argument; a path outside of the repository by its name alone, as where it lies is this machine's."""
     inside = argument.removeprefix(f"{ROOT}/")
     return Path(inside).name if inside.startswith("/") else inside
-
-
-def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return each contender's seconds, round by round, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for number in range(rounds + 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            started_s = time.perf_counter()
-            contenders[name]()
-            if number > 0:
-                times[name].append(time.perf_counter() - started_s)
-        progress(f"round {number}/{rounds}")
-    return times
 
 
 def progress(message: str) -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _common import Target
 from _contest import (
     BASELINE,
     SPREAD,
@@ -37,7 +36,7 @@ from _contest import (
     times_shorter,
 )
 from _harness import Option, Run, main
-from _needs import DEEPSPEED, LIBAIO, NATIVE, TORCHAO, Need
+from _needs import DEEPSPEED, LIBAIO, NATIVE, Need
 
 from offload.cli.model import choose_shape
 from offload.cli.values import parse_count, parse_number
@@ -54,16 +53,11 @@ EQUAL = {
     STOCK_PIPELINED: "ours in DeepSpeed, memory as NVMe offload, pipelined",
 }
 OURS_MEMORY = "ours in DeepSpeed, all in memory"
-OURS_HALF = "ours in DeepSpeed, half in memory"
 OURS_HIDDEN = "ours in DeepSpeed, memory as NVMe offload, hidden in forward and backward"
 OURS_DISK = "ours in DeepSpeed, nothing resident"
 OURS_DISK_HIDDEN = "ours in DeepSpeed, nothing resident, hidden in forward and backward"
-OURS_COMPACT = "ours in DeepSpeed, nothing resident, compact8"
-OURS_AHEAD = "ours in DeepSpeed, nothing resident, compact8, made during backward"
 FUSED = "torch AdamW, fused"
-TORCHAO_OFFLOAD = "torchao CPUOffloadOptimizer"
 ALONE_MEMORY = "ours, all in memory"
-ALONE_TWO_PATHS = "ours, nothing resident, two paths"
 
 ON_DISK = {"host_memory": 0, "paths": ["{path}"]}
 HIDDEN = {**ON_DISK, "overlap": "both"}
@@ -87,7 +81,7 @@ def deepspeed_baseline(smoke: bool) -> Contender:
     return deepspeed(BASELINE, {"no_optimizer": True}, smoke=smoke)
 
 
-def memory_group(numel: int, smoke: bool) -> list[Contender]:
+def memory_group(smoke: bool) -> list[Contender]:
     torch_adam = {"adam": {"torch_adam": True, "fused": True}}
     stock: dict[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
     if smoke:  # its own Adam is compiled at first use
@@ -97,7 +91,6 @@ def memory_group(numel: int, smoke: bool) -> list[Contender]:
         deepspeed("DeepSpeed, no offload", torch_adam, smoke=smoke),
         deepspeed(STOCK_CPU, stock, smoke=smoke),
         in_deepspeed(OURS_MEMORY, {}, smoke=smoke),
-        in_deepspeed(OURS_HALF, {**ON_DISK, "host_memory": STATE_BYTES * numel // 2}, smoke=smoke),
     ]
 
 
@@ -108,7 +101,7 @@ def stock_on_disk(name: str, pipelined: bool, smoke: bool, aio: Mapping[str, Any
     return deepspeed(name, settings, smoke=smoke, left_out=NATIVE_SKIPPED if smoke else "")
 
 
-def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contender]:
+def disk_group(smoke: bool, aio: Mapping[str, Any]) -> list[Contender]:
     return [
         deepspeed_baseline(smoke),
         stock_on_disk(STOCK_NVME, False, smoke, aio),
@@ -117,30 +110,21 @@ def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contende
         in_deepspeed(OURS_DISK_HIDDEN, HIDDEN, smoke=smoke),
         *(in_deepspeed(ours, ON_DISK, smoke=smoke, equal_to=stock) for stock, ours in EQUAL.items()),
         in_deepspeed(OURS_HIDDEN, HIDDEN, smoke=smoke, equal_to=STOCK_NVME),
-        in_deepspeed(OURS_COMPACT, {**ON_DISK, "state_format": "compact8"}, smoke=smoke),
-        in_deepspeed(OURS_AHEAD, {**ON_DISK, "state_format": "compact8", "overlap": "backward"}, smoke=smoke),
     ]
 
 
-def standalone_group(numel: int, smoke: bool, device: str) -> list[Contender]:
-    del smoke
-    without_torchao = "not run: it needs weights on a GPU" if device == "cpu" else ""
+def standalone_group(numel: int) -> list[Contender]:
     return [
         Contender(BASELINE, "plain"),
         Contender(FUSED, "torch", {"fused": True}),
-        Contender("torch AdamW, foreach", "torch", {"foreach": True}),
-        Contender(TORCHAO_OFFLOAD, "torchao", left_out=without_torchao),
         Contender(ALONE_MEMORY, "offload"),
         Contender("ours, half in memory", "offload", {**ON_DISK, "host_memory": STATE_BYTES * numel // 2}),
         Contender("ours, nothing resident", "offload", ON_DISK),
-        Contender(ALONE_TWO_PATHS, "offload", {**ON_DISK, "paths": ["{path}", "{path}"]}),
     ]
 
 
 def needs(contender: Contender) -> Sequence[Need]:
     """Return what has to be installed for a contender."""
-    if contender.kind == "torchao":
-        return () if contender.left_out else (TORCHAO,)
     if contender.kind != "deepspeed":
         return ()
     if contender.name == STOCK_CPU:
@@ -170,15 +154,14 @@ GROUPS = {
     "disk": "DeepSpeed, state on disk",
     "standalone": "without DeepSpeed",
 }
-SMOKE = (BASELINE, FUSED, ALONE_MEMORY, ALONE_TWO_PATHS, STOCK_CPU, OURS_MEMORY, OURS_DISK)
+SMOKE = (BASELINE, FUSED, ALONE_MEMORY, STOCK_CPU, OURS_MEMORY, OURS_DISK)
 """Contenders that run at smoke size: one of each kind."""
 
 PARAMS, SMOKE_PARAMS = "130M", "300k"
 
 
-def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list[Target]:
-    """Return the group's promises at one batch size."""
-    found: list[Target] = []
+def judge(run: Run, group: str, outcomes: Mapping[str, Outcome], tokens: int) -> None:
+    """Note the group's promises at one batch size."""
     base = outcomes[BASELINE]
 
     def pair(mine: str, theirs: Outcome | None) -> tuple[Outcome, Outcome] | None:
@@ -192,12 +175,12 @@ def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list
         what = f"{mine}, against {theirs.name if theirs else 'stock'}"
         why = "one of them did not run"
         faster = both and times_faster(*both, tokens)
-        found.append(Target.at_least(f"{what}: iterations, times as fast", faster or None, iteration, why))
+        run.at_least(f"{what}: iterations, times as fast", faster or None, iteration, why)
         if exposed is not None:
             shorter = both and times_shorter(*both, base, tokens)
-            found.append(Target.at_least(f"{what}: exposed step, times shorter", shorter or None, exposed, why))
+            run.at_least(f"{what}: exposed step, times shorter", shorter or None, exposed, why)
         peak = both and both[0].peak_bytes / both[1].peak_bytes
-        found.append(Target.at_most(f"{what}: peak memory over theirs", peak or None, 1.0, why))
+        run.at_most(f"{what}: peak memory over theirs", peak or None, 1.0, why)
 
     if group == "disk":
         stock = best(outcomes, (STOCK_NVME, STOCK_PIPELINED), tokens)
@@ -206,23 +189,14 @@ def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list
         promise(OURS_HIDDEN, outcomes.get(STOCK_NVME), 4.0, 4.0)
         promise(OURS_DISK, stock, 1.6, 1.8)
         promise(OURS_DISK_HIDDEN, stock, 1.6, 1.8)
-        promise(OURS_COMPACT, outcomes.get(STOCK_NVME), 2.5, None)
-        promise(OURS_COMPACT, outcomes.get(STOCK_PIPELINED), 2.0, None)
-        promise(OURS_AHEAD, outcomes.get(STOCK_NVME), 2.8, None)
-        promise(OURS_AHEAD, outcomes.get(STOCK_PIPELINED), 2.3, None)
     elif group == "memory":
         promise(OURS_MEMORY, outcomes.get(STOCK_CPU), 1.0, None)
     else:
         noise = spread(base.values("iteration_s", tokens))
         promise(ALONE_MEMORY, outcomes.get(FUSED), 1.0 - noise, None)
-    compact = (OURS_COMPACT, OURS_AHEAD)
     ours = [o for o in outcomes.values() if o.name.startswith("ours") and o.losses and not o.failed]
-    alike = {"exact": [o for o in ours if o.name not in compact], "compact8": [o for o in ours if o.name in compact]}
-    for form, those in alike.items():
-        if form == "exact" or group == "disk":
-            what = f"{GROUPS[group]}: ours ({form}) have the same losses, bit for bit"
-            found.append(Target.at_least(what, same_losses(those), 1.0, "ours did not run"))
-    return found
+    what = f"{GROUPS[group]}: ours (exact) have the same losses, bit for bit"
+    run.at_least(what, same_losses(ours), 1.0, "ours did not run")
 
 
 def same_losses(ours: Sequence[Outcome]) -> float | None:
@@ -246,11 +220,10 @@ def aio_settings(common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def field_of(group: str, args: argparse.Namespace, aio: Mapping[str, Any]) -> list[Contender]:
     """Return who trains in a group; at smoke size few of them do."""
-    numel = choose_shape(args.params).numel
     if group == "standalone":
-        field = standalone_group(numel, args.smoke, args.device)
+        field = standalone_group(choose_shape(args.params).numel)
     else:
-        field = memory_group(numel, args.smoke) if group == "memory" else disk_group(numel, args.smoke, aio)
+        field = memory_group(args.smoke) if group == "memory" else disk_group(args.smoke, aio)
     return [each for each in field if not args.smoke or each.name in SMOKE or each.left_out]
 
 
@@ -259,7 +232,7 @@ def measure(defaults: Defaults, run: Run) -> None:
     args, results, shape = run.args, run.results, choose_shape(run.args.params)
     chosen = [name for name in args.sections if not run.smoke or name in defaults.smoke]
     sizes = [8, 16][-len(args.tokens) :] if run.smoke else args.tokens
-    common = common_of(shape, max(sizes), run.smoke, args.device)
+    common = common_of(shape, max(sizes), run.smoke)
     ends_s = time.monotonic() + 60 * args.minutes
     print(
         f"model: {shape.numel:,} parameters, {shape.layers} layers of {shape.hidden}, bf16 weights, fp32 state, "
@@ -292,7 +265,7 @@ def measure(defaults: Defaults, run: Run) -> None:
         noise = max((spread(base.values("iteration_s", tokens)) for tokens in sizes), default=0.0)
         if noise > SPREAD:
             print(f"The machine was busy: iterations without an optimizer spread by {noise:.0%}; trust ratios only.")
-        run.targets += targets_of(group, outcomes, sizes[-1])
+        judge(run, group, outcomes, sizes[-1])
     run.checksums.append(sum_of_losses(everybody))
 
 
@@ -328,10 +301,8 @@ def contest(question: str | None, defaults: Defaults) -> None:
         question,
         partial(measure, defaults),
         sections=defaults.groups,
-        options=(
-            *training_options(PARAMS, ",".join(map(str, defaults.tokens)), "15", defaults.minutes),
-            Option("device", "cpu", help="where the model lies"),
-        ),
+        options=training_options(PARAMS, ",".join(map(str, defaults.tokens)), "15", defaults.minutes),
+        device="cpu",
         path=True,
         picture=drawn,
         needs=wanted,

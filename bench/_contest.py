@@ -75,27 +75,31 @@ class ContenderError(Exception):
     """A contender crashed or did not answer in time."""
 
 
-class Talker:
-    """A process that is asked in lines of JSON on its standard input, and answers so on its standard output.
+class Worker:
+    """A contender's process: it is asked in lines of JSON on standard input, and answers so on standard output.
 
     Args:
-        command: What it runs, behind the interpreter.
-        log: Where its standard error goes.
-        folder: Where it runs.
+        contender: What it is.
+        common: What all contenders are told: shape, ....
+        folder: Where it runs, its directories are made and its log goes.
     """
 
-    def __init__(self, command: Sequence[object], log: Path, folder: Path) -> None:
-        self.log = log
+    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
+        self.contender = contender
+        self._counter = 0
+        self._folder = folder
+        self.log = folder / (re.sub(r"\W+", "-", contender.name) + ".log")
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
+            [sys.executable, str(ROOT / "bench" / "_worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log.open("w"),
+            stderr=self.log.open("w"),
             env=contender_environment(),
             cwd=folder,
             preexec_fn=end_with_parent,
         )
         self._rest = b""
+        self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
 
     def send(self, message: Any) -> None:
         """Ask for something."""
@@ -138,15 +142,11 @@ class Talker:
         """Return the end of what it printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
-    def hang_up(self) -> None:
-        """Say that nothing more will be asked."""
+    def close(self, timeout_s: float = 20.0) -> None:
+        """End the process, by force if need be."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
-
-    def close(self, timeout_s: float = 20.0) -> None:
-        """End the process, by force if need be."""
-        self.hang_up()
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -154,24 +154,6 @@ class Talker:
             self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-
-
-class Worker(Talker):
-    """A contender's process.
-
-    Args:
-        contender: What it is.
-        common: What all contenders are told: shape, device, ....
-        folder: Where its directories are made and its log goes.
-    """
-
-    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
-        self.contender = contender
-        self._counter = 0
-        self._folder = folder
-        log = folder / (re.sub(r"\W+", "-", contender.name) + ".log")
-        super().__init__([ROOT / "bench" / "_worker.py"], log, folder)
-        self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
 
     def _placed(self, value: Any) -> Any:
         if isinstance(value, str) and "{path}" in value:
@@ -218,7 +200,6 @@ class Outcome:
         set_up_s: Until it could train.
         start_bytes: Most resident memory until then.
         peak_bytes: Most resident memory ever.
-        gpu_peak_bytes: Most GPU memory ever allocated.
         pinned_bytes: Host memory that is locked or pinned, at the end.
         resident_bytes: Resident memory at the end of each round that counts.
     """
@@ -232,7 +213,6 @@ class Outcome:
     set_up_s: float = 0.0
     start_bytes: int = 0
     peak_bytes: int = 0
-    gpu_peak_bytes: int = 0
     pinned_bytes: int = 0
     resident_bytes: list[int] = field(default_factory=list)
 
@@ -260,6 +240,7 @@ class Schedule:
         rounds: Most rounds that count.
         least: Rounds that count, whatever the time.
         seconds: When this has passed since the group began, no further round begins.
+        settling: Rounds before these, which do not count; each contender makes them when it is set up.
         timeout_s: Within which a contender must answer.
     """
 
@@ -267,6 +248,7 @@ class Schedule:
     rounds: int
     least: int
     seconds: float
+    settling: int = 1
     timeout_s: float = 180.0
 
 
@@ -309,10 +291,13 @@ def run_group(
                 continue
             outcome = outcomes[contender.name]
             outcome.set_up_s, outcome.start_bytes = found["set_up_s"], found["peak_bytes"]
-            one_round(contender.name, 0)
+            for number in range(1 - schedule.settling, 1):
+                if contender.name in workers:
+                    one_round(contender.name, number)
 
     def one_round(name: str, number: int) -> None:
-        parts, step = [], number * sum(count for _, count in schedule.parts)
+        parts = []
+        step = (number + schedule.settling - 1) * sum(count for _, count in schedule.parts)
         for tokens, count in schedule.parts:
             parts.append([tokens, step, count])
             step += count
@@ -322,10 +307,9 @@ def run_group(
             fail(name, error)
             return
         outcome = outcomes[name]
-        outcome.peak_bytes, outcome.gpu_peak_bytes = found["peak_bytes"], found["gpu_peak_bytes"]
-        outcome.pinned_bytes = found["pinned_bytes"]
+        outcome.peak_bytes, outcome.pinned_bytes = found["peak_bytes"], found["pinned_bytes"]
         outcome.losses += [iteration["loss"] for iteration in found["iterations"]]
-        if number:
+        if number > 0:
             outcome.iterations.append([i for i in found["iterations"] if i["number"] > 0])
             outcome.resident_bytes.append(found["resident_bytes"])
 
@@ -449,31 +433,27 @@ def bound_s(outcome: Outcome, speeds: Sequence[Mapping[str, float]], tokens: int
     return max(moved / disk, 28 * numel / memory)
 
 
+MEDIANS = (
+    *("iteration_s", "forward_s", "backward_s", "step_s", "predicted_step_s", "engine_step_s"),
+    *("kernel_read_bytes", "kernel_write_bytes", "resident_share"),
+)
+"""Of what contenders report, what a row has."""
+
+
 def row(
     outcome: Outcome, baseline: Outcome, speeds: Sequence[Mapping[str, float]], tokens: int, numel: int
 ) -> dict[str, Any]:
     """Return a contender's figures for one batch size."""
-    iteration = outcome.median("iteration_s", tokens)
     out = exposed(outcome, baseline, tokens)
     bound = bound_s(outcome, speeds, tokens, numel)
-    found: dict[str, Any] = {
-        name: outcome.median(name, tokens) for name in ("iteration_s", "forward_s", "backward_s", "step_s")
-    }
+    found: dict[str, Any] = {name: outcome.median(name, tokens) for name in MEDIANS}
+    found |= {name: getattr(outcome, name) for name in ("peak_bytes", "pinned_bytes", "start_bytes")}
     found["iteration_spread"] = spread(outcome.values("iteration_s", tokens))
     found["exposed_s"] = statistics.median(out) if out else None
-    found["tokens_per_s"] = None if not iteration else tokens / iteration
-    for verb in ("read", "write"):
-        found[f"kernel_{verb}_bytes"] = outcome.median(f"kernel_{verb}_bytes", tokens)
+    found["tokens_per_s"] = tokens / found["iteration_s"] if found["iteration_s"] else None
     counted = [i["path_bytes"] for r in outcome.iterations for i in r if i["tokens"] == tokens and "path_bytes" in i]
     found["path_bytes"] = [statistics.median(column) for column in zip(*counted, strict=True)] if counted else []
-    found["resident_share"] = outcome.median("resident_share", tokens)
-    found["peak_bytes"] = outcome.peak_bytes
     found["peak_bytes_per_parameter"] = outcome.peak_bytes / numel
-    found["pinned_bytes"] = outcome.pinned_bytes
-    found["start_bytes"] = outcome.start_bytes
-    found["gpu_peak_bytes"] = outcome.gpu_peak_bytes
-    found["predicted_step_s"] = outcome.median("predicted_step_s", tokens)
-    found["engine_step_s"] = outcome.median("engine_step_s", tokens)
     found["bound_s"] = bound
     # What is exposed is a difference of two noisy times; it is not less than the call of the step itself.
     longest = max(found["exposed_s"] or 0.0, found["step_s"] or 0.0)
@@ -504,10 +484,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 def markdown(rows: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str]) -> str:
     """Return a table of contenders; seconds where nothing else is said."""
     columns = [c for c in COLUMNS if any(r.get(c[1]) is not None for r in rows.values())]
-    lines = [
-        "| contender | " + " | ".join(title for title, _, _ in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
+    lines = ["| contender | " + " | ".join(title for title, _, _ in columns) + " |", "|---|" + "---|" * len(columns)]
     for name, found in rows.items():
         cells = []
         for _, key, form in columns:
@@ -560,10 +537,10 @@ def picture(file: Path, tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     pyplot.close(figure)
 
 
-def common_of(shape: Shape, seq: int, smoke: bool, device: str = "cpu") -> dict[str, Any]:
+def common_of(shape: Shape, seq: int, smoke: bool) -> dict[str, Any]:
     """Return what all contenders are told."""
     sized = {"layers": shape.layers, "hidden": shape.hidden}
-    return {"shape": sized, "numel": shape.numel, "seq": seq, "device": device, "smoke": smoke}
+    return {"shape": sized, "numel": shape.numel, "seq": seq, "smoke": smoke}
 
 
 def sum_of_losses(outcomes: Iterable[Outcome]) -> str:

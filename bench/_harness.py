@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -84,7 +85,7 @@ class Run:
     Attributes:
         args: The command's options.
         described: Of the machine, the versions and the commit; see `environment`.
-        size: How much a section does.
+        options: The values of the benchmark's own options.
         missing: What cannot run, and why.
         kept: What a run that was stopped has found.
         folder: On the disk to measure; of the section alone, and deleted behind it.
@@ -96,7 +97,7 @@ class Run:
 
     args: argparse.Namespace
     described: Row
-    size: Any
+    options: Row
     missing: dict[str, str]
     kept: Kept
     folder: Path = Path()
@@ -149,7 +150,6 @@ def main(
     *,
     sections: Mapping[str, Section] | Sequence[str] = (),
     options: Sequence[Option] = (),
-    sizes: tuple[Any, Any] = (None, None),
     device: str | None = None,
     path: bool = False,
     picture: Callable[[Path, Row], None] | None = None,
@@ -164,8 +164,7 @@ def main(
         question: What it asks: the script's docstring.
         measure: What it does, if that is not by sections.
         sections: What it does, by name; each can be run alone. Names alone, where `measure` does all that are chosen.
-        options: Its own.
-        sizes: How much is done: tiny, and full.
+        options: Its own: among them how much is done.
         device: Where a model is trained, if one is.
         path: Whether it writes to a disk, so that the user may choose which.
         picture: Draws the results to a file.
@@ -186,10 +185,10 @@ def main(
     if instead(args):
         return
     missing = require(args, needs(args))
-    described = environment(device=getattr(args, "device", device))
+    described = environment(device=device)
     chosen = {option.name: getattr(args, option.name) for option in options}
     kept = Kept(getattr(args, "runs", None), described["commit"], described.get("compute"), args.smoke, chosen)
-    run = Run(args, described, sizes[0 if args.smoke else 1], missing, kept)
+    run = Run(args, described, chosen, missing, kept)
     # That all paths lie on one device is why they are throttled.
     logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
     for name in args.sections if measure is None else ("",):
@@ -262,6 +261,17 @@ def turns(contenders: Iterable[Any], rounds: int, settling: int = 0) -> Iterator
         for each in (*every[first:], *every[:first]):
             yield number, each
         progress(f"round {number + 1}/{rounds}")
+
+
+def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return each contender's seconds, round by round, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number, name in turns(contenders, rounds, settling=1):
+        started_s = time.perf_counter()
+        contenders[name]()
+        if number >= 0:
+            times[name].append(time.perf_counter() - started_s)
+    return times
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

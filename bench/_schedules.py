@@ -81,7 +81,6 @@ class SharedExecutor(VirtualLanes):
         super().__init__(plan, dataclasses.replace(_ANY, paths=_ANY.paths * len(plan.budgets.paths)))
         self._waiting: dict[str, deque[_Work]] = {}
         self._working: dict[str, _Work] = {}
-        self._moved: Counter[str] = Counter()
 
     def stages_of(self, operation: Operation) -> tuple[str, list[tuple[str, float]]]:
         """Return the lane that an operation goes to and its stages there."""
@@ -95,10 +94,6 @@ class SharedExecutor(VirtualLanes):
         """Return how fast each lane proceeds, given for each the stage that it is at and that stage's amount."""
         raise NotImplementedError
 
-    def moved_bytes(self) -> tuple[float, float]:
-        """Return the bytes read and written so far."""
-        return self._moved["read"], self._moved["write"]
-
     def started(self, operation: Operation) -> None:
         """Take in that an operation starts now."""
 
@@ -108,7 +103,6 @@ class SharedExecutor(VirtualLanes):
     def submit(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             lane, stages = self.stages_of(operation)
-            self._moved.update(dict(stages))
             found = deque((use, amount) for use, amount in stages if amount > 0)
             found = found or deque([stages[0]])
             self._waiting.setdefault(lane, deque()).append(_Work(operation, found, found[0][1]))
@@ -449,14 +443,10 @@ class Streamed:
     Attributes:
         update_s: Its seconds.
         waits_s: In the order of processing, the seconds waited before each subgroup.
-        read_bytes: Bytes that the rank read.
-        written_bytes: Bytes that it wrote.
     """
 
     update_s: float
     waits_s: tuple[float, ...]
-    read_bytes: float
-    written_bytes: float
 
 
 def streamed_update(
@@ -501,7 +491,7 @@ def streamed_update(
     executor, together = _OneAhead(several, members, drives, params_per_s, read_scale), _Together(machines)
     found = []
     for step in (1, 2, 3):  # the first finds fresh state; then once each way
-        begun_s, moved = executor.now_s, executor.moved_bytes()
+        begun_s = executor.now_s
         turns = [*first, *order, *last]
         executor.begin(turns)
         for machine, numbers in zip(machines, members, strict=True):
@@ -512,12 +502,8 @@ def streamed_update(
         pump(together, executor, lambda _: not any(machine.in_flight for machine in machines))  # type: ignore[arg-type]
         for machine in machines:
             machine.take_finished_sweep()
-        read, written = (a - b for a, b in zip(executor.moved_bytes(), moved, strict=True))
-        found.append(Streamed(update_s, tuple(waits[number] for number in order), read, written))
+        found.append(Streamed(update_s, tuple(waits[number] for number in order)))
         order, first, last = order[::-1] if cached else order, last, first
     each_way = found[1:]
     waits_s = tuple(sum(pair) / 2 for pair in zip(*(one.waits_s for one in each_way), strict=True))
-    update_s, read, written = (
-        sum(getattr(one, name) for one in each_way) / 2 for name in ("update_s", "read_bytes", "written_bytes")
-    )
-    return Streamed(update_s, waits_s, read, written)
+    return Streamed(sum(one.update_s for one in each_way) / 2, waits_s)

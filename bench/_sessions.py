@@ -92,16 +92,6 @@ DISK = Pace(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much work: subgroups, the elements of each, rounds, and the seconds of a probe."""
-
-    subgroups: int
-    numel: int
-    rounds: int = 1
-    probe_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Configuration:
     """What a session is given.
 
@@ -130,19 +120,22 @@ class Configuration:
 
 class Model:
     """Weights and gradients that all sessions use: as each session updates them from the start, in the same number
-    of steps, they are the same after each one's last."""
+    of steps, they are the same after each one's last.
 
-    def __init__(self, size: Size) -> None:
+    Args:
+        subgroups: How many.
+        each: Elements of each.
+    """
+
+    def __init__(self, subgroups: int, each: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.size = size
-        self.numel = size.subgroups * size.numel
+        self.subgroups, self.each = subgroups, each
+        self.numel = subgroups * each
         self.start = torch.randn(self.numel, generator=generator).bfloat16()
         self.weight = self.start.clone()
         self.gradient = torch.randn(self.numel, generator=generator).bfloat16()
-        self.parameters = [
-            Parameter(f"p{number}", size.numel, DtypeCode.BFLOAT16, 0) for number in range(size.subgroups)
-        ]
-        self.subgroup_bytes = 3 * FP32.item_bytes * size.numel
+        self.parameters = [Parameter(f"p{number}", each, DtypeCode.BFLOAT16, 0) for number in range(subgroups)]
+        self.subgroup_bytes = 3 * FP32.item_bytes * each
 
     def digest(self) -> str:
         return digest([self.weight])
@@ -160,17 +153,17 @@ class Session:
         for path, share in zip(paths, configuration.shares, strict=False):
             path["share"] = share
         config = OffloadConfig(
-            host_memory=round(configuration.resident * model.size.subgroups) * model.subgroup_bytes,
+            host_memory=round(configuration.resident * model.subgroups) * model.subgroup_bytes,
             paths=paths,
             staging_memory=configuration.slots * model.subgroup_bytes,
-            subgroup_numel=model.size.numel,
+            subgroup_numel=model.each,
             threads=configuration.threads,
         )
         given = mock.patch.object(parts, "session_rates", return_value=rates) if rates else contextlib.nullcontext()
         with self.throttles.opening(), given:
             self.engine = Engine(model.parameters, config)
-        for number in range(model.size.subgroups):
-            offset = 2 * number * model.size.numel
+        for number in range(model.subgroups):
+            offset = 2 * number * model.each
             self.engine.bind_weight(number, model.weight.data_ptr() + offset)
             self.engine.gradients.bind(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
 
@@ -188,8 +181,8 @@ class Session:
     @property
     def least_bytes(self) -> int:
         """Bytes that a step has to move each way: what is left in staging is what the next one starts with."""
-        size, configuration = self.model.size, self.configuration
-        moves = size.subgroups - round(configuration.resident * size.subgroups) - configuration.slots
+        subgroups, configuration = self.model.subgroups, self.configuration
+        moves = subgroups - round(configuration.resident * subgroups) - configuration.slots
         return max(0, moves) * self.model.subgroup_bytes
 
     def predict(self) -> float:

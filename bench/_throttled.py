@@ -5,21 +5,15 @@ Label what is measured through it as emulated.
 
 from __future__ import annotations
 
-import fcntl
 import heapq
 import math
-import mmap
-import os
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from offload._native import CompletionQueue
-from offload.errors import ConfigError
 from offload.protocols import Completion, Queue, Tier, TileRequest
 from offload.tiers.common import Explaining
 
@@ -27,55 +21,16 @@ GRAIN_S = 2e-4
 """What a transfer gets of a shared device's time before it is the next one's turn."""
 
 
-class SharedLanes:
-    """When the lanes of an emulated device are free next, in a file that all processes of a node share.
-
-    The serial lane is the token bucket of an emulation: what a transfer takes of the device's time, no other one has,
-    whichever process asked for it.
-
-    Args:
-        path: The file; made, empty, if it is not there. On a file system in memory, such as /dev/shm.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lock = threading.Lock()
-        self._file = os.open(Path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._file, mmap.PAGESIZE)
-        self._memory = mmap.mmap(self._file, mmap.PAGESIZE)
-
-    def book(self, lane: str, submitted_s: float, seconds: float) -> float:
-        """Take a lane for a time, from when it is free on; return when that ends (`time.monotonic`, one per node)."""
-        place = 8 * ("read", "write").index(lane)
-        # The file's lock is of this open file, which all threads here share.
-        with self._lock:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            try:
-                free_s: float = struct.unpack_from("d", self._memory, place)[0]
-                ends_s = max(submitted_s, free_s) + seconds
-                struct.pack_into("d", self._memory, place, ends_s)
-            finally:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-        return ends_s
-
-    def close(self) -> None:
-        """Let go of the file, which stays for the others."""
-        self._memory.close()
-        os.close(self._file)
-
-
-class OwnLanes:
-    """When the lanes of an emulated device that nobody else uses are free next."""
+class Lanes:
+    """When the lanes of an emulated device are free next."""
 
     def __init__(self) -> None:
         self._free_s = {"read": 0.0, "write": 0.0}
 
     def book(self, lane: str, submitted_s: float, seconds: float) -> float:
-        """See `SharedLanes.book`."""
+        """Take a lane for a time, from when it is free on; return when that ends (`time.monotonic`)."""
         self._free_s[lane] = max(submitted_s, self._free_s[lane]) + seconds
         return self._free_s[lane]
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 @dataclass
@@ -142,11 +97,7 @@ class ThrottledTier:
         read_bytes_per_s: Bandwidth of reads.
         write_bytes_per_s: Bandwidth of writes.
         latency_s: Added to every transfer; transfers wait for it side by side.
-        lanes: The emulated device's, if other tiers (of other processes, too) are on it; closed with this tier.
         at_once: If both directions share the device's time, the transfers that it serves at once; 0 if they do not.
-
-    Raises:
-        ConfigError: If a bandwidth is not greater than 0 or the latency less than 0.
     """
 
     def __init__(
@@ -158,34 +109,20 @@ class ThrottledTier:
         read_bytes_per_s: float,
         write_bytes_per_s: float,
         latency_s: float = 0.0,
-        lanes: SharedLanes | None = None,
         at_once: int = 0,
     ) -> None:
-        if latency_s < 0:
-            raise ConfigError("latency_s", latency_s, "give seconds >= 0")
         self.inner = inner
-        self.name = inner.name
-        self.path = inner.path
-        self.cached = inner.cached
-        self.paid = inner.paid
         self._inner_queue = inner_queue
         self._queue = queue
         self._latency_s = latency_s
         self._lock = threading.Lock()
         self._submitted: dict[int, tuple[str, int, float]] = {}
-        self._lanes = lanes or OwnLanes()
+        self._lanes = Lanes()
         self._device = TakingGrains(at_once) if at_once else None
         self._closing = False
-        self.set_rates(read_bytes_per_s, write_bytes_per_s)
+        self._rates = {"read": read_bytes_per_s, "write": write_bytes_per_s}
         self._thread = threading.Thread(target=self._serve, name="offload-throttle", daemon=True)
         self._thread.start()
-
-    def set_rates(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
-        """Change both bandwidths from now on; any thread."""
-        for field, value in (("read_bytes_per_s", read_bytes_per_s), ("write_bytes_per_s", write_bytes_per_s)):
-            if not value > 0:
-                raise ConfigError(field, value, "give a number greater than 0")
-        self._rates = {"read": read_bytes_per_s, "write": write_bytes_per_s}
 
     def read(self, request: TileRequest) -> None:
         """See `Tier.read`."""
@@ -197,35 +134,13 @@ class ThrottledTier:
         self._note("write", request)
         self.inner.write(request)
 
-    def keep(self, offsets: Collection[int]) -> None:
-        """See `Tier.keep`."""
-        self.inner.keep(offsets)
-
-    @property
-    def depth(self) -> int:
-        """See `Tier.depth`."""
-        return self.inner.depth
-
-    def set_depth(self, depth: int) -> None:
-        """See `Tier.set_depth`."""
-        self.inner.set_depth(depth)
-
     def explain(self, op: int) -> str:
         """Return what the inner tier knows about a failed operation; see `common.Explaining`."""
         return self.inner.explain(op) if isinstance(self.inner, Explaining) else ""
 
-    def waiting_for(self) -> str:
-        """Return what the inner tier is waiting for other than its device; "" if nothing."""
-        why = getattr(self.inner, "waiting_for", None)
-        return "" if why is None else str(why())
-
-    def sync(self, op: int) -> None:
-        """See `Tier.sync`; held back by what came before it alone."""
-        self.inner.sync(op)
-
-    def free_bytes(self) -> int:
-        """See `Tier.free_bytes`."""
-        return self.inner.free_bytes()
+    def __getattr__(self, name: str) -> Any:
+        """Return what else a tier has: the inner one's. A sync is held back by what came before it alone."""
+        return getattr(self.inner, name)
 
     def close(self) -> None:
         """See `Tier.close`."""
@@ -234,7 +149,6 @@ class ThrottledTier:
             self._closing = True
             self._inner_queue.post(0)
             self._thread.join()
-            self._lanes.close()
 
     def _note(self, lane: str, request: TileRequest) -> None:
         with self._lock:

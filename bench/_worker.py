@@ -35,17 +35,16 @@ def build(request: dict[str, Any]) -> Any:
     from offload.cli.model import Shape, build_model
 
     shape = Shape(**request["shape"])
-    dtype = torch.bfloat16
-    return build_model(shape, seq=request["seq"], dtype=dtype, device=request["device"], seed=SEED)
+    return build_model(shape, seq=request["seq"], dtype=torch.bfloat16, device="cpu", seed=SEED)
 
 
-def batch(step: int, tokens: int, device: str) -> torch.Tensor:
+def batch(step: int, tokens: int) -> torch.Tensor:
     """Return one window of `tokens` + 1 tokens that depends on the step alone; shape [1, tokens + 1]."""
     generator = torch.Generator().manual_seed(step)
     # Every third token follows from the one before it, so that there is something to learn.
     window = torch.randint(0, 250, (1, tokens + 1), generator=generator)
     window[:, 2::3] = (window[:, 1:-1:3] * 7 + 3) % 250
-    return window.to(device)
+    return window
 
 
 def loss_of(found: Any, window: torch.Tensor) -> torch.Tensor:
@@ -129,23 +128,6 @@ class Offloaded(Plain):
         self.optimizer.close()
 
 
-class TorchAO(Plain):
-    """torchao's CPUOffloadOptimizer: weights on the GPU, the optimizer's copies and state in host memory."""
-
-    has_optimizer = True
-
-    def __init__(self, request: dict[str, Any]) -> None:
-        from torchao.optim import CPUOffloadOptimizer
-
-        super().__init__(request)
-        self.optimizer = CPUOffloadOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
-
-    def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 class Fsdp(Plain):
     """FSDP2 of one rank: fp32 parameters computed with in bf16, and torch's AdamW over them."""
 
@@ -200,8 +182,7 @@ class DeepSpeed:
         # Collectives of one process need no native part, which would be compiled at first use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.logger.setLevel("WARNING")
-        if request["device"] == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ["DS_ACCELERATOR"] = "cpu"
         settings = dict(request["settings"])
         model = build(request)
         client = None
@@ -244,7 +225,6 @@ class DeepSpeed:
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "plain": Plain,
     "torch": Torch,
-    "torchao": TorchAO,
     "offload": Offloaded,
     "fsdp": Fsdp,
     "deepspeed": DeepSpeed,
@@ -264,10 +244,10 @@ class Bounds:
 
         small = request["settings"]["smoke"]
         self.stack = contextlib.ExitStack()
-        tier, queue = self.stack.enter_context(opened(request["settings"]["path"], "io_uring", checksum=False))
+        disk = opened(request["settings"]["path"], io_backend="io_uring", checksum=False)
         tile, self.tiles = (MIB, 4) if small else (4 * MIB, 48)
         self.moved = 2 * tile * self.tiles
-        self.mixer = Mixer(tier, queue, tile, 4, 16)
+        self.mixer = Mixer(*self.stack.enter_context(disk), tile, 4, 16)
         numel = 1 << 16 if small else 16_000_000
         self.buffers = Buffers(numel)
         self.kernel = CpuUpdateKernel(threads=cores())
@@ -330,11 +310,19 @@ def tuned_aio(folder: str, small: bool) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Return this process's resident bytes, the most ever and now, and what of them is locked or pinned."""
+    """Return this process's resident bytes.
+
+    The most ever and now, mapped files included; of those now what is its own and what is of files; what is pinned.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
-    pinned = kib.get("VmPin", 0) + kib.get("VmLck", 0)
-    return {"peak_bytes": kib["VmHWM"] << 10, "resident_bytes": kib["VmRSS"] << 10, "pinned_bytes": pinned << 10}
+    held = {words[0].rstrip(":"): int(words[1]) << 10 for words in map(str.split, lines) if words[-1] == "kB"}
+    return {
+        "peak_bytes": held["VmHWM"],
+        "resident_bytes": held["VmRSS"],
+        "own_bytes": held["RssAnon"] + held["RssShmem"],
+        "file_bytes": held["RssFile"],
+        "pinned_bytes": held.get("VmPin", 0) + held.get("VmLck", 0),
+    }
 
 
 def kernel_io() -> dict[str, int]:
@@ -352,18 +340,15 @@ def moved(before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in kernel_io().items()}
 
 
-def iterate(contender: Any, window: torch.Tensor, synchronize: Callable[[], object]) -> dict[str, float]:
+def iterate(contender: Any, window: torch.Tensor) -> dict[str, float]:
     before = kernel_io()
     times = [time.perf_counter()]
-    with computing(str(window.device)):
+    with computing():
         loss = contender.forward(window)
-        synchronize()
         times.append(time.perf_counter())
         contender.backward(loss)
-        synchronize()
         times.append(time.perf_counter())
     contender.step()
-    synchronize()
     times.append(time.perf_counter())
     after = kernel_io()
     names = ("forward_s", "backward_s", "step_s")
@@ -376,10 +361,9 @@ def iterate(contender: Any, window: torch.Tensor, synchronize: Callable[[], obje
     return found
 
 
-def run(contender: Any, parts: list[list[int]], device: str) -> list[dict[str, Any]]:
+def run(contender: Any, parts: list[list[int]]) -> list[dict[str, Any]]:
     from offload.predict import predict
 
-    synchronize = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
     found = []
     for tokens, first, count in parts:
         for step in range(first, first + count):
@@ -387,7 +371,7 @@ def run(contender: Any, parts: list[list[int]], device: str) -> list[dict[str, A
             extra: dict[str, Any] = {}
             if engine is not None and step == first + count - 1:
                 extra["predicted_step_s"] = predict(engine.plan, engine.rates).step_s
-            one: dict[str, Any] = iterate(contender, batch(step, tokens, device), synchronize)
+            one: dict[str, Any] = iterate(contender, batch(step, tokens))
             if engine is not None:
                 metrics = engine.metrics()
                 one["engine_step_s"] = metrics["step_s"]
@@ -450,9 +434,7 @@ def serve() -> None:
     contender = KINDS[request["kind"]](request)
     answer({"set_up_s": time.perf_counter() - started_s, **memory()})
     for line in sys.stdin:
-        found = run(contender, json.loads(line)["run"], request["device"])
-        gpu = torch.cuda.max_memory_allocated() if request["device"].startswith("cuda") else 0
-        answer({"iterations": found, "gpu_peak_bytes": gpu, **memory()})
+        answer({"iterations": run(contender, json.loads(line)["run"]), **memory()})
     contender.close()
 
 

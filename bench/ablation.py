@@ -6,6 +6,10 @@ rounds of an iteration without it over one with it; its spread is the distance b
 the three runs' medians. It pays where it brings more than twice the spread. What saves memory and no time is judged
 by the memory that the process holds, in the same way.
 
+A step of the whole is hidden in forward and in backward (`overlap="both"`); the same is run with each alone, with
+neither, and with "auto", which tries them all before anything counts. It sees both batch sizes in turn, as one
+training, and keeps one way for them: so its iterations of all sizes together are compared with those of the best way.
+
 Sections, each of which can be run alone:
 
   added      DeepSpeed's NVMe offload, its pipelining off and on; then ours with one mechanism more in each row
@@ -14,7 +18,8 @@ Sections, each of which can be run alone:
   simulated  the same rows on a published machine with 4 GPUs, its drive and its file system (`offload plan --rates
              h100-node-nvme-pfs`), beside what was published of it; one model with a larger batch, too, as forward and
              backward of the published ones are a fiftieth of an iteration. Nothing varies there: a mechanism pays if
-             it brings one part in a hundred. Checksums are not in that model
+             it brings one part in a hundred. Checksums are not in that model. Every way to hide a step is
+             simulated, too, with exact state and with the whole's, at three batch sizes
 """
 
 from __future__ import annotations
@@ -24,13 +29,14 @@ import importlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import published
+from _auto import NEAR, settled, with_auto
 from _common import progress
 from _contenders import (
     STOCK_NVME,
@@ -44,7 +50,7 @@ from _contenders import (
     training_options,
 )
 from _contest import BASELINE, STATE_BYTES, Contender, Outcome, Schedule, common_of, run_group, sum_of_losses
-from _harness import Run, main
+from _harness import Run, main, ratio
 from _needs import Need
 from _schedules import Forgetting
 
@@ -69,9 +75,9 @@ SHRUNK = 6
 WORTH = 0.01
 """What a mechanism has to bring where nothing is measured, and nothing varies."""
 
-LARGER = 16
+LARGER, LARGEST = 16, 32
 """Times the published batch with which a model is simulated as well: forward and backward take about as long as the
-step of compact state."""
+step of compact state, and of exact state."""
 
 WHOLE = "compact8"
 GRADIENTS = "gradients on paths"
@@ -89,8 +95,7 @@ class Parts:
         resident: A part of the state is at home in memory.
         second_path: There are two paths.
         checksum: Tiles carry one, which every read verifies.
-        forward: A step goes on in the next forward pass.
-        backward: Updates are made in backward.
+        overlap: Where a step is hidden.
         form: Format of state.
     """
 
@@ -99,8 +104,7 @@ class Parts:
     resident: bool = False
     second_path: bool = False
     checksum: bool = False
-    forward: bool = False
-    backward: bool = False
+    overlap: str = "off"
     form: str = "exact"
 
     def contender(self, name: str, numel: int, smoke: bool, paces: Sequence[float] = ()) -> Contender:
@@ -111,9 +115,7 @@ class Parts:
             "subgroup_numel": subgroup_numel(numel),
             "checksum": self.checksum,
             "state_format": self.form,
-            "overlap": {(0, 0): "off", (1, 0): "forward", (0, 1): "backward", (1, 1): "both"}[
-                self.forward, self.backward
-            ],
+            "overlap": self.overlap,
         }
         if not self.gradients:
             ours["gradient_memory"] = 0
@@ -133,12 +135,12 @@ for _name, _more in (
     ("residency", {"resident": True}),
     ("a second path", {"second_path": True}),
     ("checksums", {"checksum": True}),
-    ("forward", {"forward": True}),
-    ("backward", {"backward": True}),
+    ("forward", {"overlap": "forward"}),
+    ("backward", {"overlap": "both"}),
     ("compact16", {"form": "compact16"}),
     ("compact8", {"form": "compact8"}),
     # Which excludes updates in backward: their new weights are as many bytes in memory.
-    (GRADIENTS, {"gradients": False, "backward": False}),
+    (GRADIENTS, {"gradients": False, "overlap": "forward"}),
 ):
     LADDER[_name] = replace(list(LADDER.values())[-1] if LADDER else Parts(), **_more)  # type: ignore[arg-type]
 
@@ -147,17 +149,22 @@ TAKEN = {
     "residency": {"resident": False},
     "a second path": {"second_path": False},
     "checksums": {"checksum": False},
-    "forward": {"forward": False},
-    "backward": {"backward": False},
+    "forward": {"overlap": "backward"},
+    "backward": {"overlap": "forward"},
+    "hidden steps": {"overlap": "off"},
     "compact8": {"form": "exact"},
 }
 WITHOUT: dict[str, Parts] = {
     f"without {name}": replace(LADDER[WHOLE], **less)  # type: ignore[arg-type]
     for name, less in TAKEN.items()
 }
+AUTO = "auto"
+HIDDEN = {"off": "without hidden steps", "forward": "without backward", "backward": "without forward", "both": WHOLE}
+"""Rows that differ in where a step is hidden."""
+
 SMOKE = {
     "added": (BASELINE, "one path", GRADIENTS),
-    "taken": (WHOLE, "without order", TWO_PATHS),
+    "taken": (WHOLE, AUTO, "without order", TWO_PATHS),
     "simulated": ("one path", "no gradient I/O", "a second path", WHOLE, "without order"),
 }
 """What runs at smoke size."""
@@ -215,7 +222,8 @@ def field_of(section: str, numel: int, smoke: bool, aio: dict[str, Any]) -> list
         ours = [parts.contender(name, numel, smoke) for name, parts in LADDER.items()]
         return [deepspeed_baseline(smoke), *stock, *ours]
     paces = [path.read_bytes_per_s / SHRUNK / 1e6 for path in find_rates(MACHINE).rates.paths]
-    rows = {WHOLE: LADDER[WHOLE], GRADIENTS: LADDER[GRADIENTS], **WITHOUT}
+    rows = {WHOLE: LADDER[WHOLE], AUTO: replace(LADDER[WHOLE], overlap="auto")}
+    rows |= {GRADIENTS: LADDER[GRADIENTS], **WITHOUT}
     ours = [parts.contender(name, numel, smoke) for name, parts in rows.items()]
     before, after = LADDER["residency"], LADDER["a second path"]
     return [
@@ -267,6 +275,19 @@ def compared(outcomes: dict[str, Outcome], section: str, tokens: Sequence[int]) 
             figures = brought(without.values("iteration_s", size), with_.values("iteration_s", size))
             found.append({**head, "where": f"{section}, {size} tokens", **figures})
     return found
+
+
+def auto_over_best(outcomes: dict[str, Outcome], tokens: Sequence[int]) -> float | None:
+    """Return what iterations of all sizes take with "auto" over those of the best way; None if one did not run."""
+    found = [outcomes.get(name) for name in (AUTO, *HIDDEN.values())]
+    if any(each is None or each.failed or not each.iterations for each in found):
+        return None
+    auto, *ways = (
+        [sum(sizes) for sizes in zip(*(each.values("iteration_s", size) for size in tokens), strict=True)]
+        for each in found
+        if each is not None
+    )
+    return max(ratio(auto, way) for way in ways)
 
 
 def shown(rows: dict[str, Any], figures: Sequence[dict[str, Any]], failed: dict[str, str]) -> None:
@@ -353,10 +374,12 @@ def models(rows: Sequence[published.Paths]) -> dict[str, Published]:
     return {"40B": paper, **found}
 
 
-def simulated_s(parts: Parts, model: Published) -> dict[int, float]:
-    """Return the seconds of an iteration of ours on the published machine, in no more memory than MLP-Offload's.
+def simulated(parts: Parts, model: Published) -> Callable[[int, str], float]:
+    """Simulate ours on the published machine, in no more memory than MLP-Offload's.
 
-    Of the published batch, and of `LARGER` times it.
+    Returns:
+        What says the seconds of an iteration by how many times the published batch it has, and where its step is
+        hidden.
     """
     staging_bytes = SLOTS * model.subgroup_bytes
     rates = find_rates(MACHINE).rates
@@ -377,16 +400,26 @@ def simulated_s(parts: Parts, model: Published) -> dict[int, float]:
     if prediction is None:
         raise SystemExit(f"a step of {model.params:,} parameters has too many tiles to be simulated")
 
-    def iteration_s(batch: int) -> float:
+    def iteration_s(batch: int, overlap: str) -> float:
         forward_s, backward_s = batch * model.forward_s, max(batch * model.backward_s, prediction.gradients_s)
-        if parts.backward:
+        if overlap in ("backward", "both"):
             plan, rates = answer.plan, answer.rates
-            return with_backward_s(prediction, plan, rates, forward_s, backward_s, follows=parts.forward)
-        if parts.forward:
+            return with_backward_s(prediction, plan, rates, forward_s, backward_s, follows=overlap == "both")
+        if overlap == "forward":
             return backward_s + with_forward_s(prediction, forward_s, on_cpu=False)
         return forward_s + backward_s + prediction.step_s
 
-    return {batch: iteration_s(batch) for batch in (1, LARGER)}
+    return iteration_s
+
+
+def simulated_ways(model: Published) -> dict[str, dict[str, float]]:
+    """Return what an iteration of the whole takes for each way to hide its step; see `with_auto`."""
+    found = {}
+    for form in ("exact", LADDER[WHOLE].form):
+        iteration_s = simulated(replace(LADDER[WHOLE], form=form), model)
+        for batch in (1, LARGER, LARGEST):
+            found[f"{form}, {batch} times the batch"] = with_auto({way: iteration_s(batch, way) for way in HIDDEN})
+    return found
 
 
 def theirs_s(model: Published, multi: bool, constants: dict[str, float]) -> float:
@@ -411,8 +444,9 @@ def simulate(smoke: bool) -> dict[str, Any]:
             if smoke and row not in SMOKE["simulated"]:
                 continue
             progress(f"{name}: {row}")
-            for batch, seconds in simulated_s(parts, model).items():
-                rows[batch][row] = seconds
+            iteration_s = simulated(parts, model)
+            for batch, there in rows.items():
+                there[row] = iteration_s(batch, parts.overlap)
         places = {f"simulated, {name}": rows[1]}
         if name == next(iter(known)):
             places[f"simulated, {name}, {LARGER} times the batch"] = rows[LARGER]
@@ -439,6 +473,7 @@ def simulate(smoke: bool) -> dict[str, Any]:
             "larger_rows": rows[LARGER],
             "published": asdict(model),
             "their_schedules": schedules,
+            "ways": simulated_ways(model),
             "comparisons": figures,
         }
         print(
@@ -449,6 +484,9 @@ def simulate(smoke: bool) -> dict[str, Any]:
         for row, seconds in rows[1].items():
             larger = format_seconds(rows[LARGER][row])
             print(f"    {row:<34} {format_seconds(seconds)}; {LARGER} times the batch: {larger}")
+        for place, ways in found[name]["ways"].items():
+            seconds_of = ", ".join(f"{way} {format_seconds(ways[way])}" for way in (*HIDDEN, AUTO))
+            print(f"    {place}: {seconds_of}; both {ways['both_over_single']:.3f} times as fast as the better one")
     return found
 
 
@@ -473,6 +511,9 @@ def judge(run: Run) -> None:
             run.at_most("checksums: an iteration with them over one without", max(cost), 1.05)
         elif not mechanism.startswith("ours"):
             run.at_least(f"{mechanism}: places where it pays by more than twice the spread", len(places), 1)
+    if "auto_over_best" in results:
+        what = "taken: iterations of all sizes with auto over those of the best way"
+        run.at_most(what, results["auto_over_best"], NEAR, "one of them did not run")
     for form, same in results.get("same_losses", {}).items():
         run.at_least(f"losses of ours ({form}) are the same, bit for bit", same, 1.0, "none ran")
     for name, model in results.get("simulated", {}).items():
@@ -481,6 +522,9 @@ def judge(run: Run) -> None:
             times = theirs["multipath_s"] / model["rows"][row]
             what = f"simulated, {name}, ours up to {row}: iterations, times as fast as MLP-Offload's published"
             run.at_least(what, times, 1.0)
+        for place, ways in model["ways"].items():
+            what = f"simulated, {name}, {place}: an iteration with auto over the best way"
+            run.at_most(what, ways["auto_over_best"], NEAR)
         for which in model["their_schedules"] if "logs" in theirs["source"] else ():
             off = abs(model["their_schedules"][which] / theirs[which] - 1)
             what = f"simulated, {name}: {which.removesuffix('_s')}'s own schedule, off what was published by"
@@ -504,6 +548,8 @@ def trained(run: Run, section: str, seconds: float, sizes: Sequence[int], rounds
     common = common_of(shape, max(sizes), smoke)
     aio: dict[str, Any] = {"best": {}}
     schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
+    if section == "taken":  # "auto" has to have chosen, and all train as many steps
+        schedule = replace(schedule, settling=-(-settled(1.0) // (2 * len(sizes))))
     with run.brief_place() as folder:
         if section == "added" and not smoke and STOCK_NVME not in run.missing:
             aio = aio_settings(common, folder)
@@ -532,6 +578,8 @@ def measure(run: Run) -> None:
         results[section] = found
         results["rows"][section] = rows
         results["comparisons"] += figures
+        if section == "taken":
+            results["auto_over_best"] = auto_over_best(outcomes, sizes)
         groups.append(outcomes)
         print(f"{section}, {len(found['speeds'])} rounds:")
         shown(rows, figures, {name: outcome.failed for name, outcome in outcomes.items() if outcome.failed})

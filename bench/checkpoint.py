@@ -6,8 +6,7 @@ time of the call that starts a checkpoint, what each iteration takes longer than
 after, and what the last update before it takes longer than that before a round without, as medians over all rounds;
 its parts (hand-over, forward and backward, update, preparation) are reported. It cannot be less than what of the
 resident bytes, at the rate at which they were written in this run, exceeds forward and backward: that floor is taken
-off. Bytes are those written beyond what rounds without a checkpoint write, as a share of the state. `torch.save` of
-the same state's `state_dict()` stands beside it, its file synced.
+off. Bytes are those written beyond what rounds without a checkpoint write, as a share of those in memory.
 
 Then there is a checkpoint after every iteration: what an iteration takes in such rounds, over one in rounds without
 between them, or over the resident bytes at the rate at which they were written, where that is more. Beside it, for
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from _common import computing, progress
-from _harness import Run, digest, main
+from _harness import Option, Run, digest, main
 
 import offload
 from offload.plan import Home
@@ -50,15 +49,12 @@ LEAST_ROUNDS = 5
 ROUNDS_S = 75.0
 """A resident share is measured for so long, or for as many rounds as its size says, whichever is less."""
 
-
-@dataclass(frozen=True)
-class Size:
-    """Model, batch, and how many checkpoints are measured."""
-
-    width: int
-    layers: int
-    batch: int
-    rounds: int
+OPTIONS = (
+    Option("width", 2048, 512),
+    Option("layers", 12, 3),
+    Option("batch", 1536, 8, "rows of an iteration"),
+    Option("rounds", 15, 2, "most checkpoints that are measured"),
+)
 
 
 @dataclass
@@ -88,7 +84,7 @@ class Round:
 class Training:
     """A model whose iterations are timed."""
 
-    def __init__(self, size: Size, share: float, folder: Path) -> None:
+    def __init__(self, size: Any, share: float, folder: Path) -> None:
         torch.manual_seed(0)
         layers = (torch.nn.Linear(size.width, size.width) for _ in range(size.layers))
         self.model = torch.nn.Sequential(*layers).bfloat16()
@@ -132,13 +128,6 @@ class Training:
             self.optimizer.wait_checkpoint()
         return found
 
-    def torch_save_s(self) -> float:
-        """Return how long `torch.save` of the state takes, with its file synced."""
-        state = self.optimizer.state_dict()
-        started_s = time.perf_counter()
-        self.torch_save(state)
-        return time.perf_counter() - started_s
-
     def torch_save(self, state: Any) -> None:
         with open(self.folder / "torch.pt", "wb") as file:
             torch.save(state, file)
@@ -163,10 +152,7 @@ class Training:
         With each comes what waits for what it has under way.
         """
         found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-            "offload": (
-                lambda: self.optimizer.save_checkpoint(self.folder / "ck"),
-                self.optimizer.wait_checkpoint,
-            )
+            "offload": (lambda: self.optimizer.save_checkpoint(self.folder / "ck"), self.optimizer.wait_checkpoint)
         }
         plan = self.optimizer.plan.plan
         if plan.home_bytes[Home.HOST] < plan.state_bytes:
@@ -215,7 +201,7 @@ def every_iteration(training: Training, rounds: int) -> dict[str, Any]:
     return {"iteration_s": statistics.median(plain), "every_s": medians, "plain_s": plain, "rounds_s": taken}
 
 
-def measured(size: Size, share: float, folder: Path) -> dict[str, Any]:
+def measured(size: Any, share: float, folder: Path) -> dict[str, Any]:
     training = Training(size, share, folder)
     with training.optimizer as optimizer:
         plan = optimizer.plan.plan
@@ -231,7 +217,6 @@ def measured(size: Size, share: float, folder: Path) -> dict[str, Any]:
             progress(
                 f"  checkpoint {len(saving)} of {size.rounds}: committed after {format_seconds(saving[-1].commit_s)}"
             )
-        torch_save_s = training.torch_save_s()
         progress("  a checkpoint after every iteration")
         every = every_iteration(training, min(size.rounds, LEAST_ROUNDS))
     forward_s = statistics.median(s for one in plain for s in one.forward_s)
@@ -263,18 +248,13 @@ def measured(size: Size, share: float, folder: Path) -> dict[str, Any]:
         "staging_bytes": plan.staging_bytes,
         "iteration_s": usual_s,
         "forward_backward_s": forward_s,
-        "iteration_quartiles_s": statistics.quantiles(
-            [f + u for one in plain for f, u in zip(one.forward_s, one.update_s, strict=True)], n=4
-        ),
         "save_bytes_per_s": rate,
         "commit_s": statistics.median(one.commit_s for one in saving),
         "iterations": iterations,
         "stall": sum(parts.values()) / usual_s,
         "stall_parts": {name: seconds / usual_s for name, seconds in parts.items()},
         "floor": floor_s / usual_s,
-        "bytes_over_state": (moved[0] - moved[1]) / plan.state_bytes,
         "bytes_over_memory": (moved[0] - moved[1]) / (plan.home_bytes[Home.HOST] + plan.staging_bytes),
-        "torch_save": torch_save_s / usual_s,
         "checkpoints": len(saving),
         "every": every,
         "checksum": checksum,
@@ -286,13 +266,11 @@ def measure(run: Run) -> None:
         where = f"{share:.0%} resident"
         progress(where)
         with run.brief_place() as folder:
-            found = run.results[f"{share:.0%}"] = measured(run.size, share, folder)
+            found = run.results[f"{share:.0%}"] = measured(run.args, share, folder)
         parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
         print(
             f"{where}: stall {found['stall']:.3f} of an iteration of "
-            f"{format_seconds(found['iteration_s'])} ({parts}; {found['floor']:.3f} unavoidable), "
-            f"{found['bytes_over_state']:.3f} of the state written; "
-            f"torch.save takes {found['torch_save']:.2f} iterations"
+            f"{format_seconds(found['iteration_s'])} ({parts}; {found['floor']:.3f} unavoidable)"
         )
         beyond = max(0.0, found["stall"] - found["floor"])
         run.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL[share])
@@ -309,5 +287,4 @@ def measure(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    sizes = Size(512, 3, 8, 2), Size(2048, 12, 1536, 15)
-    main(__doc__, measure, sizes=sizes, path=True, device="cpu")
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu")

@@ -1,18 +1,13 @@
 """The CPU update, side by side with torch's and DeepSpeed's, and with what this machine's memory allows.
 
-One run, one set of buffers, interleaved rounds. Each contender twice:
-
-    update  fp32 gradient in, fp32 state; no 16-bit weight. The same work for all.
-    whole   bf16 gradient in, unscaled and clipped, bf16 weight out: one pass for us; for the others a
-            conversion of the gradient, a multiplication, the update, and a cast, as their users do it.
-
-Both touch at least 28 bytes a parameter. 100% is the fastest of several ways to stream over those bytes with
-next to no arithmetic, in the same run with the same number of threads.
+One run, one set of buffers, interleaved rounds. What counts is the whole job: bf16 gradient in, unscaled and clipped,
+bf16 weight out. It is one pass for us; for the others a conversion of the gradient, a multiplication, the update, and
+a cast, as their users do it. It touches at least 28 bytes a parameter. 100% is the fastest of several ways to stream
+over those bytes with next to no arithmetic, in the same run with the same number of threads.
 
 `offload/compact16` is the whole job with moments in bf16, 20 bytes a parameter; `offload/compact8` with moments of
 one byte and a master of three, 14 bytes. Each is compared with the fastest stream over those bytes and with
-`cached/...`, the same update of state in the first-level cache, on one core. `matching/...` is the whole job where
-an update first compares masters with weights that somebody has written to.
+`cached/...`, the same update of state in the first-level cache, on one core.
 
 With `--tune` it measures instead how far ahead of its use memory is best asked for, on this processor, for each
 instruction set; and prints the row for the table in `csrc/kernels/prefetch.cpp`, and the setting that has its effect.
@@ -29,14 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import cores, huge_tensors, interleaved
-from _harness import Option, Run, main, ratio
+from _common import cores, huge_tensors
+from _harness import Option, Run, interleaved, main, ratio
 from _needs import NATIVE
 
 from offload import _native
 from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS, SCALES, StateFormat
 from offload.formats.compact8 import BLOCK_NUMEL
-from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys, scalars
+from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat, segment_table
 from offload.protocols import SegmentFlag
 
@@ -104,12 +99,7 @@ class Buffers:
         }
 
     def segment(
-        self,
-        step: int,
-        *,
-        whole: bool,
-        numel: int | None = None,
-        state_format: StateFormat = EXACT,
+        self, step: int, *, whole: bool, numel: int | None = None, state_format: StateFormat = EXACT
     ) -> SegmentTensors:
         """Return the buffers (or their first `numel` elements) as one segment."""
         cut = slice(numel)
@@ -123,7 +113,7 @@ class Buffers:
             self.gradient[cut] if whole else self.gradient32[cut],
             self.weight[cut] if whole else None,
             FLAGS,
-            scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
+            reference.scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
             state_format=state_format,
             rounding_key=int(rounding_keys(0, 0, step)[0]),
             **planes,
@@ -154,8 +144,8 @@ def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     return digest.hexdigest()[:16]
 
 
-def optimizer_steps(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, b: Buffers) -> dict[str, Any]:
-    """Return a contender's two functions, its state being the shared buffers."""
+def whole_job(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, b: Buffers) -> Callable[[], None]:
+    """Return what does a contender's job, its state being the shared buffers."""
     parameter.grad = b.gradient32
 
     def whole() -> None:
@@ -164,18 +154,18 @@ def optimizer_steps(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parame
         optimizer.step()
         b.weight.copy_(parameter.detach())
 
-    return {"update": optimizer.step, "whole": whole}
+    return whole
 
 
-def torch_contender(b: Buffers, **kind: bool) -> dict[str, Any]:
+def torch_contender(b: Buffers, **kind: bool) -> Callable[[], None]:
     parameter = torch.nn.Parameter(b.master)
     optimizer = torch.optim.AdamW([parameter], **kind, **SETTINGS)
     optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
-    return optimizer_steps(optimizer, parameter, b)
+    return whole_job(optimizer, parameter, b)
 
 
-def deepspeed_contender(b: Buffers) -> dict[str, Any] | str:
-    """Return DeepSpeed's two functions, or why there are none."""
+def deepspeed_contender(b: Buffers) -> Callable[[], None] | str:
+    """Return what does DeepSpeed's job, or why there is none."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -186,7 +176,7 @@ def deepspeed_contender(b: Buffers) -> dict[str, Any] | str:
     except Exception as error:  # its native part is compiled here and now, which fails in many ways
         return f"could not be built: {type(error).__name__}: {error}"
     optimizer.state[parameter] = {"step": 3, "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
-    return optimizer_steps(optimizer, parameter, b)
+    return whole_job(optimizer, parameter, b)
 
 
 def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
@@ -250,22 +240,19 @@ def measure(run: Run) -> None:
     run.checksums.append(checked_checksum(kernel, buffers))
 
     whole = segment_table([buffers.segment(4, whole=True)])
-    alone = segment_table([buffers.segment(4, whole=False)])
     compact = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in COMPACT_BYTES}
     one_core = CpuUpdateKernel(threads=1)
-    contenders: dict[str, dict[str, Any] | str] = {
-        "offload": {"update": lambda: kernel.run(alone), "whole": lambda: kernel.run(whole)},
+    contenders: dict[str, Callable[[], None] | str] = {
+        "offload": lambda: kernel.run(whole),
         "torch_fused": torch_contender(buffers, fused=True),
         "torch_foreach": torch_contender(buffers, foreach=True),
         "deepspeed": "left out of the smoke run: its native part takes a minute to build"
         if run.smoke
         else run.missing.get("deepspeed") or deepspeed_contender(buffers),
     }
+    not_run = {name: why for name, why in contenders.items() if isinstance(why, str)}
     functions: dict[str, Callable[[], object]] = {
-        f"{name}/{part}": function
-        for name, parts in contenders.items()
-        if isinstance(parts, dict)
-        for part, function in parts.items()
+        f"{name}/whole": job for name, job in contenders.items() if not isinstance(job, str)
     }
     weight, state = StreamVariant.WEIGHT_NONTEMPORAL, StreamVariant.STATE_NONTEMPORAL
     apart, ahead = StreamVariant.TENSOR_BY_TENSOR, StreamVariant.PREFETCH
@@ -279,9 +266,6 @@ def measure(run: Run) -> None:
         functions[f"offload/{kind.name}"] = partial(kernel.run, table)
     small = Buffers(CACHED_NUMEL)
     for kind in FORMATS:
-        matching = segment_table([buffers.segment(4, whole=True, state_format=kind)])
-        matching["flags"] |= int(SegmentFlag.MATCH_MASTER)
-        functions[f"matching/{kind.name}"] = partial(kernel.run, matching)
         row = segment_table([small.segment(4, whole=True, state_format=kind)])
         functions[f"cached/{kind.name}"] = partial(one_core.run, np.repeat(row, numel // CACHED_NUMEL))
 
@@ -318,14 +302,10 @@ def measure(run: Run) -> None:
         "stream": {"fastest": stream, "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER},
         **{kind.name: compared(kind) for kind in COMPACT_BYTES},
         "contenders": {
-            name: {
-                "parameters_per_s": rates[name],
-                "share_of_stream": faster(name, stream),
-                "seconds": seconds,
-            }
+            name: {"parameters_per_s": rates[name], "share_of_stream": faster(name, stream), "seconds": seconds}
             for name, seconds in times.items()
         },
-        "not_run": {name: parts for name, parts in contenders.items() if isinstance(parts, str)},
+        "not_run": not_run,
     }
     print(f"{numel} parameters, {threads} threads, {kernel.instruction_set}, 100% is {stream}")
     for name, row in results["contenders"].items():
@@ -333,12 +313,12 @@ def measure(run: Run) -> None:
     for kind in COMPACT_BYTES:
         for name, value in results[kind.name].items():
             print(f"  {kind.name}, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
-    for name, reason in results["not_run"].items():
+    for name, reason in not_run.items():
         print(f"  {name:46} not run: {reason}")
     run.at_least("whole job, share of stream", faster("offload/whole", stream), 0.95)
     others = {"torch fused": 1.5, "DeepSpeed CPU Adam": 1.2, "torch foreach": 8.0}
     for (name, least), other in zip(others.items(), ("torch_fused", "deepspeed", "torch_foreach"), strict=True):
-        why = results["not_run"].get(other, "")
+        why = not_run.get(other, "")
         value = None if why else faster("offload/whole", f"{other}/whole")
         run.at_least(f"whole job, times {name}", value, least, why)
     for kind in COMPACT_BYTES:

@@ -8,20 +8,17 @@ then.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import statistics
 import time
-import uuid
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-from _harness import Option, Run, main, ratio, spawned, turns
+import torch
+from _harness import Option, Run, digest, main, ratio, spawned, turns
+from paths import Mixer, opened
 
-from offload._native import CompletionQueue
-from offload.memory.arenas import Arena
-from offload.protocols import Completion, TileId, TileRequest
-from offload.tiers import StoreOptions, Turns, open_tier, slot_bytes
+from offload.tiers import Turns
 
 DEPTH = 4
 """Requests of each direction in flight."""
@@ -29,59 +26,19 @@ DEPTH = 4
 
 def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes: int, depth: int | None) -> None:
     """Obey (locked, begin) with the times at which tiles were through, until None."""
-    arena = Arena(2 * DEPTH * tile_bytes)
-    arena.numpy(0, arena.nbytes, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, arena.nbytes, np.uint8)
-    queues = [CompletionQueue(), CompletionQueue()]
     turns = [None, Turns(turn_bytes=turn_bytes)]
-    stores = [
-        open_tier(path, uuid.uuid4(), queue, options=StoreOptions(depth=depth, turns=turns[locked]))
-        for locked, queue in enumerate(queues)
-    ]
-
-    def request(number: int, place: int, step: int) -> TileRequest:
-        return TileRequest(
-            op=number + 1,
-            tile=TileId(0, 0, number),
-            step=step,
-            offset=number * slot_bytes(tile_bytes),
-            address=arena.address + place * tile_bytes,
-            nbytes=tile_bytes,
-        )
-
-    def move(locked: int) -> list[float]:
-        """Write `tiles` new tiles and read as many old ones; return when each was through."""
-        store, queue, ends = stores[locked], queues[locked], []
-        left = {"write": list(range(tiles)), "read": list(range(tiles, 2 * tiles))}
-        places = {"write": list(range(DEPTH)), "read": list(range(DEPTH, 2 * DEPTH))}
-        flying: dict[int, tuple[str, int]] = {}
-        while left["write"] or left["read"] or flying:
-            for kind in ("write", "read"):
-                while left[kind] and places[kind]:
-                    number, place = left[kind].pop(0), places[kind].pop()
-                    flying[number + 1] = (kind, place)
-                    getattr(store, kind)(request(number, place, 1))
-            for record in queue.wait():
-                completion = Completion(*record)
-                if completion.error:
-                    raise SystemExit(f"a transfer failed: {completion}")
-                kind, place = flying.pop(completion.op)
-                places[kind].append(place)
-                ends.append(completion.finished_s)
-        return ends
-
-    for locked in (0, 1):  # what reads will find, written once
-        for number in range(tiles, 2 * tiles):
-            stores[locked].write(request(number, 0, 1))
-            queues[locked].wait()
-    pipe.send("ready")
-    while (command := pipe.recv()) is not None:
-        locked, begin_s = command
-        time.sleep(max(0.0, begin_s - time.monotonic()))
-        pipe.send(move(locked))
-    for store in stores:
-        store.close()
-    digest = hashlib.sha256(arena.numpy(0, arena.nbytes, np.uint8)).hexdigest()[:16]
-    pipe.send(digest)
+    with contextlib.ExitStack() as stack:
+        mixers = [
+            Mixer(*stack.enter_context(opened(path, turns=each, depth=depth)), tile_bytes, DEPTH, tiles)
+            for each in turns
+        ]
+        pipe.send("ready")
+        while (command := pipe.recv()) is not None:
+            locked, begin_s = command
+            time.sleep(max(0.0, begin_s - time.monotonic()))
+            pipe.send(mixers[locked].run(tiles))
+        arenas = [mixer.arena.tensor(0, mixer.arena.nbytes, torch.uint8) for mixer in mixers]
+        pipe.send(digest(arenas))
 
 
 def measure(run: Run) -> None:

@@ -9,30 +9,22 @@ staging and named overhead.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from _common import computing, progress
-from _harness import Run, digest, in_process, main
+from _harness import Option, Run, digest, in_process, main
 from _worker import memory
 
 TOLERANCE_BYTES = 64 << 20
 TOLERANCE_SHARE = 0.05
-
-
-@dataclass(frozen=True)
-class Size:
-    """Layers of the model, their width, and the steps that it is trained."""
-
-    layers: int
-    width: int
-    steps: int
+OPTIONS = (Option("layers", 26, 3), Option("width", 2048, 512), Option("steps", 4, 2))
 
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
     """Run one contender: the twin, if no part of the state is to be resident, not even none."""
-    size, share = Size(**request["size"]), request["share"]
+    size, share = SimpleNamespace(**request), request["share"]
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(size.width, size.width) for _ in range(size.layers))).bfloat16()
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -68,7 +60,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
 def measure(run: Run) -> None:
     def took(share: float | None) -> dict[str, Any]:
         with run.brief_place() as folder:
-            return dict(in_process(__file__, {"size": asdict(run.size), "share": share, "folder": str(folder)}))
+            return dict(in_process(__file__, {**run.options, "share": share, "folder": str(folder)}))
 
     twin = took(None)
     run.results |= {"parameters": twin["parameters"], "twin": twin, "offload": {}}
@@ -86,5 +78,4 @@ def measure(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    sizes = Size(3, 512, 2), Size(26, 2048, 4)
-    main(__doc__, measure, sizes=sizes, path=True, device="cpu", child=child)
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu", child=child)

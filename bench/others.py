@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,13 +35,12 @@ from typing import Any
 
 import psutil
 import torch
-from _common import interleaved, progress
-from _contenders import ALONE_MEMORY, TORCHAO_OFFLOAD
+from _common import progress
+from _contenders import ALONE_MEMORY
 from _contest import (
     BASELINE,
     STATE_BYTES,
     Contender,
-    Outcome,
     Schedule,
     common_of,
     markdown,
@@ -51,7 +50,7 @@ from _contest import (
     sum_of_losses,
     times_faster,
 )
-from _harness import Row, Run, Section, digest, main, medians, ratio, spawned, turns
+from _harness import Option, Row, Run, digest, interleaved, main, medians, ratio, spawned, turns
 from _needs import FIO
 from _sessions import MIB
 from _worker import kernel_io, moved
@@ -74,38 +73,20 @@ PROCESS_BYTES = 300 << 20
 POLICY = "FSDP2 of one rank, torch AdamW, CPUOffloadPolicy"
 SAVES = "torch AdamW, fused, save_on_cpu"
 SMOKE_FIELD = (BASELINE, POLICY, SAVES, ALONE_MEMORY)
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is done.
-
-    Attributes:
-        numel: Parameters of the cold step.
-        weights: Tensors that they are in.
-        buckets: Of the loops.
-        rounds: Of the cold step.
-        tensors, elements: Of the step in memory.
-        processes: Beside each other there.
-        steps: Of each of them, in each of `turns`.
-        turns: How often each kind of process is started.
-        params: Of the model that is trained.
-        tokens: Of its batch.
-        iterations: Rounds of it.
-    """
-
-    numel: int
-    weights: int
-    buckets: int
-    rounds: int
-    tensors: int
-    elements: int
-    processes: int
-    steps: int
-    turns: int
-    params: int
-    tokens: int
-    iterations: int
+OPTIONS = (
+    Option("numel", 1 << 26, 1 << 19, "parameters of the cold step"),
+    Option("weights", 64, 4, "tensors that they are in"),
+    Option("buckets", 16, 8, "of the loops"),
+    Option("rounds", 9, 2, "of the cold step"),
+    Option("tensors", 512, 8, "of the step in memory"),
+    Option("elements", 1 << 20, 1 << 12, "of each of them"),
+    Option("processes", 8, 2, "beside each other there"),
+    Option("steps", 4, 1, "of each of them"),
+    Option("turns", 2, 1, "how often each kind of process is started"),
+    Option("params", 130_000_000, 300_000, "of the model that is trained"),
+    Option("tokens", 128, 16, "of its batch"),
+    Option("iterations", 5, 1, "rounds of it"),
+)
 
 
 # A step whose state is on the disk
@@ -182,7 +163,8 @@ class Ours:
 
 
 def cold(run: Run) -> Row:
-    size, generator = run.size, torch.Generator().manual_seed(0)
+    size, generator = run.args, torch.Generator().manual_seed(0)
+    run.results["published"] = PUBLISHED
     start = torch.randn(size.numel, generator=generator).bfloat16()
     gradient = torch.randn(size.numel, generator=generator).bfloat16()
     names = ("serial", "ahead", *FORMATS)
@@ -239,12 +221,6 @@ def cold(run: Run) -> Row:
             f"  {name:<9} {format_seconds(row['foreground_s'])} and {format_seconds(row['drain_s'])} to drain: "
             f"{row['read_bytes'] / 1e6:.0f} MB read, {row['write_bytes'] / 1e6:.0f} MB written, {of_fio}"
         )
-    files = {name: loop.chosen for name, loop in loops.items()}
-    return {"contenders": rows, "fio_bytes_per_s": disk, "files": files, "checksum": "-".join(digests.values())}
-
-
-def cold_targets(run: Run, found: Row) -> None:
-    rows = found["contenders"]
     for name, what, least in (("ahead", "the loop that reads ahead", 0.8), ("exact", "exact state", 0.9)):
         what = f"cold step, {what}: bytes a second, of fio's"
         run.at_least(what, rows[name]["of_fio"], least, "fio is not installed")
@@ -255,6 +231,9 @@ def cold_targets(run: Run, found: Row) -> None:
         run.at_least(what, rows[form]["all_s_ahead"] / fewer, 0.9)
     what = "cold step, exact: foreground, times as fast as the loop that reads ahead"
     run.at_least(what, rows["exact"]["foreground_s_ahead"], 1.0)
+    run.checksums += digests.values()
+    files = {name: loop.chosen for name, loop in loops.items()}
+    return {"contenders": rows, "fio_bytes_per_s": disk, "files": files}
 
 
 # A step in memory
@@ -322,13 +301,13 @@ def processes(count: int, steps: int, *given: Any) -> tuple[list[float], set[str
 
 
 def in_memory(run: Run) -> Row:
-    size, results = run.size, {}
-    cases = {"one process": (1, 1, CPUS), "eight processes": (size.processes, QUARTER, 1)}
+    size, results = run.args, {}
+    cases = {"one process": (1, 1, CPUS, 2.0), "eight processes": (size.processes, QUARTER, 1, 3.0)}
     each_bytes = (STATE_BYTES + 4) * size.tensors * size.elements  # with weights and gradients in 16 bits
-    most = max(count * (each_bytes // part + PROCESS_BYTES) for count, part, _ in cases.values())
+    most = max(count * (each_bytes // part + PROCESS_BYTES) for count, part, *_ in cases.values())
     if psutil.virtual_memory().available < most:
         raise SystemExit(f"steps in memory take {format_bytes(most)}, which are not free")
-    for case, (count, part, threads) in cases.items():
+    for case, (count, part, threads, least) in cases.items():
         seconds: dict[str, list[float]] = {"ours": [], "a tensor at a time": []}
         digests: dict[str, set[str]] = {kind: set() for kind in seconds}
         for _, kind in turns(seconds, size.turns):
@@ -337,7 +316,7 @@ def in_memory(run: Run) -> Row:
             seconds[kind] += taken
             digests[kind] |= found
         whole_s = {kind: part * statistics.median(each) for kind, each in seconds.items()}
-        results[case] = {
+        row = results[case] = {
             "part": 1 / part,
             "seconds": seconds,
             "whole_s": whole_s,
@@ -348,31 +327,27 @@ def in_memory(run: Run) -> Row:
             f"  {case}: {format_seconds(whole_s['ours'])}, torch with a tensor at a time "
             f"{format_seconds(whole_s['a tensor at a time'])}; published {PUBLISHED[f'{case}_s']} s"
         )
-    ours = (digest for case in results.values() for digest in case["checksums"]["ours"])
-    return results | {"checksum": run.same("weights depend on processes or threads", ours)}
-
-
-def memory_targets(run: Run, found: Row) -> None:
-    for case, least in (("one process", 2.0), ("eight processes", 3.0)):
-        row = found[case]
         what = f"step in memory, {case}: times as fast as torch's AdamW with a tensor at a time"
         run.at_least(what, row["times"], least)
         what = f"step in memory, {case}: seconds of the whole size, over those published of another machine"
-        run.at_most(what, row["whole_s"]["ours"] / PUBLISHED[f"{case}_s"], 1.0)
+        run.at_most(what, whole_s["ours"] / PUBLISHED[f"{case}_s"], 1.0)
+    ours = (digest for case in results.values() for digest in case["checksums"]["ours"])
+    run.checksums.append(run.same("weights depend on processes or threads", ours))
+    return results
 
 
 # What torch offloads by
 
 
 def offloads(run: Run) -> Row:
-    size, shape = run.size, choose_shape(run.size.params)
+    size, shape = run.args, choose_shape(run.args.params)
     field = [
         Contender(BASELINE, "plain"),
         Contender("torch AdamW, fused", "torch", {"fused": True}),
         Contender(SAVES, "torch", {"fused": True, "save_on_cpu": True}),
         Contender("FSDP2 of one rank, torch AdamW", "fsdp", {"offloads": False}),
         Contender(POLICY, "fsdp", {"offloads": True}),
-        Contender(TORCHAO_OFFLOAD, "torchao", left_out="not run: it needs weights on a GPU"),
+        Contender("torchao CPUOffloadOptimizer", "torchao", left_out="not run: it needs weights on a GPU"),
         Contender(ALONE_MEMORY, "offload"),
         Contender("ours, nothing resident", "offload", {"host_memory": 0, "paths": ["{path}"]}),
     ]
@@ -384,44 +359,21 @@ def offloads(run: Run) -> Row:
     ran = {name: each for name, each in outcomes.items() if each.iterations and not each.failed}
     rows = {name: row(each, base, speeds, size.tokens, shape.numel) for name, each in ran.items()}
     print(markdown(rows, {name: each.failed for name, each in outcomes.items() if each.failed}))
-    kept = {name: asdict(outcome) for name, outcome in outcomes.items()}
-    return {"rows": rows, "contenders": kept, "speeds": speeds, "checksum": sum_of_losses(outcomes.values())}
-
-
-def offloads_targets(run: Run, found: Row) -> None:
-    ours, policy = (Outcome(**found["contenders"][name]) for name in (ALONE_MEMORY, POLICY))
-    times = None if policy.failed else times_faster(ours, policy, run.size.tokens)
+    policy = outcomes[POLICY]
+    times = None if policy.failed else times_faster(outcomes[ALONE_MEMORY], policy, size.tokens)
     what = "iteration, all in memory, times as fast as FSDP2's CPUOffloadPolicy"
     run.at_least(what, times, 1.0, "one of them did not run")
-
-
-def section(name: str, measure: Section, judge: Callable[[Run, Row], None]) -> Section:
-    """Return a section that goes on from what is kept of it, and judges that."""
-
-    def do(run: Run) -> Row:
-        run.results["published"] = PUBLISHED
-        found: Row = run.kept.find(name, lambda: measure(run))
-        judge(run, found)
-        run.checksums.append(found["checksum"])
-        return found
-
-    return do
+    run.checksums.append(sum_of_losses(outcomes.values()))
+    kept = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    return {"rows": rows, "contenders": kept, "speeds": speeds}
 
 
 if __name__ == "__main__":
     main(
         __doc__,
-        sections={
-            "cold": section("cold", cold, cold_targets),
-            "threads": section("threads", in_memory, memory_targets),
-            "offloads": section("offloads", offloads, offloads_targets),
-        },
-        sizes=(
-            Size(1 << 19, 4, 8, 2, 8, 1 << 12, 2, 1, 1, 300_000, 16, 1),
-            Size(1 << 26, 64, 16, 9, 512, 1 << 20, 8, 4, 2, 130_000_000, 128, 5),
-        ),
+        sections={"cold": cold, "threads": in_memory, "offloads": offloads},
+        options=OPTIONS,
         path=True,
-        runs=True,
         device="cpu",
         needs=lambda args: {"cold": [FIO]} if "cold" in args.sections else {},
     )

@@ -2,9 +2,10 @@
 
 One model trains in one process with all state on a path. Iterations alternate: one whose step is waited for; one that
 begins while the step before goes on (`overlap_forward`); one whose updates were made during backward
-(`overlap="backward"`); one with both. Bounds are of the same run, from T_f and T_b, the seconds of forward and
-backward, U, those of the update in memory, C, the CPU that I/O costs over the cores, I, those in which the path reads
-or writes, and B, the bytes of that by I:
+(`overlap="backward"`); one with both; and one in the way that `overlap="auto"` has chosen among these before, which
+should be the fastest. Bounds are of the same run, from T_f and T_b, the seconds of forward and backward, U, those of
+the update in memory, C, the CPU that I/O costs over the cores, I, those in which the path reads or writes, and B, the
+bytes of that by I:
 
 * forward: T_b + max(T_f + U + C, I)
 * backward: T_f + max(T_b + U + C, (2 S - F) / B), S being the state and F what is moved during forward
@@ -26,11 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _auto import NEAR, settled
 from _common import computing, cores
 from _harness import Option, Run, digest, main, medians, ratio
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
+from offload.optim.auto import MODES, AutoOverlap
+from offload.optim.overlap import FollowedModel
 from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_seconds
 
@@ -40,6 +44,7 @@ OPTIONS = (
     Option("pairs", 30, 2),
     Option("format", "exact", help="of state"),
 )
+COUNTED = 4
 NAMES = ("forward_s", "backward_s", "step_s")
 
 UNCLIPPED = 1e9
@@ -104,33 +109,55 @@ class Training:
         found["whole_s"] = sum(found[name] for name in NAMES)
         return found
 
-    def overlapped(self, tokens: int, forward: bool, backward: bool) -> dict[str, float]:
-        """Train some iterations whose steps are hidden; return the figures of the last."""
+    def chosen(self, tokens: int) -> AutoOverlap:
+        """Train until "auto" has tried all ways and keeps one; return it."""
+        auto = self.optimizer._auto = AutoOverlap(self.optimizer._overlap.pace)
+        following = self.optimizer.overlap_forward(self.model)
+        took_s = sum(self.iteration(tokens)[name] for name in NAMES)
+        for _ in range(settled(took_s / 2)):  # as some ways are faster
+            self.iteration(tokens)
+            self.optimizer._choose_overlap()
+        self._wait_from_now_on(following, tokens)
+        return auto
+
+    def _wait_from_now_on(self, following: FollowedModel | None, tokens: int) -> None:
+        if following is not None:
+            following.remove()
+        self.optimizer.engine.speculate(None)
+        self.optimizer._auto = AutoOverlap()  # which lets steps go on where a model is given
+        self.iteration(tokens)
+
+    def overlapped(
+        self, tokens: int, forward: bool, backward: bool, auto: AutoOverlap | None = None
+    ) -> dict[str, float]:
+        """Train some iterations whose steps are hidden; return the figures of some of them, one behind another."""
+        self.optimizer._auto = auto or self.optimizer._auto
         following = self.optimizer.overlap_forward(self.model) if forward else None
         if backward:
             self.optimizer._speculate()
-        for _ in range(2):
+        for _ in range(3):
             self.iteration(tokens)
+        # Each leaves work to the next: one alone may be faster than any number of them.
+        all_began_s = time.monotonic()
+        rows = [self.iteration(tokens) for _ in range(COUNTED - 1)]
         predicted_s = self.optimizer.metrics().get("predicted_iteration_s", math.nan)
-        self.iteration(tokens)
         began_s = time.monotonic()
-        found = self.iteration(tokens)
-        arrives_s = began_s + found["forward_s"]
-        found["whole_s"] = sum(found[name] for name in NAMES)
+        rows.append(self.iteration(tokens))
+        whole_s = (time.monotonic() - all_began_s) / COUNTED
+        arrives_s = began_s + rows[-1]["forward_s"]
+        found = {**medians(rows), "whole_s": whole_s}
         found["predicted"] = predicted_s / found["whole_s"]
         self.optimizer.finish()  # what follows is about this step
         found["forward_bytes"] = sum(i.nbytes for i in self._moves() if began_s < i.finished_s <= arrives_s)
         found["confirmed_bytes"] = self.optimizer.metrics().get("speculation/confirmed_bytes", math.nan)
-        if following is not None:
-            following.remove()
-        self.optimizer.engine.speculate(None)
-        self.iteration(tokens)
+        self._wait_from_now_on(following, tokens)
         return found
 
-    def turn(self, tokens: int) -> dict[str, dict[str, float]]:
+    def turn(self, tokens: int, auto: AutoOverlap) -> dict[str, dict[str, float]]:
         """Return the seconds of an iteration of each kind."""
         found = {"waits": self.waited(tokens)}
         found |= {name: self.overlapped(tokens, *how) for name, how in KINDS.items()}
+        found["auto"] = self.overlapped(tokens, True, MODES[auto.mode][1], auto)
         row = found["waits"]
         hidden_s = row["update_s"] + row["io_cpu_s"]
         rate = row["moved_bytes"] / row["io_s"] if row["io_s"] else math.inf  # staging slots hold all of it
@@ -139,6 +166,7 @@ class Training:
         found["backward"]["bound_s"] = row["forward_s"] + max(busy_s, left_bytes / rate)
         found["both"]["bound_s"] = max(row["forward_s"] + busy_s, 2 * row["streamed_bytes"] / rate)
         found["forward"]["bound_s"] = row["bound_s"]
+        found["auto"]["bound_s"] = found.get(auto.mode, row)["bound_s"]
         return found
 
     def even(self, tokens: int, most: int, names: Sequence[str]) -> int:
@@ -159,8 +187,9 @@ def contest(training: Training, tokens: int, rounds: int) -> dict[str, Any]:
     """Return medians over rounds."""
     for _ in range(3):  # rates, staging and the allocator settle
         training.waited(tokens)
-    turns = [training.turn(tokens) for _ in range(rounds)]
-    found: dict[str, Any] = {}
+    auto = training.chosen(tokens)
+    turns = [training.turn(tokens, auto) for _ in range(rounds)]
+    found: dict[str, Any] = {"chosen": auto.mode}
     for name in turns[0]:
         waits, whole, bounds = (
             [turn[kind][what] for turn in turns]
@@ -171,6 +200,8 @@ def contest(training: Training, tokens: int, rounds: int) -> dict[str, Any]:
             "limit": ratio(waits, bounds),
             "over_bound": ratio(whole, bounds),
         }
+    took, *ways = ([turn[name]["whole_s"] for turn in turns] for name in ("auto", "waits", *KINDS))
+    found["auto_over_best"] = max(ratio(took, way) for way in ways)
     return found
 
 
@@ -191,6 +222,7 @@ def measure(run: Run) -> None:
                     f"  hidden in {kind}: {row['times_as_fast']:.3f} times as fast (at most {row['limit']:.3f}), "
                     f"{row['over_bound']:.3f} of the bound"
                 )
+            print(f"  auto: {results[name]['chosen']}, {results[name]['auto_over_best']:.3f} of the best")
     run.checksums.append(training.digest())
     form, number = COMPACT
     compact = f"{form}, {number}"
@@ -207,6 +239,8 @@ def measure(run: Run) -> None:
     for name, row in results.items():
         for kind in KINDS:
             run.at_most(f"{name}, hidden in {kind}: iteration over its bound", row[kind]["over_bound"], 1.1)
+    for name, row in results.items():
+        run.at_most(f"{name}: iteration with auto over the best way", row["auto_over_best"], NEAR)
     for name, row in results.items():
         run.at_most(f"{name}: predicted iteration, off by", abs(row["forward"]["predicted"] - 1), 0.1)
     for name, row in results.items():

@@ -3,8 +3,9 @@
 Sections, each of which can be run alone (`--sections single,sum`):
 
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
+  backends      io_uring beside threads, by tile size: reads and writes mixed, with checksums taken and checked by the
+                backend's own threads; and steps of the engine, whose updates do that
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
-  slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
   cpu           CPU seconds that a gigabyte costs between staging memory and path, by thread, with checksums and
@@ -28,26 +29,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import cores, interleaved
-from _harness import Run, digest, main, medians
+from _common import cores
+from _harness import Run, digest, interleaved, main, medians, ratio
 from _needs import FIO
-from _sessions import MB, MIB, Configuration, Model, Pace, Session, Size, sessions
+from _sessions import MB, MIB, Configuration, Model, Pace, Session, sessions
 
 import offload
 from offload._native import CompletionQueue
 from offload.formats import EXACT_ADAMW
 from offload.memory.arenas import Arena
-from offload.protocols import Tier, TileId, TileRequest
+from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import StoreOptions, open_tier
 from offload.units import format_seconds
 
 SLOT_HEADER = 4096
-THREADS = {
-    "offload-update": "update",
-    "offload-ring": "I/O",
-    "offload-read": "I/O",
-    "offload-write": "I/O",
-}
+BACKENDS = ("threads", "io_uring")
+THREADS = {"offload-update": "update", "offload-ring": "I/O", "offload-read": "I/O", "offload-write": "I/O"}
 """What a session's threads are for, by their names without numbers; the engine's and the caller's are Python's."""
 
 
@@ -81,15 +78,15 @@ class Mixer:
         (self.tier.write if write else self.tier.read)(request)
         return request.op
 
-    def _wait(self) -> list[int]:
-        done = self.queue.wait()
-        for record in done:
-            if record[1]:
-                raise SystemExit(f"a transfer failed with error {record[1]}")
-        return [record[0] for record in done]
+    def _wait(self) -> list[Completion]:
+        done = [Completion(*record) for record in self.queue.wait()]
+        for completion in done:
+            if completion.error:
+                raise SystemExit(f"a transfer failed: {completion}")
+        return done
 
-    def run(self, tiles: int, reads: bool = True, writes: bool = True) -> None:
-        """Move `tiles` tiles each way, `depth` at a time each way."""
+    def run(self, tiles: int, reads: bool = True, writes: bool = True) -> list[float]:
+        """Move `tiles` tiles each way, `depth` at a time each way; return when each was through."""
         flying: dict[int, tuple[bool, int]] = {}
         left = {False: tiles if reads else 0, True: tiles if writes else 0}
         slots = {False: itertools.cycle(range(self.slots)), True: itertools.cycle(range(self.slots, 2 * self.slots))}
@@ -102,9 +99,12 @@ class Mixer:
         for buffer in range(self.depth):
             more(False, buffer)
             more(True, self.depth + buffer)
+        ends = []
         while flying:
-            for op in self._wait():
-                more(*flying.pop(op))
+            for completion in self._wait():
+                ends.append(completion.finished_s)
+                more(*flying.pop(completion.op))
+        return ends
 
 
 def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str, way: str = "rw") -> float | None:
@@ -123,20 +123,11 @@ def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: st
     return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
 
 
-def backends() -> list[str]:
-    found = []
-    for backend in ("threads", "io_uring"):
-        with contextlib.suppress(offload.ConfigError, TypeError):
-            offload.OffloadConfig(io_backend=backend)
-            found.append(backend)
-    return found
-
-
 @contextlib.contextmanager
-def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier, CompletionQueue]]:
+def opened(folder: Path | str, **options: Any) -> Iterator[tuple[Tier, CompletionQueue]]:
+    """Yield a tier, opened by `StoreOptions` of these options, and its queue."""
     queue = CompletionQueue()
-    options = StoreOptions(checksum=checksum, io_backend=backend if len(backends()) > 1 else "auto")
-    tier = open_tier(str(folder), uuid.uuid4(), queue, options=options)
+    tier = open_tier(str(folder), uuid.uuid4(), queue, options=StoreOptions(**options))
     try:
         yield tier, queue
     finally:
@@ -146,13 +137,7 @@ def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier
 def single(run: Run) -> dict[str, Any]:
     tile, depth, tiles, rounds = (MIB, 2, 4, 2) if run.smoke else (8 * MIB, 4, 64, 7)
     moved = 2 * tile * tiles
-    cpu_seconds: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
-
-    def timed(mixer: Mixer, name: str) -> None:
-        started_s = time.process_time()  # of all threads, the tier's included
-        mixer.run(tiles)
-        cpu_seconds.setdefault(name, []).append(time.process_time() - started_s)
 
     def measure(engine: str) -> None:
         rate = fio(run.folder, MIB if run.smoke else 4 * MIB, depth, moved, engine)
@@ -161,24 +146,69 @@ def single(run: Run) -> dict[str, Any]:
 
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Callable[[], object]] = {}
-        for backend, checksum in itertools.product(backends(), (True, False)):
-            tier, queue = stack.enter_context(opened(run.folder, backend, checksum=checksum))
+        for backend, checksum in itertools.product(BACKENDS, (True, False)):
+            tier, queue = stack.enter_context(opened(run.folder, io_backend=backend, checksum=checksum))
             mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
-            name = f"{backend}, {'' if checksum else 'no '}checksum"
-            contenders[name] = partial(timed, mixer, name)
-        contenders |= {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
-        times = interleaved(contenders, rounds)
-    cpu_s = {name: 1e9 * statistics.median(spent) / moved for name, spent in cpu_seconds.items()}
-    found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in cpu_s}
+            contenders[f"{backend}, {'' if checksum else 'no '}checksum"] = partial(mixer.run, tiles)
+        theirs = {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
+        times = interleaved(contenders | theirs, rounds)
+    found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in contenders}
     found |= {name: statistics.median(values) for name, values in rates.items() if values}
     for name, rate in found.items():
-        spent = f", {cpu_s[name]:.3f} CPU-s/GB" if name in cpu_s else ""
-        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written{spent}")
+        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written")
     best_fio = max((rate for name, rate in found.items() if name.startswith("fio")), default=None)
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
     run.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed")
-    return found | {f"{name}, CPU-s/GB": seconds for name, seconds in cpu_s.items()}
+    return found
+
+
+RING = "io_uring, depth 4"
+WAYS = {RING: ("io_uring", 4)} | {f"threads, depth {depth}": ("threads", depth) for depth in (2, 3, 4)}
+
+
+def backends(run: Run) -> dict[str, Any]:
+    """Compare seconds and CPU seconds with those of io_uring in the same round."""
+    found: dict[str, Any] = {}
+    total, rounds = (8 * MIB, 2) if run.smoke else (384 * MIB, 9)
+    for tile_mib in (1,) if run.smoke else (1, 4, 16):
+        tile = tile_mib * MIB
+        cpu_s: dict[str, list[float]] = {}
+
+        def timed(name: str, work: Callable[[], object], cpu_s: dict[str, list[float]] = cpu_s) -> None:
+            started_s = time.process_time()  # of all threads, the tier's included
+            work()
+            cpu_s.setdefault(name, []).append(time.process_time() - started_s)
+
+        numel = tile // int(EXACT_ADAMW.item_bytes) // 1024 * 1024
+        with contextlib.ExitStack() as stack:
+            contenders: dict[str, dict[str, Callable[[], object]]] = {"tiles": {}, "steps": {}}
+            for way, (backend, depth) in WAYS.items():
+                tier, queue = stack.enter_context(opened(run.place(), io_backend=backend, depth=depth))
+                mixer = Mixer(tier, queue, tile, 4, 64 if tile_mib == 1 else 16)
+                name = f"tiles of {tile_mib} MiB, {way}"
+                contenders["tiles"][name] = partial(timed, name, partial(mixer.run, max(1, total // tile // 2)))
+                config = offload.OffloadConfig(
+                    paths=[{"path": str(run.place()), "depth": depth}], io_backend=backend, subgroup_numel=numel,
+                    host_memory=0, staging_memory=8 * int(EXACT_ADAMW.item_bytes) * numel,
+                )  # fmt: skip
+                weights = [torch.nn.Parameter(torch.ones(numel).bfloat16()) for _ in range(max(2, total // tile))]
+                for weight in weights:
+                    weight.grad = torch.ones_like(weight)
+                optimizer = stack.enter_context(offload.AdamW(weights, lr=1e-3, offload=config))
+                name = f"steps, tiles of {tile_mib} MiB, {way}"
+                contenders["steps"][name] = partial(timed, name, optimizer.step)
+            for kind, every in contenders.items():
+                times = interleaved(every, rounds)
+                base = next(iter(every))
+                for name in every:
+                    found[name] = {
+                        "bytes_per_s": 2 * total * (0.5 if kind == "tiles" else 1) / statistics.median(times[name]),
+                        "of_io_uring": ratio(times[name], times[base]),
+                        "cpu_of_io_uring": ratio(cpu_s[name][-rounds:], cpu_s[base][-rounds:]),
+                    }
+                    print(f"  {name:<42} {', '.join(f'{key} {value:.3g}' for key, value in found[name].items())}")
+    return found
 
 
 # The engine over throttled paths
@@ -190,10 +220,10 @@ BASE = 400.0
 @contextlib.contextmanager
 def session(run: Run, rates: Sequence[float], *, slots: int = 4, cut: int = 1, **more: Any) -> Iterator[Session]:
     """Yield a session over paths of such rates, in some subgroups, or `cut` times as many smaller ones."""
-    size = Size(6, 1 << 14) if run.smoke else Size(40 * cut, (1 << 20) // cut)
+    model = Model(6, 1 << 14) if run.smoke else Model(40 * cut, (1 << 20) // cut)
     paths = tuple(Pace(rate, rate) for rate in rates)
     configuration = Configuration(0.0, paths, slots, min(2, cores()), **more)
-    with sessions(run.folder, Model(size), lambda _: None, [configuration]) as (one,):
+    with sessions(run.folder, model, lambda _: None, [configuration]) as (one,):
         yield one
 
 
@@ -213,25 +243,6 @@ def several(run: Run) -> dict[str, Any]:
     run.at_least("paths of 3:2:1 over their sum (emulated)", found["3+2+1"]["of_sum"], 0.9)
     run.checksums.append(run.same("the weights depend on the paths", (each["checksum"] for each in found.values())))
     return found
-
-
-def slow(run: Run) -> dict[str, Any]:
-    with session(run, [BASE / 3, BASE], shares=(1, 3)) as best:
-        best.warm_up()
-        best_s = steady_s(run, best)
-    with session(run, [BASE, BASE]) as one:
-        one.warm_up()
-        before_s = steady_s(run, one)
-        path = next(iter(one.throttles.rates))
-        one.throttles.tiers[path].set_rates(BASE / 3 * MB, BASE / 3 * MB)
-        after = [one.waited_s() for _ in range(6 if run.smoke else 10)]
-    print(
-        f"  emulated: {format_seconds(before_s)}, then {', '.join(map(format_seconds, after))}; "
-        f"best fixed split {format_seconds(best_s)}"
-    )
-    value = statistics.median(after[4:]) / best_s
-    run.at_most("from the fifth step after a path slowed to a third, over the best split", value, 1.1)
-    return {"before_s": before_s, "after_s": after, "best_static_s": best_s}
 
 
 def traffic(run: Run) -> dict[str, Any]:
@@ -334,8 +345,8 @@ if __name__ == "__main__":
         __doc__,
         sections={
             "single": single,
+            "backends": backends,
             "sum": several,
-            "slow": slow,
             "traffic": traffic,
             "overlap": overlap,
             "cpu": cpu,

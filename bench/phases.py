@@ -25,27 +25,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from _common import cores, interleaved, progress
-from _harness import Row, Run, digest, in_process, main, medians, ratio
+from _common import cores, progress
+from _harness import Option, Row, Run, digest, in_process, interleaved, main, medians, ratio
 from _sessions import GROUP, MB, MIB, Throttles, quarter_staged
-from _throttled import OwnLanes
+from _throttled import Lanes
 from _worker import kernel_io, moved
 from capacity import Group, made_group
 from paths import Mixer, opened
 
 import offload
 from offload.formats import EXACT_ADAMW
-from offload.kernels import CpuUpdateKernel, scalars
-from offload.kernels.reference import SegmentTensors, segment_table
+from offload.kernels import CpuUpdateKernel
+from offload.kernels.reference import SegmentTensors, scalars, segment_table
 from offload.memory.arenas import Arena
-from offload.predict import predict
 from offload.protocols import SegmentFlag
 from offload.units import format_seconds
 
@@ -65,24 +64,14 @@ DIRECT_BYTES = 8 * MIB
 DIRECT_THREADS = 4
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is done.
-
-    Attributes:
-        numel: Parameters.
-        weights: Tensors that they are in, in the section on phases.
-        rounds: Of phases; steps of the loop are twice as many.
-        tile_bytes, tiles: What measures the disk.
-        touched_bytes: What measures touching.
-    """
-
-    numel: int
-    weights: int
-    rounds: int
-    tile_bytes: int
-    tiles: int
-    touched_bytes: int
+OPTIONS = (
+    Option("numel", 1 << 28, 1 << 19, "parameters"),
+    Option("weights", 16, 4, "tensors that they are in, in the section on phases"),
+    Option("rounds", 5, 2, "of phases; steps of the loop are twice as many"),
+    Option("tile_bytes", 8 * MIB, MIB, "of the tiles that measure the disk"),
+    Option("tiles", 64, 4, "that measure it"),
+    Option("touched_bytes", 512 << 20, 1 << 20, "that measure touching"),
+)
 
 
 class Disk:
@@ -90,12 +79,12 @@ class Disk:
 
     Args:
         folder: On the disk.
-        size: How much is moved.
+        size: The options: how much is moved.
     """
 
-    def __init__(self, folder: Path, size: Size) -> None:
+    def __init__(self, folder: Path, size: Any) -> None:
         self._ends = contextlib.ExitStack()
-        tier, queue = self._ends.enter_context(opened(folder, "io_uring", checksum=False))
+        tier, queue = self._ends.enter_context(opened(folder, io_backend="io_uring", checksum=False))
         self._mixer = Mixer(tier, queue, size.tile_bytes, 4, max(8, size.tiles // 4))
         self._size = size
         self.rates: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
@@ -167,7 +156,7 @@ def taken_by_another(group: Group | None, before_bytes: int, given_bytes: int) -
 class Training:
     """Iterations over weights whose gradients are always the same: nothing but the optimizer takes time."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = size.numel // size.weights // WIDTH, WIDTH
         self.weights = [
@@ -192,7 +181,7 @@ class Training:
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
     """Run the phases of one resident share."""
-    size, share, folder = Size(**request["size"]), request["share"], Path(request["folder"])
+    size, share, folder = SimpleNamespace(**request), request["share"], Path(request["folder"])
     group = Group(Path(request["group"]), request["version"]) if request["group"] else None
     if group is not None:
         group.join()
@@ -281,7 +270,7 @@ def phases(run: Run) -> Row:
             where = f"{share:.0%} resident"
             progress(where)
             request = {
-                "size": asdict(run.size),
+                **run.options,
                 "share": share,
                 "folder": str(run.place()),
                 "group": str(group.folder) if group else "",
@@ -308,7 +297,7 @@ def phases(run: Run) -> Row:
             run.at_most(f"{where}: {what}", m["write_bytes"] / m["moved_bytes"], 1.01)
             run.at_most(f"{where}: bytes of steps after a park over those before", m["bytes_as_before"], 1.01)
             what = "memory after a park beyond the process's own, over what is allowed"
-            beyond, allowed = max(m["beyond_bytes"], m["gone_beyond_bytes"]), GONE_BYTES_EACH * run.size.numel
+            beyond, allowed = max(m["beyond_bytes"], m["gone_beyond_bytes"]), GONE_BYTES_EACH * run.args.numel
             run.at_most(f"{where}: {what}", beyond / (GONE_BYTES + allowed), 1.0)
             took = None if found["taken_by_another"] is None else float(found["taken_by_another"])
             what = "another process takes what was given back"
@@ -388,7 +377,7 @@ class PacedFile:
     """
 
     def __init__(self, inner: DirectFile | BufferedFile, bytes_per_s: float) -> None:
-        self._inner, self._bytes_per_s, self._lanes = inner, bytes_per_s, OwnLanes()
+        self._inner, self._bytes_per_s, self._lanes = inner, bytes_per_s, Lanes()
         self.close = inner.close
 
     def _paced(self, lane: str, move: Callable[[memoryview, int], None], memory: memoryview, offset: int) -> None:
@@ -441,14 +430,14 @@ class SerialLoop:
         self._steps = 0
         self.spent_s: dict[str, float] = {}
         kinds = {name: kind(folder / name, buckets * self.bucket_bytes) for name, kind in FILES.items()}
-        self.tried = {name: [math.inf, math.inf] for name in kinds}
+        tried = {name: [math.inf, math.inf] for name in kinds}
         for _ in range(3):
             for name, file in kinds.items():
                 for way, move in enumerate((file.write, file.read)):
                     started_s = time.perf_counter()
                     move(self._memory[0], 0)
-                    self.tried[name][way] = min(self.tried[name][way], time.perf_counter() - started_s)
-        self.chosen = min(self.tried, key=lambda name: sum(self.tried[name]))
+                    tried[name][way] = min(tried[name][way], time.perf_counter() - started_s)
+        self.chosen = min(tried, key=lambda name: sum(tried[name]))
         chosen = kinds.pop(self.chosen)
         self._file = chosen if bytes_per_s is None else PacedFile(chosen, bytes_per_s)
         for name, file in kinds.items():
@@ -529,11 +518,11 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
     """
     where = "" if bytes_per_s is None else "emulated duplex path, "
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(run.size.numel // part, generator=generator).bfloat16()
-    gradient = torch.randn(run.size.numel // part, generator=generator).bfloat16()
+    start = torch.randn(run.args.numel // part, generator=generator).bfloat16()
+    gradient = torch.randn(run.args.numel // part, generator=generator).bfloat16()
     buckets = 16
     forms = ("exact", "compact8")
-    disk = Disk(run.folder, run.size)
+    disk = Disk(run.folder, run.args)
     used: dict[str, list[Row]] = {name: [] for name in ("serial", *forms)}
     spent: list[dict[str, float]] = []
     with contextlib.ExitStack() as ends:
@@ -558,44 +547,26 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
             if name == "serial":
                 spent.append(loop.spent_s)
 
-        def rates_now() -> dict[str, float]:
-            if bytes_per_s is None:
-                return disk.medians()
-            return {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
-
         for _ in range(3):
             disk.measure()
         loop_bytes = loop.bucket_bytes * (buckets - kept)
-        planned = {form: engine.plan for form, engine in engines.items()}
-        ours_bytes = {form: p.slot_bytes * (buckets - p.staging_slots) for form, p in planned.items()}
-        update_s = {form: planned[form].state_bytes / engines[form].rates.cpu_bytes_per_s for form in forms}
-        before = {
-            form: bound(loop_bytes, ours_bytes[form], update_s["exact"], update_s[form], rates_now())
-            for form in forms
-        }
-        print(
-            f"  a step may be {before['exact']:.2f} times as fast as the loop, in compact8 {before['compact8']:.2f}"
-        )
+        update_s = {form: one.plan.state_bytes / one.rates.cpu_bytes_per_s for form, one in engines.items()}
         for _ in range(3):  # rates and staging memory have settled
             for form in forms:
                 engines[form].step([GROUP])
             loop.step()
         contenders: dict[str, Callable[[], object]] = {name: partial(step, name) for name in used}
-        times = interleaved(contenders | {"disk": disk.measure}, 2 * run.size.rounds)
-        predicted = {form: predict(engines[form].plan, engines[form].rates).step_s for form in forms}
+        times = interleaved(contenders | {"disk": disk.measure}, 2 * run.args.rounds)
         digests = {name: digest([weight]) for name, weight in weights.items()}
-        cpu_s = {form: engines[form].metrics()["lane/cpu/busy_s"] for form in forms}
     run.same("the loop and exact state came to other weights", [digests["serial"], digests["exact"]])
-    rates, each = rates_now(), medians(spent[1:])
+    rates, each = disk.medians(), medians(spent[1:])
+    if bytes_per_s is not None:
+        rates = {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
     reached = {way: loop_bytes / each[way] / rates[way] for way in ("read", "write")}
-    tried = {name: [loop.bucket_bytes / seconds for seconds in both] for name, both in loop.tried.items()}
     rows: Row = {}
     found: Row = {
         "rates": rates,
-        "bound_before": before,
-        "loop": {"file": loop.chosen, "tried": tried, "seconds": each, "of_rates": reached, "bytes": loop_bytes},
-        "predicted_s": predicted,
-        "cpu_s": cpu_s,
+        "loop": {"file": loop.chosen, "seconds": each, "of_rates": reached, "bytes": loop_bytes},
         "contenders": rows,
         "checksum": "-".join(digests.values()),
     }
@@ -631,12 +602,8 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
 if __name__ == "__main__":
     main(
         __doc__,
-        sections={
-            "phases": phases,
-            "serial": serial,
-            "duplex": lambda run: serial(run, DUPLEX_BYTES_PER_S, part=4),
-        },
-        sizes=(Size(1 << 19, 4, 2, MIB, 4, 1 << 20), Size(1 << 28, 16, 5, 8 * MIB, 64, 512 << 20)),
+        sections={"phases": phases, "serial": serial, "duplex": lambda run: serial(run, DUPLEX_BYTES_PER_S, part=4)},
+        options=OPTIONS,
         path=True,
         child=child,
     )

@@ -1,18 +1,15 @@
-"""Predicted steps beside measured ones, the planner's choice beside all others, and a path that slows down.
+"""Predicted steps beside measured ones, and the planner's choice beside all others.
 
 Sections, each of which can be run alone (`--sections predictions,choice`):
 
   predictions  configurations that differ in resident share, paths, their throttling, staging depth and threads: the
-               step that the simulator predicts beside the median of those measured, (a) by the rates of the full
-               probe, which knows nothing of the configuration, and (b) by those that the session has learnt in three
-               steps. Both predictions are made before the first step that counts. Beside them, (c), each step's own
+               step that the simulator predicts beside the median of those measured, (a) by the rates that the
+               session has learnt in three steps, before the first step that counts. Beside it, (b), each step's own
                prediction, made just before it, as `optimizer.explain()` shows it: on a machine that others use at the
-               same time, rates change from minute to minute. (d), in hindsight, is by the rates that each step itself
+               same time, rates change from minute to minute. (c), in hindsight, is by the rates that each step itself
                showed: what is left there is the model's error, not a change of rates.
   choice       with the same host memory, every number of staging slots that the planner considers, and several fixed
                splits between paths, each run; what `choose_plan` chose beside the fastest of them
-  follow       a path that is throttled to a third in mid-run: the part of the bytes that it gets, step by step
-  time         seconds of process time that choosing a plan for 10,000 subgroups takes
 
 The disk is this machine's, real files with checksums; slower paths are emulated by throttling it.
 """
@@ -22,32 +19,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from _common import cores, progress
-from _harness import Run, main, ratio, turns
-from _sessions import DISK, MB, Configuration, Model, Pace, Session, Size, Throttles, sessions
+from _harness import Option, Run, main, ratio, turns
+from _sessions import DISK, Configuration, Model, Pace, Session, Throttles, sessions
 
-from offload.dtypes import DtypeCode
 from offload.formats import EXACT
-from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import full, full_probe, observe
-from offload.plan import (
-    NO_GPU,
-    Budgets,
-    GpuRates,
-    PathBudget,
-    PathRates,
-    Placement,
-    Plan,
-    Rates,
-    choose_plan,
-    estimate,
-)
+from offload.plan import NO_GPU, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
 from offload.predict import predict
 from offload.units import format_seconds
@@ -60,6 +42,12 @@ SHARED_SLOW_WRITES = Pace(800, 400, at_once=4)
 """Paths whose directions are independent or have one bandwidth, of which a write may take twice as much; as MB/s."""
 
 
+OPTIONS = (
+    Option("subgroups", 40, 12),
+    Option("numel", 1 << 20, 1 << 14, "elements of a subgroup"),
+    Option("rounds", 7, 1),
+    Option("probe_s", 15.0, 0.3, "seconds of a probe"),
+)
 CONFIGURATIONS = (
     Configuration(0.0),
     Configuration(0.0, slots=2),
@@ -105,7 +93,7 @@ class Probed:
         with mock.patch.object(full, "open_tier", throttles.open):
             numel = 1 << 17 if run.smoke else None
             paths = list(throttles.rates)
-            self.file = full_probe(paths, seconds=run.size.probe_s, numel=numel, report=show)
+            self.file = full_probe(paths, seconds=run.args.probe_s, numel=numel, report=show)
         for warning in self.file.warnings:
             print(f"  probe: {warning}")
 
@@ -121,7 +109,7 @@ def rounds_of(run: Run, opened: Sequence[Session], each: Callable[[Session], Non
     for number, one in enumerate(opened):
         progress(f"warm-up {number + 1}/{len(opened)}: {one.configuration}")
         digests.append(one.warm_up())
-    for _, one in turns(opened, run.size.rounds):
+    for _, one in turns(opened, run.args.rounds):
         each(one)
     return str(run.same("the weights depend on the configuration", digests))
 
@@ -143,43 +131,23 @@ def predictions(run: Run) -> dict[str, Any]:
         row["steps_s"].append(one.step())
         row["hindsight_s"].append(predict(one.engine.plan, observe(known, one.engine.timeline())).step_s)
 
-    with sessions(run.folder, Model(run.size), probed.rates, chosen) as opened:
-        for one in opened:
-            found[one.configuration]["predicted_by_probe_s"] = one.predict()
-        checksum = rounds_of(run, opened, measure)
-        for one in opened:
-            metrics = one.engine.metrics()
-            row = found[one.configuration]
-            row["lanes_s"] = {
-                lane: [seconds, metrics[f"lane/{lane}/busy_s"]]
-                for lane, seconds in predict(one.engine.plan, one.engine.rates).busy_s.items()
-            }
-            row["rates"] = one.engine.rates.to_dict()
-    print(f"  {'':<52} measured     (a)     (b)     (c)     (d)")
+    with sessions(run.folder, Model(run.args.subgroups, run.args.numel), probed.rates, chosen) as opened:
+        run.checksums.append(rounds_of(run, opened, measure))
+    print(f"  {'':<52} measured     (a)     (b)     (c)")
     for configuration, row in found.items():
         row["measured_s"] = measured_s = statistics.median(row["steps_s"])
-        row["error_by_probe"] = row["predicted_by_probe_s"] / measured_s - 1
         row["error"] = row["predicted_s"] / measured_s - 1
         for error, predicted in (("error_each", "predicted_each_s"), ("error_in_hindsight", "hindsight_s")):
             row[error] = ratio(row[predicted], row["steps_s"]) - 1
-        print(
-            f"  {configuration!s:<52} {measured_s:7.4f}s {row['error_by_probe']:+7.1%} {row['error']:+7.1%} "
-            f"{row['error_each']:+7.1%} {row['error_in_hindsight']:+7.1%}"
-        )
+        errors = " ".join(f"{row[error]:+7.1%}" for error in ("error", "error_each", "error_in_hindsight"))
+        print(f"  {configuration!s:<52} {measured_s:7.4f}s {errors}")
     for name, key in (
         ("largest error of a step's prediction, learnt rates", "error"),
         ("the same, predicted before each step", "error_each"),
         ("the same, by the rates that the step itself showed", "error_in_hindsight"),
     ):
         run.at_most(name, max(abs(row[key]) for row in found.values()), 0.1)
-    run.checksums.append(checksum)
-    said = probed.file.to_dict()
-    return {
-        # Where paths were made says nothing.
-        "probe": said | {"paths": [facts | {"path": Path(facts["path"]).name} for facts in said["paths"]]},
-        "configurations": {str(configuration): row for configuration, row in found.items()},
-        "checksum": checksum,
-    }
+    return {"configurations": {str(configuration): row for configuration, row in found.items()}}
 
 
 def choice(run: Run) -> dict[str, Any]:
@@ -189,12 +157,12 @@ def choice(run: Run) -> dict[str, Any]:
     memory = deepest if run.smoke else 16  # subgroups' worth of host memory, at home and staging
     found: dict[str, Any] = {}
     probed = Probed(run, [Configuration(0.0, (DISK, EACH_WAY, THIRD))])
-    model = Model(run.size)
+    model = Model(run.args.subgroups, run.args.numel)
     for paths in ((DISK,), (EACH_WAY, THIRD)):
         splits: tuple[tuple[float, ...], ...] = ((), *SPLITS) if len(paths) > 1 else ((),)
 
         def configured(slots: int, split: tuple[float, ...], paths: tuple[Pace, ...] = paths) -> Configuration:
-            return Configuration((memory - slots) / run.size.subgroups, paths, slots, threads, split)
+            return Configuration((memory - slots) / run.args.subgroups, paths, slots, threads, split)
 
         candidates = [configured(slots, split) for slots, split in itertools.product(depths, splits)]
         steps: dict[Configuration, list[float]] = {each: [] for each in candidates}
@@ -228,53 +196,5 @@ def choice(run: Run) -> dict[str, Any]:
     return found
 
 
-def follow(run: Run) -> dict[str, Any]:
-    rate = EACH_WAY.read
-    configuration = Configuration(0.0, (EACH_WAY, EACH_WAY), threads=min(2, cores()))
-    probed = Probed(run, [configuration])
-    parts, seconds = [], []
-    with sessions(run.folder, Model(run.size), probed.rates, [configuration]) as (one,):
-        one.warm_up()
-        for number in range(9):
-            if number == 1:
-                path = next(iter(one.throttles.rates))
-                one.throttles.tiers[path].set_rates(rate / 3 * MB, rate / 3 * MB)
-            seconds.append(one.step())
-            metrics = one.engine.metrics()
-            written = [metrics[f"path/{each}/write_bytes"] for each in range(2)]
-            parts.append(written[0] / max(sum(written), 1))
-    print(f"  part of the bytes written to it: {parts[0]:.3f}, then {', '.join(f'{part:.3f}' for part in parts[1:])}")
-    # It reaches a third of the other, and 1 / (1 + 3) is its due.
-    run.at_most("bytes to a path slowed to a third, in the fifth step, over its due", parts[5] / 0.25, 1.1)
-    return {"part_of_bytes_written": parts, "steps_s": seconds, "slowed_before_step": 2}
-
-
-def planning(run: Run) -> dict[str, Any]:
-    """Two paths and a GPU, so that there is much to choose; rates that need no measuring."""
-    count, numel = 10_000, 16 * SECTOR_NUMEL
-    rates = Rates(40e9, (PathRates(6e9, 5e9), PathRates(2e9, 1e9)), GpuRates(1e12, 50e9, 50e9), 300e9)
-    seconds: list[float] = []
-    for _ in range(3 if run.smoke else 9):
-        # Anew each time: what a layout has worked out once it remembers.
-        layout = build_layout([Parameter("p", count * numel, DtypeCode.BFLOAT16, 0)], numel)
-        paths = (PathBudget("/a", 1 << 50), PathBudget("/b", 1 << 50))
-        staging_bytes = 4 * layout.subgroups[0].state_bytes
-        host_bytes = count * staging_bytes * 15 // 64
-        budgets = Budgets(host_bytes, None, paths, follow_rates=True, gpu_staging_bytes=staging_bytes)
-        started_s = time.process_time()
-        plan: Plan = choose_plan(layout, budgets, rates)
-        seconds.append(time.process_time() - started_s)
-    value = statistics.median(seconds)
-    on_gpu = plan.placements.count(Placement.GPU)
-    print(f"  {len(plan.layout.subgroups):,} subgroups, {on_gpu:,} of them on the GPU: {format_seconds(value)}")
-    run.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1)
-    return {"process_s": seconds, "subgroups": count}
-
-
 if __name__ == "__main__":
-    main(
-        __doc__,
-        sections={"predictions": predictions, "choice": choice, "follow": follow, "time": planning},
-        sizes=(Size(12, 1 << 14, 1, 0.3), Size(40, 1 << 20, 7, 15.0)),
-        path=True,
-    )
+    main(__doc__, sections={"predictions": predictions, "choice": choice}, options=OPTIONS, path=True)

@@ -24,35 +24,17 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from _common import progress
 from _harness import Option, Run, main
-from _schedules import (
-    STATE_BYTES,
-    Drive,
-    Node,
-    Streamed,
-    exact_layout,
-    interleaved_update_s,
-    streamed_update,
-)
+from _schedules import STATE_BYTES, Drive, Node, Streamed, exact_layout, interleaved_update_s, streamed_update
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
-from offload.plan import (
-    Budgets,
-    GpuRates,
-    NodeBudget,
-    NodeRates,
-    PathBudget,
-    PathRates,
-    Plan,
-    Rates,
-    choose_plan,
-)
+from offload.plan import Budgets, GpuRates, NodeBudget, NodeRates, PathBudget, PathRates, Plan, Rates, choose_plan
 from offload.predict import predict
 from offload.units import format_seconds
 
@@ -91,9 +73,7 @@ class Constant:
 
 
 def fit(
-    constants: Mapping[str, Constant],
-    residuals: Callable[[dict[str, float]], Sequence[float]],
-    rounds: int,
+    constants: Mapping[str, Constant], residuals: Callable[[dict[str, float]], Sequence[float]], rounds: int
 ) -> dict[str, float]:
     """Return the constants with the least sum of squared residuals (Levenberg-Marquardt on their logarithms)."""
     names = list(constants)
@@ -471,6 +451,8 @@ PATHS_REST = {
 class Paths:
     """A row of the table of several storage paths, understood; `multi` says which system."""
 
+    table: ClassVar[str] = "multipath_iterations"
+    machine: ClassVar[str] = "storage paths of the 4xH100 nodes"
     model: str
     numels: tuple[int, ...]
     ranks: int
@@ -497,11 +479,7 @@ def paths_rows(tables: Tables, known: Sequence[Tables]) -> list[Paths]:
     """Return the rows of the table of several storage paths."""
     found = []
     for row in tables.rows.get("multipath_iterations", []):
-        model, count, ranks = (
-            _model(row["model_B"]),
-            _count(row, "subgroups_per_rank"),
-            _count(row, "ranks"),
-        )
+        model, count, ranks = (_model(row["model_B"]), _count(row, "subgroups_per_rank"), _count(row, "ranks"))
         numels = subgroup_numels(known, "paths", model, count, _needed(row, "num_params") / ranks)
         multi = not row["approach"].startswith("zero3")
         cached = int(_number(row, "slots_per_path") or 0) if multi else 0
@@ -575,16 +553,8 @@ def paths_rest(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
 
 def predict_paths(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
     """Return what a row says, by column."""
-    streamed, rest = row.streamed(values), paths_rest(row, values)
-    return {
-        "update_s": streamed.update_s,
-        "fwd_s": rest["fwd"],
-        "bwd_s": rest["bwd"],
-        "iter_s": streamed.update_s + sum(rest.values()),
-        "rank_compute_s": sum(row.numels) / values["cpu_params_per_s"],
-        "update_read_GB": streamed.read_bytes * row.ranks / 1e9,
-        "update_write_GB": streamed.written_bytes * row.ranks / 1e9,
-    }
+    update_s, rest = row.streamed(values).update_s, paths_rest(row, values)
+    return {"update_s": update_s, "fwd_s": rest["fwd"], "bwd_s": rest["bwd"], "iter_s": update_s + sum(rest.values())}
 
 
 # Kinds of memory ----------------------------------------------------------------------------------------------------
@@ -596,9 +566,7 @@ MEMORY = {
     "ddr_params": Constant(4e10, "parameters", "whose state finds room in DDR where there is CXL memory, too"),
     "firmware_times": Constant(1.1, "", "how many times as long an update in DDR takes after the change of firmware"),
 }
-DRIVE = {
-    "drives_bytes_per_s": Constant(2.5e10, "bytes/s", "five drives, reads and writes together"),
-}
+DRIVE = {"drives_bytes_per_s": Constant(2.5e10, "bytes/s", "five drives, reads and writes together")}
 MEMORY_REST = {
     "forward_params_per_s": Constant(1.1e10, "parameters/s", "forward pass"),
     "backward_params_per_s": Constant(4e9, "parameters/s", "backward pass without gradient traffic"),
@@ -616,6 +584,8 @@ NODE_PARTS = 2
 class Memory:
     """A row of the table of kinds of memory, understood."""
 
+    table: ClassVar[str] = "cxl_runs"
+    machine: ClassVar[str] = "the node with CXL memory"
     model: str
     memory: str
     new_firmware: bool
@@ -722,90 +692,69 @@ def predict_memory(row: Memory, values: Mapping[str, float]) -> dict[str, float]
 # All of it ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Fitted:
-    """Constants of all machines: of the interleaved ones by name, of the storage paths, of the kinds of memory."""
-
-    machines: dict[str, dict[str, float]] = field(default_factory=dict)
-    paths: dict[str, float] = field(default_factory=dict)
-    memory: dict[str, float] = field(default_factory=dict)
+AnyRow = Interleaved | Paths | Memory
+Fitted = dict[str, dict[str, float]]
+"""Constants by machine."""
 
 
-def fit_machines(rows: Sequence[Interleaved], rounds: int) -> dict[str, dict[str, float]]:
+def rows_of(tables: Tables, known: Sequence[Tables]) -> list[AnyRow]:
+    """Return the rows of all tables."""
+    return [*interleaved_rows(tables, known), *paths_rows(tables, known), *memory_rows(tables)]
+
+
+def sweep_of(rows: Sequence[AnyRow]) -> list[Interleaved]:
+    """Return the rows of the stride sweep."""
+    return [row for row in rows if isinstance(row, Interleaved) and row.table == "interleaved_update_sweep"]
+
+
+def fit_machines(rows: Sequence[AnyRow], waits_s: Sequence[float], rounds: int) -> Fitted:
     """Return the constants of every machine that has rows.
 
-    A machine's updates are fitted on its stride sweep where there is one: the same updates stand in both tables.
+    Updates shared by CPU and GPU are fitted on the machine's stride sweep where there is one: the same updates stand
+    in both tables.
     """
-    found = {}
+    found: Fitted = {}
     for machine in sorted({row.machine for row in rows}):
-        mine = [row for row in rows if row.machine == machine]
-        sweep = [row for row in mine if row.table == "interleaved_update_sweep"]
+        mine: list[Any] = [row for row in rows if row.machine == machine]
         progress(f"fitting {machine} on {len(mine)} rows")
-        values = fit_node(machine, sweep or mine, rounds)
-        iterations = [row for row in mine if row.table == "interleaved_iterations"]
-        found[machine] = fit_iterations(machine, iterations, values)
+        if isinstance(mine[0], Paths):
+            found[machine] = fit_paths(mine, waits_s, rounds)
+        elif isinstance(mine[0], Memory):
+            found[machine] = fit_memory(mine, rounds)
+        else:
+            values = fit_node(machine, sweep_of(mine) or mine, rounds)
+            iterations = [row for row in mine if row.table == "interleaved_iterations"]
+            found[machine] = fit_iterations(machine, iterations, values)
     return found
 
 
 Judged = dict[str, Any]
 
 
-def judge(row: Interleaved | Paths | Memory, predicted: Mapping[str, float]) -> Judged:
+def judge(row: AnyRow, values: Mapping[str, float]) -> Judged:
     """Return a row with its prediction, what was measured, and the error of the update in percent."""
+    kinds: dict[type, Callable[..., dict[str, float]]]
+    kinds = {Interleaved: predict_interleaved, Paths: predict_paths, Memory: predict_memory}
+    predicted = kinds[type(row)](row, values)
     measured = {name: _number(row.row, name) for name in predicted}
     errors = {name: 100 * (predicted[name] / value - 1) for name, value in measured.items() if value}
-    told = {name: value for name, value in row.row.items() if name not in measured}
     return {
-        "table": row.table
-        if isinstance(row, Interleaved)
-        else ("multipath_iterations" if isinstance(row, Paths) else "cxl_runs"),
-        "row": told,
-        "predicted": dict(predicted),
+        "table": row.table,
+        "row": {name: value for name, value in row.row.items() if name not in measured},
+        "predicted": predicted,
         "measured": {name: value for name, value in measured.items() if value is not None},
         "errors_percent": errors,
         "error_percent": errors.get("update_s", errors.get("step_s")),
     }
 
 
-def evaluate(
-    fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Paths], memory: Sequence[Memory]
-) -> list[Judged]:
+def evaluate(fitted: Fitted, rows: Sequence[AnyRow]) -> list[Judged]:
     """Return every row with its prediction."""
-    judged = []
-    for row in interleaved:
-        if row.machine not in fitted.machines:
-            known = ", ".join(fitted.machines)
-            raise ConfigError("testbed", row.machine, f"there were no rows to fit it on; there are {known}")
-        judged.append(judge(row, predict_interleaved(row, fitted.machines[row.machine])))
-    for each in paths:
-        if not fitted.paths:
-            raise ConfigError("multipath_iterations", each.model, "there were no rows to fit the paths on")
-        judged.append(judge(each, predict_paths(each, fitted.paths)))
-    for run_of in memory:
-        if not fitted.memory:
-            raise ConfigError("cxl_runs", run_of.model, "there were no rows to fit the kinds of memory on")
-        judged.append(judge(run_of, predict_memory(run_of, fitted.memory)))
-    return judged
-
-
-def show(judged: Sequence[Judged]) -> None:
-    """Print a line for each row."""
-    for each in judged:
-        row = each["row"]
-        what = {
-            "interleaved_update_sweep": "{testbed} {model}, stride {stride_k}",
-            "interleaved_iterations": "{testbed} {model_B}B, tp {tp} dp {dp}, batch {global_batch}, "
-            "{subgroups_per_rank} subgroups, {approach}",
-            "multipath_iterations": "{model_B}B, {approach}",
-            "cxl_runs": "{model_b}B, {run}",
-        }[each["table"]].format(**row)
-        parts = []
-        for name, value in each["predicted"].items():
-            part = f"{name} {value:.4g}"
-            if name in each["measured"]:
-                part += f" ({each['measured'][name]:.4g}: {each['errors_percent'].get(name, math.nan):+.1f}%)"
-            parts.append(part)
-        print(f"  {what}: {', '.join(parts)}")
+    for row in rows:
+        if row.machine not in fitted:
+            known = ", ".join(fitted)
+            raise ConfigError(row.table, row.machine, f"there were no rows to fit it on; there are {known}")
+    return [judge(row, fitted[row.machine]) for row in rows]
 
 
 def show_held_out(held: Mapping[str, Sequence[Judged]]) -> None:
@@ -829,70 +778,48 @@ def update_errors(judged: Iterable[Judged], table: str = "") -> list[float]:
 MEMORY_ROWS = "memory, each row by itself"
 
 
-def held_out(
-    interleaved: Sequence[Interleaved],
-    paths: Sequence[Paths],
-    waits_s: Sequence[float],
-    memory: Sequence[Memory],
-    full: Fitted,
-    rounds: int,
-) -> dict[str, list[Judged]]:
+def held_out(rows: Sequence[AnyRow], waits_s: Sequence[float], full: Fitted, rounds: int) -> dict[str, list[Judged]]:
     """Return predictions of rows that the fit has not seen, by how they were left out."""
     found: dict[str, list[Judged]] = {}
-    sweep = [row for row in interleaved if row.table == "interleaved_update_sweep"]
+    sweep = sweep_of(rows)
 
-    def leave_out(name: str, rows: Sequence[Interleaved], groups: Callable[[Interleaved], object]) -> None:
+    def leave_out(name: str, rows: Sequence[AnyRow], groups: Callable[[Any], object]) -> None:
         for machine in sorted({row.machine for row in rows}):
             mine = [row for row in rows if row.machine == machine]
             for group in dict.fromkeys(groups(row) for row in mine):
                 rest = [row for row in mine if groups(row) != group]
                 if rest:
                     progress(f"{name}: {machine}, {group}")
-                    fitted = Fitted(fit_machines(rest, rounds))
+                    fitted = fit_machines(rest, waits_s, rounds)
                     out = [row for row in mine if groups(row) == group]
-                    found.setdefault(name, []).extend(evaluate(fitted, out, [], []))
+                    found.setdefault(name, []).extend(evaluate(fitted, out))
 
     leave_out("sweep, each row by itself", sweep, id)
     leave_out("sweep, each stride by itself", sweep, lambda row: row.stride)
     leave_out("sweep, each model by itself", sweep, lambda row: row.model)
     # These updates stand in the sweep.
     repeated = {"4xA100"} & {row.machine for row in sweep}
+    interleaved = [row for row in rows if isinstance(row, Interleaved)]
     earlier = [row for row in interleaved if row not in sweep and row.machine not in repeated]
-    leave_out(
-        "iterations, each model by itself", [row for row in earlier if row.machine == "A100"], lambda row: row.model
-    )
-    found["iterations at a static share, from the sweep"] = evaluate(
-        full, [row for row in earlier if row.cpu_ratio < 1], [], []
-    )
-    for model in dict.fromkeys(row.model for row in paths):
-        rest = [row for row in paths if row.model != model]
-        if rest:
-            progress(f"paths: {model}")
-            fitted = Fitted(paths=fit_paths(rest, waits_s, rounds))
-            out = [row for row in paths if row.model == model]
-            found.setdefault("paths, each model by itself", []).extend(evaluate(fitted, [], out, []))
-    for run_of in memory:
-        progress(f"memory: {run_of.row['run']}")
-        fitted = Fitted(memory=fit_memory([row for row in memory if row is not run_of], rounds))
-        found.setdefault(MEMORY_ROWS, []).extend(evaluate(fitted, [], [], [run_of]))
-    for model in dict.fromkeys(row.model for row in memory):
-        fitted = Fitted(memory=fit_memory([row for row in memory if row.model != model], rounds))
-        out_of = [row for row in memory if row.model == model]
-        found.setdefault("memory, each model by itself", []).extend(evaluate(fitted, [], [], out_of))
+    a100 = [row for row in earlier if row.machine == "A100"]
+    leave_out("iterations, each model by itself", a100, lambda row: row.model)
+    static = [row for row in earlier if row.cpu_ratio < 1]
+    found["iterations at a static share, from the sweep"] = evaluate(full, static)
+    leave_out("paths, each model by itself", [r for r in rows if isinstance(r, Paths)], lambda row: row.model)
+    leave_out(MEMORY_ROWS, [row for row in rows if isinstance(row, Memory)], id)
     return {name: judged for name, judged in found.items() if update_errors(judged)}
 
 
-def ours(fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Paths]) -> list[dict[str, Any]]:
+def ours(fitted: Fitted, sweep: Sequence[Interleaved], paths: Sequence[Paths]) -> list[dict[str, Any]]:
     """Return what our planner's choice is predicted to take with the same rates and the same staging memory.
 
     Both directions of the link work at once, nothing blocks, and tiles are striped over all paths; a path's two
     directions get half each of what it moves in both. GPU staging is what one of their subgroups takes, cut in four.
     """
     found = []
-    sweep = [row for row in interleaved if row.table == "interleaved_update_sweep"]
     for machine, model in dict.fromkeys((row.machine, row.model) for row in sweep):
         theirs = [row for row in sweep if (row.machine, row.model) == (machine, model)]
-        node, numels, ranks = node_of(machine, fitted.machines[machine]), theirs[0].numels, theirs[0].ranks
+        node, numels, ranks = node_of(machine, fitted[machine]), theirs[0].numels, theirs[0].ranks
         memory_bytes_per_s = node.memory_bytes_per_s / ranks
         link_bytes_per_s = min(node.link_bytes_per_s, memory_bytes_per_s / 2)  # both directions of it at once
         rates = Rates(
@@ -912,10 +839,9 @@ def ours(fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Pat
         if not row.multi:
             continue
         ranks = min(row.ranks, RANKS_PER_NODE)
-        each_way = [fitted.paths[f"{name}_mixed_bytes_per_s"] / 2 / ranks for name in ("nvme", "remote")]
-        rates = Rates(
-            fitted.paths["cpu_params_per_s"] * STATE_BYTES, tuple(PathRates(rate, rate) for rate in each_way)
-        )
+        values = fitted[Paths.machine]
+        each_way = [values[f"{name}_mixed_bytes_per_s"] / 2 / ranks for name in ("nvme", "remote")]
+        rates = Rates(values["cpu_params_per_s"] * STATE_BYTES, tuple(PathRates(rate, rate) for rate in each_way))
         staging = 2 * row.cached * max(row.numels) * STATE_BYTES
         offers = (PathBudget("nvme", 1 << 60), PathBudget("remote", 1 << 60))
         plan = choose_plan(
@@ -955,16 +881,11 @@ def _compared(what: str, plan: Plan, rates: Rates, best: str, best_s: float, pla
 
 def constants_said(fitted: Fitted) -> list[str]:
     """Return a line for each fitted constant."""
-    known = [NODE | FORWARD | BACKWARD | OTHER] * len(fitted.machines)
-    known += [PATHS | PATHS_REST, MEMORY | DRIVE | MEMORY_REST]
-    named = [
-        *fitted.machines.items(),
-        ("storage paths of the 4xH100 nodes", fitted.paths),
-        ("the node with CXL memory", fitted.memory),
-    ]
     lines = ["constants:"]
-    for (machine, values), meant in zip(named, known, strict=True):
-        lines += [f"  {machine}"] if values else []
+    for machine, values in fitted.items():
+        others = {Paths.machine: PATHS | PATHS_REST, Memory.machine: MEMORY | DRIVE | MEMORY_REST}
+        meant = others.get(machine, NODE | FORWARD | BACKWARD | OTHER)
+        lines.append(f"  {machine}")
         for name, value in values.items():
             told = "" if abs(value / meant[name].start - 1) > 1e-4 else " (assumed: these rows do not tell)"
             lines.append(f"    {name:<32} {value:>10.4g} {meant[name].unit:<13} {meant[name].meaning}{told}")
@@ -975,24 +896,16 @@ def measure(run: Run) -> None:
     """Fit, and predict."""
     rounds = 2 if run.smoke else 25
     tables = read_tables(run.args.fit)
-    interleaved, paths, memory = interleaved_rows(tables, [tables]), paths_rows(tables, [tables]), memory_rows(tables)
-    waits_s = mean_waits(tables)
+    rows, waits_s = rows_of(tables, [tables]), mean_waits(tables)
     if run.smoke:
-        interleaved = [row for row in interleaved if len(row.numels) < 30]
-    fitted = Fitted(
-        fit_machines(interleaved, rounds),
-        fit_paths(paths, waits_s, rounds) if paths else {},
-        fit_memory(memory, rounds) if memory else {},
-    )
+        rows = [row for row in rows if not isinstance(row, Interleaved) or len(row.numels) < 30]
+    fitted = fit_machines(rows, waits_s, rounds)
     print(*constants_said(fitted), sep="\n")
-    run.results["constants"] = {"machines": fitted.machines, "paths": fitted.paths, "memory": fitted.memory}
+    run.results["constants"] = fitted
     if run.args.evaluate is not None:
         given = read_tables(run.args.evaluate)
-        known = [given, tables]
-        judged = evaluate(fitted, interleaved_rows(given, known), paths_rows(given, known), memory_rows(given))
+        judged = evaluate(fitted, rows_of(given, [given, tables]))
         run.results["evaluated"] = run.results["rows"] = judged
-        print(f"rows of {run.args.evaluate}, none of which was fitted:")
-        show(judged)
         sweep, several = (
             update_errors(judged, "interleaved_update_sweep"),
             update_errors(judged, "multipath_iterations"),
@@ -1000,14 +913,13 @@ def measure(run: Run) -> None:
         run.at_most("evaluated sweep, RMS error", rms(sweep), 0.02, "no such rows")
         run.at_most("evaluated multi-path updates, worst error", worst(several), 0.06, "no such rows")
     else:
-        judged = evaluate(fitted, interleaved, paths, memory)
+        judged = evaluate(fitted, rows)
         run.results["fitted"] = run.results["rows"] = judged
-        print("rows that were fitted:")
-        show(judged)
-        held = {} if run.smoke else held_out(interleaved, paths, waits_s, memory, fitted, rounds)
+        held = {} if run.smoke else held_out(rows, waits_s, fitted, rounds)
         run.results["held_out"] = held
         show_held_out(held)
-        run.results["ours"] = ours(fitted, interleaved, paths[:2] if run.smoke else paths)
+        paths = [row for row in rows if isinstance(row, Paths)]
+        run.results["ours"] = ours(fitted, sweep_of(rows), paths[:2] if run.smoke else paths)
         note = "smoke" if run.smoke else "no such rows"
         for name in ("sweep, each row by itself", "sweep, each stride by itself", "sweep, each model by itself"):
             run.at_most(f"{name}: RMS error", rms(update_errors(held.get(name, []))), 0.02, note)

@@ -17,42 +17,29 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from _common import computing, progress
-from _harness import Run, digest, in_process, main
+from _harness import Option, Row, Run, digest, in_process, main
 from _worker import kernel_io, moved
 
 from offload.plan import Home
 from offload.units import format_seconds
 
 MOST_STALL = 0.05
-
-
-@dataclass(frozen=True)
-class Size:
-    """Model, batch, and how much is done.
-
-    Attributes:
-        width, layers, batch: Of the model, and its rows in an iteration of one rank.
-        iterations: Of a round.
-        rounds: With a save.
-        layouts: Of `"checkpoint"`.
-        worlds: Numbers of ranks.
-        shares: Of the state that are resident.
-    """
-
-    width: int
-    layers: int
-    batch: int
-    iterations: int
-    rounds: int
-    layouts: tuple[str, ...]
-    worlds: tuple[int, ...]
-    shares: tuple[float, ...]
+OPTIONS = (
+    Option("width", 2048, 64),
+    Option("layers", 8, 2),
+    Option("batch", 384, 4, "rows of an iteration of one rank"),
+    Option("iterations", 10, 2, "of a round"),
+    Option("rounds", 4, 1, "with a save"),
+    Option("layouts", ["stock", "in_place"], ["in_place"], 'of `"checkpoint"`'),
+    Option("worlds", [1, 2], [1], "numbers of ranks"),
+    Option("shares", [0.0, 0.5, 1.0], [0.0], "of the state that are resident"),
+)
 
 
 def child(request: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +50,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     import offload.integrations.deepspeed as offload_deepspeed
 
     get_accelerator()
-    size, share, folder = Size(**request["size"]), request["share"], Path(request["folder"])
+    size, share, folder = SimpleNamespace(**request), request["share"], Path(request["folder"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     deepspeed.init_distributed(
@@ -134,9 +121,9 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     return {**found, "resident_bytes": plan.home_bytes[Home.HOST], "digest": checksum}
 
 
-def start(size: Size, layout: str, world: int, share: float, folder: Path) -> list[dict[str, Any]]:
+def start(options: Row, layout: str, world: int, share: float, folder: Path) -> list[dict[str, Any]]:
     """Run the ranks; return what each has found."""
-    request = {"size": asdict(size), "layout": layout, "share": share, "folder": str(folder)}
+    request = {**options, "layout": layout, "share": share, "folder": str(folder)}
 
     def of_rank(rank: int) -> dict[str, Any]:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -148,11 +135,11 @@ def start(size: Size, layout: str, world: int, share: float, folder: Path) -> li
         return list(pool.map(of_rank, range(world)))
 
 
-def summary(size: Size, layout: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(iterations: int, layout: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what all ranks together say; rounds last as long as the first rank says, which waits for the others."""
     first = ranks[0]
     plain, saving = first["plain"], first["saving"]
-    iteration_s = statistics.median(one["seconds"] for one in plain) / size.iterations
+    iteration_s = statistics.median(one["seconds"] for one in plain) / iterations
     longer_s = statistics.median(
         one["seconds"] - (before["seconds"] + after["seconds"]) / 2
         for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
@@ -163,7 +150,7 @@ def summary(size: Size, layout: str, ranks: list[dict[str, Any]]) -> dict[str, A
 
     waits_s = statistics.median(one["seconds"] for one in first["waits"])
     rate = of_all("waits", "bytes") / waits_s or float("inf")
-    round_s, cores = size.iterations * iteration_s, len(os.sched_getaffinity(0))
+    round_s, cores = iterations * iteration_s, len(os.sched_getaffinity(0))
     beyond_bytes = max(0.0, of_all("saving", "bytes") - of_all("plain", "bytes"))
     floors_s = {"disk": beyond_bytes / rate - max(0.0, round_s - of_all("plain", "bytes") / rate), "cores": 0.0}
     if layout == "stock":
@@ -188,14 +175,15 @@ def summary(size: Size, layout: str, ranks: list[dict[str, Any]]) -> dict[str, A
 
 
 def measure(run: Run) -> None:
-    size = run.size
-    for world in size.worlds:
+    args = run.args
+    for world in args.worlds:
         digests = []
-        for share, layout in itertools.product(size.shares, size.layouts):
+        for share, layout in itertools.product(args.shares, args.layouts):
             where = f"{layout}, {world} rank{'s' * (world > 1)}, {share:.0%} resident"
             progress(where)
             with run.brief_place() as folder:
-                found = run.results[where] = summary(size, layout, start(size, layout, world, share, folder))
+                ranks = start(run.options, layout, world, share, folder)
+            found = run.results[where] = summary(args.iterations, layout, ranks)
             digests.append(tuple(found["digests"]))
             print(
                 f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
@@ -209,8 +197,4 @@ def measure(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    sizes = (
-        Size(64, 2, 4, 2, 1, ("in_place",), (1,), (0.0,)),
-        Size(2048, 8, 384, 10, 4, ("stock", "in_place"), (1, 2), (0.0, 0.5, 1.0)),
-    )
-    main(__doc__, measure, sizes=sizes, path=True, device="cpu", child=child)
+    main(__doc__, measure, options=OPTIONS, path=True, device="cpu", child=child)

@@ -746,6 +746,26 @@ def node(page: Path) -> str:
     return "\n".join([*head, *(row.line() for row in NODE), "", sources(NODE, page)])
 
 
+def saved_by(found: dict[str, Any] | None) -> str:
+    """Return what a part saves of a step, and where most."""
+    if found is None:
+        return "not there"
+    usual, most = (f"{100 * found[key]:.1f}%" for key in ("as it is", "most"))
+    return usual if usual == most else f"{usual}; {most} of a {found['of']}: {found['case']}"
+
+
+def gpu_parts(page: Path) -> str:
+    """Return what each part saves that the engine has for a GPU's sake, and what parts that have gone saved."""
+    found = read("gpu-parts")["results"]
+    models = dict.fromkeys(model for part in found["parts"].values() for model in part["saves"])
+    lines = [f"| part, and what is instead | {' | '.join(models)} |", "|---|" + "---|" * len(models)]
+    for parts, gone in ((found["parts"], ""), (found["gone"], "gone: ")):
+        for part in parts.values():
+            cells = " | ".join(saved_by(part["saves"].get(model)) for model in models)
+            lines.append(f"| {gone}{part['what']}; else {part['without']} | {cells} |")
+    return "\n".join([*lines, "", f"Report: {source('gpu-parts', page)}."])
+
+
 # docs/checkpoints.md
 
 
@@ -1038,18 +1058,17 @@ def others(page: Path) -> str:
 BENCHMARKS = (
     ("`offload bench`, `make bench` (`bench/iteration.py`)", "what does an iteration take, beside torch's AdamW and DeepSpeed?", "under 10 min", ("iteration",)),
     ("`python bench/deepspeed.py`", "ZeRO-3 with our backend beside stock, at two batch sizes: time, exposed step, memory", "13 min", ("deepspeed",)),
-    ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks, and on paper with nodes?", "5 min", ("scaling",)),
+    ("`python bench/scaling.py`", "how does a step scale with parameters, with memory, and on paper with nodes?", "5 min", ("scaling",)),
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py --pairs 10 --pairs-of-others 3`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
     ("`python bench/quality.py --optimizer muon`", "the same of Muon, whose momentum is in the formats", "20 min", ("quality-muon",)),
     ("`python bench/classes.py`", "what does a step of torch's optimizer classes and of Muon cost with nothing resident, beside the class in memory?", "6 min", ("classes",)),
-    ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
-    ("`python bench/overlap_ranks.py`", "the same on two ranks, FSDP2, DDP and ZeRO-3, with one disk for both", "10 min", ("overlap-ranks",)),
+    ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound? Does `auto` find the best?", "25 min", ("overlap",)),
+    ("`python bench/overlap_ranks.py`", "the same on two ranks, FSDP2, DDP and ZeRO-3, with one disk for both", "16 min", ("overlap-ranks",)),
     ("`python bench/gradients.py`", "what does it cost that gradients leave for the disk?", "6 min", ("gradients",)),
     ("`python bench/ablation.py`", "what is each mechanism worth, added one by one from DeepSpeed's NVMe offload on, and taken away from the whole: here, and simulated on a published machine?", "1 h", ("ablation",)),
     ("`python bench/others.py`", "what others published of their offloading, on the same work: a cold step over one disk, steps in memory, what torch offloads by", "8 min", ("others",)),
-    ("`python bench/beside.py`", "is anything slower, or larger, than it was at an earlier commit?", "8 min", ("beside",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "25 min", ("capacity",)),
     ("`python bench/capacity.py --memory 2GiB --contenders deepspeed-nvme,exact,exact-gradients,compact8,compact8-gradients`", "the same in 2 GiB, gradients on the disk included", "12 min", ("capacity-2gib",)),
@@ -1057,12 +1076,12 @@ BENCHMARKS = (
     ("`python bench/large.py --params 5B --steps 10 --state-format compact8 --gradient-memory 0`", "5 billion, with gradients on the disk, too", "15 min", ("large-gradients",)),
     ("`python bench/activations.py`", "tensors saved for backward on the disk: how much more of a batch fits, and what does an iteration cost?", "25 min", ("activations",)),
     ("`python bench/weights.py`", "a spike: what would it cost to stream weights from a disk by layer?", "2 min", ("weights",)),
-    ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, checksums", "10 min", ("paths",)),
+    ("`python bench/paths.py`", "one path against fio, several against their sum, overlap, checksums", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
     ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),
     ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
     ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
-    ("`python bench/gpu_parts.py`", "on nodes that are not there: what does each part save that the engine has for a GPU's sake?", "3 min", ()),
+    ("`python bench/gpu_parts.py`", "on nodes that are not there: what does each part save that the engine has for a GPU's sake?", "3 min", ("gpu-parts",)),
     ("`python bench/phases.py`", "memory lent to others between steps: what does it cost to give back and to take again? A step beside a serial loop over the disk", "9 min", ("phases",)),
     ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
     ("`python bench/saves.py`", "the same inside DeepSpeed, written behind training and waited for, in DeepSpeed's files and in place, on one and two ranks", "15 min", ("saves",)),
@@ -1194,11 +1213,6 @@ WHY_MISSED = (
     ("overlap: compact8, 512 tokens", f"the least was 1.15; {CONTENTION}"),
     ("overlap: step as long as both", f"the least allowed 1.62; {CONTENTION}"),
     ("overlap: step as long as forward", "the least that forward, backward and updates take allowed 1.19"),
-    (
-        "beside: step in memory: time",
-        "0.35 to 0.8 ms longer with 10 and 39 million parameters, 2.8 of 87 with 157 million: by its timeline the engine decides 0.5 ms "
-        "before the first update, and 0.1 to 0.6 between, which is not all of the last. Tried: one subgroup, 1.03; no clipping, 1.04",
-    ),
     ("others: cold step, compact8", PLACES),
     ("others: cold step, exact: foreground", PLACES),
     ("weights: 128 tokens", FIRST_BLOCK),

@@ -3,7 +3,7 @@
     make docs, or: python docs/generate.py
 
 Whole pages: configuration.md (config classes), api.md (docstrings, `reference.py`). Marked parts of others: measured
-figures (reports, `figures.py`), and the versions that tests run.
+figures (reports, `figures.py`), the versions that tests run, and what excludes each other.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import re
 import tomllib
+from collections import defaultdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import figures
 import machines
 import reference
 
+from offload.combinations import TABLE
 from offload.config import OffloadConfig, PathConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +69,15 @@ def table(config: type) -> str:
 def configuration() -> str:
     """Return the page of all settings."""
     return f"{HEAD}\n## OffloadConfig\n\n{table(OffloadConfig)}\n\n## Entries of `paths`\n\n{table(PathConfig)}\n"
+
+
+def combinations(page: Path) -> str:
+    """Return the table of what excludes each other, as the code refuses it."""
+    lines = ["| | not with | what to do | refused |", "|---|---|---|---|"]
+    for row in TABLE.values():
+        advice = row.advice.format_map(defaultdict(lambda: "..."))
+        lines.append(f"| {row.one} | {row.other} | {advice} | {'; '.join(row.known)} |")
+    return "\n".join(lines)
 
 
 def allowed() -> dict[str, str]:
@@ -137,11 +148,17 @@ PARTS = {
     },
     DOCS / "weights.md": {"streamed": figures.streamed},
     DOCS / "planning.md": {"commands": machines.commands, "nodes": figures.nodes},
-    DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
+    DOCS / "published.md": {
+        "published": figures.published,
+        "ours": figures.ours_published,
+        "node": figures.node,
+        "gpu-parts": figures.gpu_parts,
+    },
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "formats.md": {"quality": figures.quality, "quality-muon": figures.quality_of_muon},
     DOCS / "optimizers.md": {"classes": figures.classes},
     DOCS / "install.md": {"versions": versions},
+    DOCS / "limits.md": {"combinations": combinations},
 }
 
 

@@ -46,7 +46,7 @@ TASKS: dict[str, tuple[str, ...]] = {
 
 ENGINE = (
     *("Engine", "session.gradients.Gradients", "session.state.State", "session.checkpoints.Checkpoints"),
-    *("Parameter", "rules.GroupScalars", "DtypeCode"),
+    *("SaveRequest", "Parameter", "rules.GroupScalars", "DtypeCode"),
 )
 
 

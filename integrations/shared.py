@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import ConfigError, OffloadError
+from offload.combinations import CLIPPED_APART
 from offload.optim.frozen import tell_little
 
 KINDS: tuple[type[torch.optim.Optimizer], ...] = (
@@ -93,8 +94,7 @@ def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[to
         if ids <= given and all(p.grad is None or id(p) in ids for p in parameters):
             return meant[0]
     if not all(optimizer.keeps_grads for optimizer in meant):
-        allowed = "clip all together, by their L2 norm, what leaves during backward; or keep gradients in memory"
-        raise ConfigError("keep_grads, gradient_memory", "gradients that leave", allowed)
+        CLIPPED_APART.refuse("keep_grads, gradient_memory", "gradients that leave")
     return None
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload.checkpoint.commit import release_before_deletion as release_before_deletion
+    from offload.checkpoint.request import SaveRequest as SaveRequest
     from offload.config import OffloadConfig as OffloadConfig
     from offload.dtypes import DtypeCode as DtypeCode
     from offload.errors import CheckpointError as CheckpointError
@@ -51,6 +52,7 @@ _HOMES = {
     "OffloadError": "errors",
     "Parameter": "layout",
     "PlanError": "errors",
+    "SaveRequest": "checkpoint.request",
     "SessionBrokenError": "errors",
     "StepAbortedError": "errors",
     "TierError": "errors",

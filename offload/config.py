@@ -14,6 +14,7 @@ from decimal import Decimal
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from offload import combinations
 from offload.errors import ConfigError, check_text
 from offload.formats import STATE_FORMATS
 from offload.protocols import MAX_DEPTH, MAX_NODES
@@ -273,8 +274,8 @@ class OffloadConfig:
             the paths for a second version of that state as far as there is some, and memory for new weights; with
             weights on a GPU the CPU makes these updates. Refused for FSDP1 on several ranks; where FSDP2's weights
             wait in host memory for a GPU, `overlap_backward` needs the model.
-            "auto": in forward if a model is given; in backward, where that is possible, if an iteration should be
-            shorter for it by the times of forward and backward and the rates that the first rank has seen so far.
+            "auto": nowhere, in forward (if a model is given), in backward or in both, of what is possible: each is
+            tried for some steps, and what took the first rank least time is kept.
     """
 
     host_memory: int | str | Mapping[str, int | str] | None = None
@@ -324,17 +325,14 @@ class OffloadConfig:
         _check_choice("overlap", self.overlap, OVERLAPS)
         self._check_gradient_memory()
         if self.borrows and self.overlaps_forward:
-            allowed = (
-                'use "off" or "backward", or gpu_memory "auto" or a size: what is borrowed goes back before forward'
-            )
-            raise ConfigError("overlap", self.overlap, allowed)
+            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
         else:
             _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
-            raise ConfigError("path_lock", self.path_lock, 'use "off": asyncio takes no turns')
+            combinations.NO_TURNS.refuse("path_lock", self.path_lock)
         for field in ("stall_timeout_s", "lock_timeout_s"):
             timeout_s = getattr(self, field)
             if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
@@ -364,13 +362,9 @@ class OffloadConfig:
         if value != "auto":
             self._set("gradient_memory", parse_bytes("gradient_memory", value))
         if not self.paths:
-            raise ConfigError("gradient_memory", value, "give paths: gradients that do not fit leave for them")
+            combinations.WITHOUT_PATHS.refuse("gradient_memory", value, what="gradients")
         if self.overlaps_backward:
-            allowed = (
-                'use "off", "forward" or "auto" with gradient_memory: updates during backward keep new weights in '
-                "memory, as many bytes as the gradients"
-            )
-            raise ConfigError("overlap", self.overlap, allowed)
+            combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
 
     def _check_mirror(self) -> None:
         value = self.mirror
@@ -382,8 +376,7 @@ class OffloadConfig:
         check_text("mirror", name)
         name = os.path.expanduser(name)
         if not self.paths or not self.checkpoints:
-            allowed = "give paths, and keep at least 1 checkpoint: what is saved without is a copy already"
-            raise ConfigError("mirror", name, allowed)
+            combinations.MIRRORED_COPIES.refuse("mirror", name)
         from offload.tiers import parse_place  # as in `for_rank`
 
         parts = parse_place(name, "mirror").parts()

@@ -22,6 +22,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 
+from offload import combinations
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, check_text, invariant
 from offload.formats import EXACT, EXACT_ADAMW, FP32, StateFormat, StateSpec, StateTensor
@@ -539,8 +540,7 @@ def extend_layout(
             state = layout.state_of(parameter)
             if parameter.box is not None and state.format.rounds:
                 # Rounding and blocks follow the order of the unsharded parameter.
-                allowed = f'use "exact": a piece of {parameter.name} is no run of it, as it is not cut along its rows'
-                raise ConfigError("state_format", state.format.name, allowed)
+                combinations.PIECES_ROUNDED.refuse("state_format", state.format.name, name=parameter.name)
             buckets.setdefault((parameter.group, parameter.dtype, state), []).append(index)
     subgroups = list(layout.subgroups)
     for (group, dtype, state), members in buckets.items():
@@ -598,7 +598,7 @@ def _cut_between(
         parameter = parameters[index]
         if parameter.numel != parameter.unsharded_numel:
             part = f"{parameter.numel} of the {parameter.unsharded_numel} elements of {parameter.name}"
-            raise ConfigError("params", part, f"{state.rule.name} updates whole parameters: give them unsharded")
+            combinations.WHOLE_PARAMETERS.refuse("params", part, rule=state.rule.name)
         if not cut or used + parameter.numel > limit:
             cut.append([])
             used = 0

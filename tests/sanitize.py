@@ -117,7 +117,6 @@ KINDS = {
             "tests/kernels/test_add.py",
             "tests/tiers/test_io_backends.py",
             "tests/tiers/test_file_tier.py",
-            "tests/tiers/test_shared_lanes.py",
             "tests/e2e/test_optimizer.py",
             "tests/e2e/test_overlap.py",
             "tests/e2e/test_checkpoint.py",

@@ -53,9 +53,29 @@ def test_losses_of_a_format_have_to_agree() -> None:
 
 def test_a_part_that_is_taken_away_costs_time_in_the_simulator() -> None:
     model = ablation.Published(800_000_000, (10_000_000,) * 20, 3, 0.02, 0.06, 1.0, 1.0, "")
-    rows = {name: ablation.simulated_s(parts, model)[1] for name, parts in list(ablation.LADDER.items())[:5]}
+    rows = {name: ablation.simulated(parts, model)(1, "off") for name, parts in list(ablation.LADDER.items())[:5]}
     one_path, kept, order, resident, two_paths = rows.values()
     assert one_path > 1.1 * kept
     # Four of 20 subgroups are in staging memory when the next step begins.
     assert kept > 1.1 * order
     assert order > 1.05 * resident > 1.05 * two_paths
+
+
+def test_auto_is_beside_the_best_way_to_hide_a_step_in_the_simulator() -> None:
+    model = ablation.Published(800_000_000, (10_000_000,) * 20, 3, 0.02, 0.06, 1.0, 1.0, "")
+    for ways in ablation.simulated_ways(model).values():
+        assert ways["auto_over_best"] <= 1.03
+        assert ways["auto"] in {ways[way] for way in ablation.HIDDEN}
+
+
+def test_auto_is_compared_with_the_best_way_over_all_batch_sizes() -> None:
+    def outcome(*seconds: float) -> Outcome:
+        iterations = [[{"tokens": size, "iteration_s": s} for size, s in zip((16, 128), seconds, strict=True)]] * 3
+        return Outcome("", {}, iterations=iterations)  # type: ignore[arg-type]
+
+    outcomes = {name: outcome(2.0, 4.0) for name in ablation.HIDDEN.values()}
+    outcomes[ablation.HIDDEN["forward"]] = outcome(1.0, 4.0)
+    outcomes[ablation.AUTO] = outcome(1.5, 4.0)
+    assert ablation.auto_over_best(outcomes, [16, 128]) == pytest.approx(1.1)
+    outcomes[ablation.AUTO].failed = "crashed"
+    assert ablation.auto_over_best(outcomes, [16, 128]) is None

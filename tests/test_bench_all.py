@@ -100,7 +100,6 @@ def test_changes_that_are_not_committed_are_refused(checkout: Path, capsys: pyte
     ("arguments", "said"),
     [
         (["nothing"], "'nothing' is no report; there are bad, good"),
-        (["--smoke"], "name a folder by --reports"),
         (["--path", "/no/such/place"], "'/no/such/place' is no directory"),
     ],
 )

@@ -49,19 +49,19 @@ def test_a_tiny_run_has_tiny_values(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     file = tmp_path / "report.json"
 
     def measure(run: Run) -> None:
-        run.results["found"] = run.size
+        run.results["found"] = run.options["numel"]
         run.at_most("seconds", 2.0, 1.0)
         run.checksums += ["a", "b"]
 
-    run = ran(monkeypatch, measure, "--smoke", "--numel", "5M", "--json", str(file), sizes=("tiny", "full"))
+    run = ran(monkeypatch, measure, "--smoke", "--numel", "5M", "--json", str(file))
     assert (run.args.numel, run.args.tokens, run.args.turn_mib) == (2000, [16], 64)
     report = json.loads(file.read_text())
-    assert report["results"] == {"found": "tiny"}
+    assert report["results"] == {"found": 2000}
     assert report["checksum"] == "a-b"
     assert [target["met"] for target in report["targets"]] == [False]
-    run = ran(monkeypatch, measure, "--tokens", "7", "8", "--turn-mib", "2", sizes=("tiny", "full"))
+    run = ran(monkeypatch, measure, "--tokens", "7", "8", "--turn-mib", "2")
     assert (run.args.numel, run.args.tokens, run.args.turn_mib) == (3_000_000, [7, 8], 2)
-    assert run.results["found"] == "full"
+    assert run.results["found"] == 3_000_000
 
 
 def test_sections_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

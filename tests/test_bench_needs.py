@@ -17,13 +17,12 @@ from _contenders import (
     OURS_DISK,
     STOCK_CPU,
     STOCK_NVME,
-    TORCHAO_OFFLOAD,
     disk_group,
     memory_group,
     needs,
     standalone_group,
 )
-from _needs import DEEPSPEED, FIO, LIBAIO, NATIVE, TORCHAO, Need, links_libaio, package, require
+from _needs import DEEPSPEED, FIO, LIBAIO, NATIVE, Need, links_libaio, package, require
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -80,14 +79,11 @@ def test_a_package_is_not_a_benchmark_of_that_name() -> None:
 
 
 def test_each_contender_needs_what_it_is_built_of() -> None:
-    field = {c.name: c for c in [*memory_group(1000, False), *disk_group(1000, False, {})]}
+    field = {c.name: c for c in [*memory_group(False), *disk_group(False, {}), *standalone_group(1000)]}
     assert needs(field[STOCK_NVME]) == (*NATIVE, LIBAIO)
     assert needs(field[STOCK_CPU]) == NATIVE
     assert needs(field[OURS_DISK]) == (DEEPSPEED,)
-    for device, wanted in {"cpu": (), "cuda": (TORCHAO,)}.items():
-        alone = {c.name: c for c in standalone_group(1000, False, device)}
-        assert needs(alone[FUSED]) == ()
-        assert needs(alone[TORCHAO_OFFLOAD]) == wanted
+    assert needs(field[FUSED]) == ()
 
 
 def test_what_is_missing_is_left_out_if_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,19 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _accelerator import (
-    HOST,
-    HUGE_PAGE_BYTES,
-    Cuda,
-    Found,
-    Late,
-    Measurement,
-    Pinned,
-    cuda,
-    spread,
-    take,
-    tensor_at,
-)
+from _accelerator import HOST, HUGE_PAGE_BYTES, Cuda, Found, Late, Measurement, Pinned, cuda, spread, take, tensor_at
 
 SUBGROUP_BYTES = 12 << 24
 TABLE_BYTES = 1 << 17

@@ -345,14 +345,7 @@ def parts_of(out: Path, accelerator: str) -> list[Part]:
     on = ["--accelerator", accelerator]
     tests = [
         sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-v",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
+        *["-P", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--rootdir"],
         str(ROOT),
     ]
     tests += ["-c", str(ROOT / "pyproject.toml"), "-m", "gpu"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError
+from offload.combinations import BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
     clipper,
@@ -79,8 +80,7 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         allowed = "give one of offload's, such as offload.AdamW"
         raise ConfigError("optimizer", type(optimizer.optimizer).__name__, allowed)
     if accelerator.distributed_type in SHARDED:
-        allowed = "use one device, or DDP; for DeepSpeed see offload.integrations.deepspeed"
-        raise ConfigError("accelerator", str(accelerator.distributed_type), allowed)
+        BY_DEEPSPEED.refuse("accelerator", str(accelerator.distributed_type))
     prepared: list[Prepared] = vars(accelerator).setdefault("offload_prepared", [])
     if not prepared:
         accelerator.clip_grad_norm_ = partial(_clip, accelerator, prepared)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
-from offload import CheckpointError
+from offload import CheckpointError, SaveRequest
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import Shard
@@ -196,7 +196,7 @@ class SavesBehind:
         try:
             if pending.frame is not None:
                 folder = os.path.join(os.path.dirname(pending.file), in_place.FOLDER)
-                checkpoints.save(
+                request = SaveRequest(
                     folder,
                     mirrored=False,  # a mirror has the engines' part alone
                     extra=partial(self._stand_in, pending, pending.frame.encode()),
@@ -205,8 +205,9 @@ class SavesBehind:
                     id=pending.id,
                     rank=self._rank,
                     ranks=len(pending.others),
-                    ended=partial(self._find_ended, pending),
+                    find_ended=partial(self._find_ended, pending),
                 )
+                checkpoints.save(request)
             elif pending.starts is None:
                 threading.Thread(target=self._write_alone, args=(pending,), daemon=True).start()
             else:
@@ -214,13 +215,14 @@ class SavesBehind:
                 places = (os.path.join(pending.folder, PINNED, name) for name in names)
                 _pinned.add(pinned := next(place for place in places if place not in _pinned))
                 os.makedirs(pinned, exist_ok=True)
-                checkpoints.save(
+                request = SaveRequest(
                     pinned,
                     mirrored=False,
                     on_commit=partial(self._write, pending, pinned),
                     on_done=partial(self._end, pending, pinned),
                     id=pending.id,
                 )
+                checkpoints.save(request)
         except BaseException:
             if not checkpoints.has_begun(pending.id):  # else it ends as others do, as after a Ctrl-C
                 _pinned.discard(pinned)

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload import CheckpointError, ConfigError, Engine, OffloadConfig, SessionBrokenError
+from offload import CheckpointError, Engine, OffloadConfig, SessionBrokenError
+from offload.checkpoint.torch_files import fill, start_of, without_memory
+from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
 from offload.integrations.deepspeed.gradients import HostGradients
@@ -163,10 +165,9 @@ class OffloadedOptimizer:
         began_s = self._auto.pace.begin_step()
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
-        if self._offload_config.overlap == "auto" and self.is_early:
-            self._auto.after_step(
-                self.offload, self._speculate, [self.dp_process_group], self._told_on, follows=False
-            )
+        if self._offload_config.overlap == "auto":
+            ways = {"forward": self.can_go_on, "backward": self.is_early}
+            self._auto.after_step(self.offload, self._speculate, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
@@ -175,6 +176,11 @@ class OffloadedOptimizer:
     def is_early(self) -> bool:
         """Whether gradients are reduced during backward."""
         return True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether steps may go on into the next forward pass: below ZeRO-3 "auto" has none that waits for weights."""
+        return self._offload_config.overlaps_forward
 
     @property
     def _is_boundary(self) -> bool:
@@ -308,7 +314,7 @@ class OffloadedOptimizer:
             yield self._lent
             return
         self.finish()
-        self._lent = self.shard.empty(stream.without_memory) if self._streams else self.shard.export()
+        self._lent = self.shard.empty(without_memory) if self._streams else self.shard.export()
         try:
             self._lend(self._lent)
             yield self._lent
@@ -403,11 +409,9 @@ class OffloadedOptimizer:
         """
         self._layout = saving.layout
         if saving.layout == "in_place" and self._offload_config.paths and not self._offload_config.checkpoints:
-            allowed = 'keep at least 1, or write "checkpoint": {"layout": "stock"}'
-            raise ConfigError("multi_tier_offload.checkpoints_kept", 0, allowed)
+            NONE_KEPT.refuse("multi_tier_offload.checkpoints_kept", 0)
         if saving.layout == "in_place" and engine.use_node_local_storage():
-            allowed = 'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together'
-            raise ConfigError("multi_tier_offload.checkpoint.layout", saving.layout, allowed)
+            SAVED_APART.refuse("multi_tier_offload.checkpoint.layout", saving.layout)
         if not self._offload_config.paths and saving.layout == "stock":
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
@@ -503,14 +507,14 @@ class OffloadedOptimizer:
             with _in_partial(engine, "_get_ckpt_name", path):
                 with stream.without_data(engine.checkpoint_engine) as saved:
                     save()
-                places = [stream.fill(partial_of(path), state, left_out) for state in saved]
+                places = [fill(partial_of(path), state, left_out) for state in saved]
             for found in places:  # of one rank alone
                 if found is None:
                     log.warning("weights are saved to %s in a way that cannot be streamed", path)
                     discard(path)
                     save()
                 elif is_behind:
-                    starts = [stream.place(found, flat) for flat in self.flat_weights] if left_out else []
+                    starts = [start_of(found, flat) for flat in self.flat_weights] if left_out else []
                     self._model = UnnamedModel(path, starts, _identity(partial_of(path)))
                 else:
                     os.rename(partial_of(path), path)
@@ -548,7 +552,7 @@ class OffloadedOptimizer:
         starts = None
         if lent is not None:
             tensors = [tensor for state in lent for tensor in state.tensors.values()]
-            places = stream.fill(path, saved[0], tensors)
+            places = fill(path, saved[0], tensors)
             starts = None if places is None else stream.starts_of(places, lent)
         if starts is None:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
@@ -681,8 +685,7 @@ class OffloadedOptimizer:
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
         """Refuse: DeepSpeed's config says whether steps go on into forward."""
-        allowed = 'leave it out, and write "overlap": "forward" in the config: weights are gathered in forward then'
-        raise ConfigError("overlap_forward", "called", allowed)
+        DEEPSPEED_FORWARD.refuse("overlap_forward", "called")
 
     def destroy(self) -> None:
         """Free memory and files, ours first; a checkpoint that is being written becomes whole before."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import ConfigError, OffloadConfig
+from offload.combinations import DEEPSPEED_DTYPE, DEEPSPEED_KEEPS, DEEPSPEED_MUON, ZERO_1_REDUCES
 from offload.integrations import shared
 
 KEY = "multi_tier_offload"
@@ -80,10 +81,7 @@ _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
 )
 
 # Fields of OffloadConfig that DeepSpeed has keys of its own for.
-_DEEPSPEEDS: Mapping[str, str] = {
-    "gradient_dtype": 'leave it out and write "data_types": {"grad_accum_dtype": "fp32"}',
-    "keep_grads": "leave it out: DeepSpeed decides how long gradients stay",
-}
+_DEEPSPEEDS = {"gradient_dtype": DEEPSPEED_DTYPE, "keep_grads": DEEPSPEED_KEEPS}
 
 ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
@@ -150,9 +148,9 @@ def check(values: Any) -> OffloadConfig:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(KEY, values, 'give an object, such as {"host_memory": "64GiB", "paths": ["/mnt/nvme0"]}')
-    for field, advice in _DEEPSPEEDS.items():
+    for field, row in _DEEPSPEEDS.items():
         if field in values:
-            raise ConfigError(f"{KEY}.{field}", values[field], advice)
+            row.refuse(f"{KEY}.{field}", values[field])
     given = values.get(CHECKPOINT, {})
     if not isinstance(given, Mapping):
         raise ConfigError(
@@ -191,8 +189,7 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         )
     overlaps = _section(config, "zero_optimization").get("overlap_comm")
     if settings.overlaps_backward and stage == 1 and not overlaps:
-        allowed = 'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended'
-        raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
+        ZERO_1_REDUCES.refuse(f"{KEY}.overlap", settings.overlap)
     device = _section(config, OFFLOAD).get("device") or "none"
     if device not in ("cpu", "none"):
         allowed = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
@@ -228,11 +225,10 @@ def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple
     Raises:
         ConfigError: If it is not Adam or AdamW, or asks for a variant that the engine does not run.
     """
+    if name is not None and "muon" in name.lower():
+        DEEPSPEED_MUON.refuse("optimizer.type", name)
     if name is None or name.lower() not in ADAM_TYPES:
-        why = f"{KEY} runs no other optimizer"
-        if name is not None and "muon" in name.lower():
-            why = "ZeRO cuts parameters anywhere, and Muon updates whole matrices"
-        raise ConfigError("optimizer.type", name, f'use "Adam", "AdamW" or "Lion": {why}')
+        raise ConfigError("optimizer.type", name, f'use "Adam", "AdamW" or "Lion": {KEY} runs no other optimizer')
     params = dict(given or {})
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm", params["max_grad_norm"], 'write "gradient_clipping"')

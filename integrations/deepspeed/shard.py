@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
+from offload.combinations import DEEPSPEED_MUON
 from offload.integrations.deepspeed.gradients import EngineGradients, HostGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.rules import ADAMW, LION, GroupScalars, UpdateRule
@@ -399,8 +400,7 @@ def check_optimizer(optimizer: Any) -> None:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if "muon" in name.lower():
-        allowed = "use AdamW, Adam or Lion: ZeRO cuts parameters anywhere, and Muon updates whole matrices"
-        raise ConfigError("optimizer", name, allowed)
+        DEEPSPEED_MUON.refuse("optimizer", name)
     known = (
         kind in (torch.optim.Adam, torch.optim.AdamW)
         or _is_lion(kind)

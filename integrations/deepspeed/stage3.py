@@ -60,7 +60,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
             self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
         self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
-        if self._offload_config.overlaps_forward:
+        if self.can_go_on:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
             for parameter in self.module.parameters():
                 for name in ("all_gather", "all_gather_coalesced"):
@@ -68,6 +68,15 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                         setattr(parameter, name, _after_step(weakref.ref(self), parameter, getattr(parameter, name)))
 
     # Into the next forward pass
+
+    @property
+    def can_go_on(self) -> bool:
+        """See `OffloadedOptimizer.can_go_on`."""
+        return self._offload_config.overlap in ("forward", "both", "auto")
+
+    @property
+    def _goes_on(self) -> bool:
+        return bool(self.can_go_on and self._auto.goes_on)
 
     def before_gather(self, parameters: Sequence[Any]) -> None:
         """Wait until the last step has updated this rank's parts of some parameters."""
@@ -78,12 +87,12 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _use_order(self) -> Mapping[int, int] | None:
         used, self._used = self._used, {}
-        return {n: place for place, n in enumerate(used)} if self._offload_config.overlaps_forward else None
+        return {n: place for place, n in enumerate(used)} if self._goes_on else None
 
     def _post_step(self, *arguments: Any, **keywords: Any) -> None:
         """End a step; persistent parameters are gathered by their modules where it goes on into forward."""
         persistent = self.persistent_parameters
-        if self._offload_config.overlaps_forward:
+        if self._goes_on:
             self.persistent_parameters = []  # small ones lie in all subgroups: all would be waited for
         try:
             super()._post_step(*arguments, **keywords)

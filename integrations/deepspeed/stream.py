@@ -1,21 +1,14 @@
 """DeepSpeed's own checkpoint files, whose bytes of state go from the engine to the file without a copy in memory.
 
-DeepSpeed pickles tensors that have the right shape and no memory behind them, under `torch.serialization.skip_data`:
-that leaves the file as it should be, with holes where the state belongs. The engine then writes each run of state to
-its place, in the order that suits it. Weights that masters round to are written in the same way, to the model's file.
-
-Not here: what DeepSpeed's layout is. Whatever it makes of the tensors that it is lent, their memory is found again.
+DeepSpeed writes its files with holes where the state belongs; see `offload.checkpoint.torch_files`. The engine then
+writes each run of state to its place, in the order that suits it. Weights that masters round to are written in the
+same way, to the model's file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import mmap
 import os
-import pickle
-import struct
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +16,11 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from offload.checkpoint.torch_files import Places, bytes_of, start_of, writable, write_at, write_tensor
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import FlatState, Shard
 
-_NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
 _ITEM_BYTES = 4
-_PIECE_NUMEL = 8 << 20
 
 WEIGHT = "weight"
 """What a checkpoint's `visit` calls masters that are rounded to the weights' type."""
@@ -40,55 +32,6 @@ COLUMNS = 4093
 def can_stream(checkpoint_engine: Any) -> bool:
     """Return whether a checkpoint engine of DeepSpeed's writes with `torch.save` to a zip file of its own."""
     return type(checkpoint_engine) is TorchCheckpointEngine and bool(checkpoint_engine.zipfile_serialization)
-
-
-def without_memory(numel: int) -> torch.Tensor:
-    """Return fp32 zeros that take address space only, as long as nobody writes to them."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    space = mmap.mmap(-1, max(numel, 1) * _ITEM_BYTES, flags=flags)
-    if not numel:
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-    return torch.frombuffer(space, dtype=torch.float32, count=numel)
-
-
-def _bytes(flat: torch.Tensor) -> memoryview:
-    elements: Any = flat.view(torch.uint8).numpy()
-    return memoryview(elements)
-
-
-def _write(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _write_tensor(file: int, tensor: torch.Tensor, offset: int) -> None:
-    for piece in torch.split(tensor, _PIECE_NUMEL):
-        _write(file, _bytes(piece.cpu()), offset)
-        offset += piece.nbytes
-
-
-class _Storages(pickle.Pickler):
-    """Lists the memory of all tensors in what is pickled, in the order in which `torch.save` numbers it."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
-        self.found: dict[int, torch.UntypedStorage] = {}
-
-    def persistent_id(self, obj: Any) -> str | None:
-        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-        if not isinstance(storage, torch.UntypedStorage):
-            return None
-        self.found.setdefault(storage._cdata, storage)
-        return "storage"
-
-
-def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
-    pickler = _Storages()
-    with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
-        pickler.dump(pickled)
-        return pickler.found
-    return {}
 
 
 @contextlib.contextmanager
@@ -109,55 +52,8 @@ def without_data(checkpoint_engine: Any) -> Iterator[list[Any]]:
         del checkpoint_engine.save
 
 
-Places = dict[int, int]
-"""Where the memory of tensors begins in a file, by its address."""
-
 Starts = Mapping[str, Sequence[int | None]]
 """Where a state tensor, or weights, of each flat tensor begin in a file, by name; None for one without elements."""
-
-
-def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
-    """Write the bytes of tensors into a file that was saved without them.
-
-    Args:
-        path: The file.
-        pickled: What was saved.
-        left_out: Tensors in it that are not written: each a single run of memory.
-
-    Returns:
-        Where each memory begins; None, with nothing written, if that cannot be told.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    storages = _storages(pickled)
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
-        records = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
-        found = [records[number] for number in map(str, range(len(records))) if number in records]
-        if [record.file_size for record in found] != [storage.nbytes() for storage in storages.values()]:
-            return None
-        places = {}
-        for key, record in zip(storages, found, strict=True):
-            headers.seek(record.header_offset + 26)
-            places[key] = record.header_offset + 30 + sum(struct.unpack("<HH", headers.read(4)))
-    runs: dict[int, list[tuple[int, int]]] = {key: [] for key in storages}
-    for tensor in left_out:
-        first = int(tensor.storage_offset()) * tensor.itemsize
-        runs.get(tensor.untyped_storage()._cdata, []).append((first, first + tensor.nbytes))
-    with _opened(path) as file:
-        for key, storage in storages.items():
-            elements = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-            done = 0
-            for first, last in [*sorted(runs[key]), (storage.nbytes(),) * 2]:
-                _write_tensor(file, elements[done:first], places[key] + done)
-                done = max(done, last)
-    return places
-
-
-def place(places: Places, tensor: torch.Tensor) -> int | None:
-    """Return where a tensor begins in a file; None if its memory is not there."""
-    start = places.get(tensor.untyped_storage()._cdata)
-    return None if start is None else start + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
@@ -168,7 +64,7 @@ def starts_of(places: Places, lent: Sequence[FlatState]) -> Starts | None:
         lent: The tensors without memory in what was saved, one row for each flat tensor of the shard.
     """
     tensors = {name: [state.tensors[name] for state in lent] for name in (lent[0].tensors if lent else ())}
-    starts = {name: [place(places, tensor) for tensor in rows] for name, rows in tensors.items()}
+    starts = {name: [start_of(places, tensor) for tensor in rows] for name, rows in tensors.items()}
     missing = (
         start is None and tensor.numel()
         for name in tensors
@@ -216,14 +112,14 @@ def write_state(files: Mapping[str, Starts], shard: Shard, visit: Callable[[Take
     """
     with contextlib.ExitStack() as opened:
         places = [
-            (opened.enter_context(_opened(path)), name, files[path][name]) for path in files for name in files[path]
+            (opened.enter_context(writable(path)), name, files[path][name]) for path in files for name in files[path]
         ]
 
         def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
             piece = shard.pieces[number]
             for file, name, starts in places:
                 if (start := starts[piece.flat]) is not None:
-                    _write(file, _bytes(views[name]), start + (piece.offset + first) * views[name].itemsize)
+                    write_at(file, bytes_of(views[name]), start + (piece.offset + first) * views[name].itemsize)
 
         visit(take, [name for _, name, _ in places])
 
@@ -267,10 +163,10 @@ def write_weights(path: str, starts: Sequence[int | None], weights: Sequence[tor
     Raises:
         OSError: If the file cannot be written.
     """
-    with _opened(path) as file:
+    with writable(path) as file:
         for start, weight in zip(starts, weights, strict=True):
             if start is not None:
-                _write_tensor(file, weight, start)
+                write_tensor(file, weight, start)
 
 
 _DIGEST_BYTES = COLUMNS * 4 * 1024
@@ -289,12 +185,3 @@ def _sums(pieces: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
         sums += rows.sum(0, dtype=torch.int32)
         sums[: rest.numel()] += rest
     return sums
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    file = os.open(path, os.O_WRONLY)
-    try:
-        yield file
-    finally:
-        os.close(file)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError, OffloadConfig
+from offload.combinations import OTHER_PARALLELISM
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
@@ -237,16 +238,15 @@ def _offload_to_cpu(engine: Any) -> None:
 
 def _check_engine(engine: Any) -> None:
     if getattr(engine, "has_moe_layers", False):
-        raise ConfigError("model", "has MoE layers", f"leave {KEY} out: expert-parallel layouts are not supported")
+        OTHER_PARALLELISM.refuse("model", "has MoE layers")
     if getattr(engine, "pipeline_parallelism", False):
-        raise ConfigError("model", "PipelineModule", f"leave {KEY} out: pipeline parallelism is not supported")
+        OTHER_PARALLELISM.refuse("model", "PipelineModule")
     mpu = getattr(engine, "mpu", None)
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        raise ConfigError("mpu", "model parallel", f"leave {KEY} out: only data parallelism is supported")
+        OTHER_PARALLELISM.refuse("mpu", "model parallel")
     tensor_parallel = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
     if tensor_parallel > 1:
-        allowed = f"use 1, or leave {KEY} out: only data parallelism is supported"
-        raise ConfigError("tensor_parallel.autotp_size", tensor_parallel, allowed)
+        OTHER_PARALLELISM.refuse("tensor_parallel.autotp_size", tensor_parallel)
 
 
 def inject(engine: Any) -> None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
+from offload.combinations import AVERAGED, BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
     logged,
@@ -54,8 +55,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             return
         strategy, precision = trainer.strategy, trainer.precision_plugin
         if strategy.restore_checkpoint_after_setup:  # it shards, and has checkpoints of its own
-            allowed = "use one device, or DDP; for DeepSpeed see offload.integrations.deepspeed"
-            raise ConfigError("strategy", type(strategy).__name__, allowed)
+            BY_DEEPSPEED.refuse("strategy", type(strategy).__name__)
         # By functions of the class: doing this again, as a second `fit` does, changes nothing.
         strategy.optimizer_state = partial(_state, strategy)
         strategy.load_optimizer_state_dict = partial(self._load, trainer)
@@ -78,8 +78,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
             overlap_forward(optimizer, pl_module.children())
         elif optimizer.config.overlaps_forward:
-            instead = f'use "off" or "backward" beside {" and ".join(AVERAGING)}, and where all of it is compiled'
-            raise ConfigError("overlap", optimizer.config.overlap, instead)
+            AVERAGED.refuse("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning; whoever comes next may look at weights."""

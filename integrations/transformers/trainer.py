@@ -17,6 +17,7 @@ import torch
 
 import offload
 from offload import CheckpointError, ConfigError, OffloadConfig, OffloadError
+from offload.combinations import DEEPSPEED_TRAINER
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
 
@@ -119,11 +120,7 @@ def _choose(
         _say_other(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
     if getattr(args, "deepspeed", None):
-        allowed = (
-            'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by '
-            "`python -m offload.integrations.deepspeed`, without which DeepSpeed ignores it"
-        )
-        raise ConfigError("optim", name, allowed)
+        DEEPSPEED_TRAINER.refuse("optim", name)
     kind, taken = OPTIMIZERS[name]
     given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     given["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
+from offload.combinations import VERL_CLIPS, VERL_GENERATES
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
 
@@ -155,11 +156,9 @@ def _init(manager: Any, original: Callable[..., None], *arguments: Any, **option
     if found is None:
         return
     if not found.keeps_grads:
-        allowed = "use true, and no gradient_memory: verl clips gradients itself, after backward"
-        raise ConfigError("keep_grads", False, allowed)
+        VERL_CLIPS.refuse("keep_grads", False)
     if found.config.overlaps_forward:
-        allowed = 'use "off" or "backward": verl gives new weights to generation after its step'
-        raise ConfigError("overlap", found.config.overlap, allowed)
+        VERL_GENERATES.refuse("overlap", found.config.overlap)
 
 
 class _Saving:

@@ -38,7 +38,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,6 +60,7 @@ from offload.checkpoint.manifest import (
     seal_released,
     unseal_commit,
 )
+from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import (
     HERE,
     Pin,
@@ -124,6 +125,7 @@ class CommitJob:
 
     Attributes:
         folder: The folder of the checkpoint.
+        request: What the caller has asked for.
         manifest: This rank's part.
         extra: The caller's own bytes.
         older: Checkpoints kept so far, oldest first.
@@ -131,12 +133,10 @@ class CommitJob:
         paths: Paths whose leftovers are deleted: stores without a pin whose session is known to have ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
-        find_ended: Returns ranks that are known to have ended.
         claim: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is mirroring, or
             "", and begins to mirror no other until the save has ended.
         told: Called on other ranks, before anything is released, with the id that `claim` has returned.
         is_needed: Returns whether somebody needs the slots of an older checkpoint, which then stays.
-        on_commit: Called once there is a checkpoint; older ones stay where it raises.
         read: Checkpoints that this session has resumed from, with their stores that have no lock and that it has only
             read. It reads them no more. Those whose stores are gone now leave this list.
         reader: What this session's notes of that are called there; see `note_reading`.
@@ -151,6 +151,7 @@ class CommitJob:
     """
 
     folder: Folder
+    request: SaveRequest
     manifest: Manifest
     extra: bytes | None
     older: Sequence[KeptCheckpoint]
@@ -158,11 +159,9 @@ class CommitJob:
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
-    find_ended: Callable[[], Collection[int]] = tuple
     claim: Callable[[], str] = str
     told: Callable[[str], object] = str
     is_needed: Callable[[KeptCheckpoint], bool] = field(default_factory=lambda: is_being_read)
-    on_commit: Callable[[], object] = tuple
     read: list[KeptCheckpoint] = field(default_factory=list)
     reader: str = ""
     doubtful: Sequence[KeptCheckpoint] = ()
@@ -241,7 +240,7 @@ class CommitJob:
         try:
             if manifest.rank > 0 and (mirrored := read_commit(folder).mirrored) is not None:
                 self.told(mirrored)
-            self.on_commit()
+            self.request.on_commit()
             self._settle()
             self._tidy()
         except Exception as error:  # the checkpoint has been committed all the same
@@ -266,7 +265,7 @@ class CommitJob:
 
     def _ended_too_early(self) -> list[int]:
         """Return the ranks without which there will be no checkpoint, and that have ended."""
-        ended = self.find_ended()  # before the folder is read: manifests that it lacks then will not come
+        ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will not come
         missing = self._without_manifest() if ended else []
         return [rank for rank in ended if rank == 0 or rank in missing]
 

@@ -58,8 +58,27 @@ def export_safetensors(
     Raises:
         CheckpointError: The checkpoint cannot be read, or the file not written.
     """
+    path = Path(target)
     with Checkpoint(checkpoint) as opened:
-        write_safetensors(opened, Path(target), progress, masters=True)
+        tensors = kept_tensors(opened, masters=True)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, kept in tensors.items():
+            shapes |= {f"state.{name}.{tensor}": shape_of(opened, name) for tensor in kept}
+            shapes[f"state.{name}.step"] = ()
+        header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
+        try:
+            with replacing(path, f".{path.name}.partial") as file:
+                file.write(header)
+                done = 0
+                for name, kept in tensors.items():
+                    for tensor in kept:
+                        for piece in in_rows(opened, name, tensor):
+                            file.write(piece)
+                            done += piece.nbytes
+                            progress(done, end)
+                    file.write(np.array(opened.step_of(name), _ITEM).tobytes())
+        except OSError as cause:
+            raise CheckpointError(f"cannot write {path}: {cause.strerror or cause}") from cause
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
@@ -73,41 +92,26 @@ def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> 
     return len(content).to_bytes(8, "little") + content, end
 
 
-def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, *, masters: bool) -> None:
-    """Write the state tensors of each parameter, with `masters` or without, and its step count.
+def kept_tensors(opened: Checkpoint, *, masters: bool) -> dict[str, tuple[str, ...]]:
+    """Return the names of each parameter's state tensors, with `masters` or without.
 
     Raises:
-        CheckpointError: As `export_safetensors`; or the state is packed, and only its class knows its tensors.
+        CheckpointError: State is packed, and only its class knows its tensors.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
     tensors = {name: opened.rule_of(name).names[not masters :] for name in opened.names}
-    for name in opened.names:
-        if PACKED in tensors[name]:
+    for name, kept in tensors.items():
+        if PACKED in kept:
             kind = opened.rule_of(name).name
             raise CheckpointError(f"{opened.path} has state of {kind}: load it there, and save state_dict() instead")
-        shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in tensors[name]}
-        shapes[f"state.{name}.step"] = ()
-    header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
-    try:
-        with replacing(target, f".{target.name}.partial") as file:
-            file.write(header)
-            done = 0
-            for name in opened.names:
-                for tensor in tensors[name]:
-                    for piece in _in_rows(opened, name, tensor):
-                        file.write(piece)
-                        done += piece.nbytes
-                        progress(done, end)
-                file.write(np.array(opened.step_of(name), _ITEM).tobytes())
-    except OSError as cause:
-        raise CheckpointError(f"cannot write {target}: {cause.strerror or cause}") from cause
+    return tensors
 
 
 def _describe(opened: Checkpoint) -> dict[str, Any]:
     return {"step": opened.step, "metadata": opened.metadata}
 
 
-def _shape(opened: Checkpoint, name: str) -> tuple[int, ...]:
+def shape_of(opened: Checkpoint, name: str) -> tuple[int, ...]:
+    """Return a parameter's shape; one dimension where its writer gave none."""
     form = opened.shape_of(name)
     return form[0] if form is not None else (opened.full_numel(name),)
 
@@ -117,7 +121,7 @@ def _is_in_rows(opened: Checkpoint, name: str) -> bool:
     return form is None or torch.empty_strided(*form, dtype=torch.float32, device="meta").is_contiguous()
 
 
-def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
+def in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
     """Yield a tensor's bytes in row-major order; a tensor with another order in memory is read whole.
 
     Each piece is overwritten when the next is asked for.

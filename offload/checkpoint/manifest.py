@@ -89,9 +89,9 @@ class Manifest:
         step: Number of the step after which the checkpoint was taken.
         layout: Parameters and subgroups.
         steps: Updates that each parameter has had.
-        stores: The stores that `tiles` refer to.
-        tiles: Every tile of the layout, those of `weight_tiles` included.
         checksums: Whether the tiles carry checksums.
+        stores: The stores that `tiles` refer to.
+        tiles: Every tile of the layout, those of `weight_tiles` included; none before they are durable.
         metadata: The caller's hyperparameters and such, as JSON.
         extra: Name, size and checksum of the file with the caller's own bytes.
         seed: Seed of stochastic rounding; None where nothing was rounded so.
@@ -105,9 +105,9 @@ class Manifest:
     step: int
     layout: Layout
     steps: tuple[int, ...]
-    stores: tuple[StoreRef, ...]
-    tiles: Mapping[TileId, TileRef]
     checksums: bool
+    stores: tuple[StoreRef, ...] = ()
+    tiles: Mapping[TileId, TileRef] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     extra: tuple[str, int, int] | None = None
     seed: int | None = None

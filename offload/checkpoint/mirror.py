@@ -22,12 +22,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import queue
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -49,6 +50,7 @@ from offload.checkpoint.manifest import (
     unseal_progress,
 )
 from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import commit_to_replace, is_read, judge, remove, store_folder
 from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.plan.budget import CHECKPOINT_BUFFERS
@@ -79,7 +81,7 @@ class _Task:
 
     @property
     def id(self) -> str:
-        return self.part.id
+        return self.part.request.id
 
 
 class _Interrupted(Exception):
@@ -133,20 +135,25 @@ class Mirror:
 
     # On the engine thread, and on the committing one
 
-    def offer(
-        self,
-        source: str,
-        id: str,
-        rank: int,
-        ranks: int,
-        find_ended: Callable[[], Collection[int]] = tuple,
-        *,
-        is_new: bool = True,
-    ) -> None:
-        """Mirror a checkpoint next, in the place of another one that has not begun; see `Part`."""
-        if self._path is None or any(task.id == id for task in self._tasks):
+    def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
+        """Mirror a checkpoint next, in the place of another one that has not begun.
+
+        Args:
+            saved: With which it was saved; `path` as its folder calls itself.
+            is_new: See `Part`.
+        """
+        if self._path is None or any(task.id == saved.id for task in self._tasks):
             return
-        task = _Task(source, Part(self._target(source), id, rank, ranks, find_ended, is_new))
+        source = os.fspath(saved.path)
+        request = SaveRequest(
+            self._target(source),
+            copy=True,
+            id=saved.id,
+            rank=saved.rank,
+            ranks=saved.ranks,
+            find_ended=saved.find_ended,
+        )
+        task = _Task(source, Part(request, is_new))
         with self._lock:
             passed = [each for each in self._tasks if not each.is_taken]
             self._tasks = (*(each for each in self._tasks if each.is_taken), task)
@@ -240,7 +247,7 @@ class Mirror:
         """Return the checkpoint to mirror next, if there is one; rank 0 takes it by that."""
         with self._lock:
             task = next(iter(self._tasks), None)
-            if task is not None and task.part.rank == 0 and not task.is_taken:
+            if task is not None and task.part.request.rank == 0 and not task.is_taken:
                 task.is_taken = not self._is_claimed
                 return task if task.is_taken else None
             return task
@@ -276,12 +283,12 @@ class Mirror:
         return True
 
     def _mirror(self, task: _Task) -> None:
-        part = task.part
+        part, request = task.part, task.part.request
         part.folder.prepare()
         if part.is_committed():
             return
         with contextlib.ExitStack() as ends:
-            source = ends.enter_context(self._open(task.source, part=(part.id, part.rank, part.ranks)))
+            source = ends.enter_context(self._open(task.source, part=(request.id, request.rank, request.ranks)))
             (manifest,) = source.manifests
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
@@ -300,10 +307,11 @@ class Mirror:
                     extra,
                     partial(
                         CommitJob,
+                        part.folder,
+                        replace(request, find_ended=part.find_failed),
                         older=(),
                         keep=1,
                         cancelled=self._cancelled,
-                        find_ended=part.find_failed,
                         timeout_s=RANKS_S,
                     ),
                 )
@@ -324,38 +332,30 @@ class Part:
     """One rank's part of a checkpoint in a folder that mirrors another.
 
     Attributes:
-        path: The folder that mirrors it.
-        id: The save's id.
-        rank: The rank.
-        ranks: The number of ranks.
-        find_ended: Returns ranks that are known to have ended.
+        request: A copy of it in the folder that mirrors it.
         is_new: Whether the checkpoint has just been saved, so that no earlier session has tried to copy it.
     """
 
-    path: str
-    id: str
-    rank: int
-    ranks: int
-    find_ended: Callable[[], Collection[int]]
+    request: SaveRequest
     is_new: bool
 
     @cached_property
     def folder(self) -> Folder:
         """The folder, opened when it is first used: a bucket's client takes its time."""
-        return open_folder(self.path)
+        return open_folder(self.request.path)
 
-    def progress_name(self, rank: int) -> str:
-        """Return the name of a rank's progress file."""
-        return f"mirror-{self.id}-{rank}.json"
+    def progress_name(self, rank: int | None = None) -> str:
+        """Return the name of a rank's progress file; of this one's if no rank is given."""
+        return f"mirror-{self.request.id}-{self.request.rank if rank is None else rank}.json"
 
     def failure_name(self, rank: int) -> str:
         """Return the name of the file that says that a rank has failed."""
-        return f"failed-{self.id}-{rank}"
+        return f"failed-{self.request.id}-{rank}"
 
     def is_committed(self) -> bool:
         """Return whether the folder holds the checkpoint."""
         commit = commit_to_replace(self.folder)
-        return commit is not None and commit.id == self.id
+        return commit is not None and commit.id == self.request.id
 
     def has_begun(self) -> bool:
         """Return whether rank 0 has begun, and has not given up.
@@ -371,14 +371,14 @@ class Part:
     def note_failure(self) -> None:
         """Tell the other ranks that this one has failed."""
         with contextlib.suppress(OffloadError):
-            if self.ranks > 1:
-                self.folder.write(self.failure_name(self.rank), b"\n")
+            if self.request.ranks > 1:
+                self.folder.write(self.failure_name(self.request.rank), b"\n")
 
     def find_failed(self) -> list[int]:
         """Return the ranks that will not do their parts."""
         names = self.folder.names()
-        failed = [rank for rank in range(self.ranks) if self.failure_name(rank) in names]
-        return [*self.find_ended(), *failed, *([] if self.progress_name(0) in names else [0])]
+        failed = [rank for rank in range(self.request.ranks) if self.failure_name(rank) in names]
+        return [*self.request.find_ended(), *failed, *([] if self.progress_name(0) in names else [0])]
 
 
 @dataclass(slots=True)
@@ -414,7 +414,7 @@ class PartCopy:
         """
         part = self.part
         self.progress = self._found()
-        for name in part.folder.names() if part.rank == 0 else ():
+        for name in part.folder.names() if part.request.rank == 0 else ():
             if FAILURE.fullmatch(name):
                 part.folder.delete(name)
         self._note(*self.progress.stores)
@@ -422,7 +422,7 @@ class PartCopy:
     def _found(self) -> MirrorProgress:
         """Return how far an earlier session has come; delete what is of no use."""
         part, place = self.part, parse_place(self.part.folder.path)
-        content, found, is_usable = part.folder.read(part.progress_name(part.rank)), MirrorProgress(), True
+        content, found, is_usable = part.folder.read(part.progress_name()), MirrorProgress(), True
         with contextlib.suppress(CheckpointError):  # it is damaged, so all is copied again
             found = unseal_progress(content, part.folder.path) if content is not None else found
         for store, count in found.stores:
@@ -446,7 +446,7 @@ class PartCopy:
 
     def _note(self, *stores: tuple[uuid.UUID, int]) -> None:
         self.progress = MirrorProgress(stores)
-        self.part.folder.write(self.part.progress_name(self.part.rank), seal_progress(self.progress))
+        self.part.folder.write(self.part.progress_name(), seal_progress(self.progress))
 
     def copy(self) -> Iterator[int]:
         """Copy the tiles that are missing, batch by batch; yield the bytes of each once it is durable."""
@@ -469,23 +469,23 @@ class PartCopy:
             self._note(*before, (store, count))
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
-    def commit(self, extra: bytes | None, job: Callable[..., CommitJob]) -> None:
+    def commit(self, extra: bytes | None, job: Callable[[Manifest, bytes | None], CommitJob]) -> None:
         """Commit it, as a copy is.
 
         Args:
             extra: The part's `extra`.
-            job: Makes the job of folder, manifest and extra.
+            job: Makes the job of manifest and extra.
         """
-        weights = model_name(self.part.id, self.part.rank)
+        weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             content = open_folder(self.source.path).read(weights)
             if content is None:
                 raise CheckpointError(f"{weights} is missing")
             self.part.folder.write(weights, content)
-        self.job = job(self.part.folder, self._placed(), extra)
+        self.job = job(self._placed(), extra)
         self.job.run()
         self.keep()
-        self.part.folder.delete(self.part.progress_name(self.part.rank))
+        self.part.folder.delete(self.part.progress_name())
 
     def _placed(self) -> Manifest:
         """Return the manifest with the tiles that have been copied, where they are now."""
@@ -511,7 +511,7 @@ class PartCopy:
             has_ended = False
             with contextlib.suppress(OffloadError):
                 names = part.folder.names()
-                has_ended = part.rank > 0 and part.progress_name(0) not in names and not part.is_committed()
+                has_ended = part.request.rank > 0 and part.progress_name(0) not in names and not part.is_committed()
             if not has_ended:
                 self.keep()
                 return
@@ -520,7 +520,7 @@ class PartCopy:
         with contextlib.suppress(OffloadError):
             for store, _ in self.progress.stores:
                 remove(judge(parse_place(part.folder.path).store(store)))
-            part.folder.delete(part.progress_name(part.rank))
+            part.folder.delete(part.progress_name())
 
     def close(self) -> None:
         """Close the store; idempotent."""

@@ -164,7 +164,7 @@ class StateSource(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The `metadata` that the caller gave to `Checkpoints.save`."""
+        """The `metadata` of the `SaveRequest`."""
 
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a whole parameter."""

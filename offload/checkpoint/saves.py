@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import socket
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -26,6 +24,7 @@ from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import (
     Standing,
     drop_notes,
@@ -86,43 +85,6 @@ class _StoreLocks:
             release_lock(lock)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The content of a checkpoint besides its tiles, as it was at the hand-over.
-
-    Attributes:
-        layout: Parameters and subgroups.
-        step: Number of the session's last step.
-        steps: Updates that each parameter has had.
-        metadata: The caller's hyperparameters and such, as JSON.
-        extra: The caller's own bytes, or what makes them once all state is durable, on the committing thread.
-        id: The save's id; the same on all ranks.
-        rank: This rank.
-        ranks: The number of ranks.
-        copy: Whether everything is copied to the folder.
-        mirrored: Whether the session's mirror gets it.
-        seed: Seed of stochastic rounding; None where nothing is rounded so.
-        numbers: Number of each parameter in stochastic rounding.
-        find_ended: Returns ranks that are known to have ended.
-        on_commit: Called on the committing thread once there is a checkpoint; older ones stay where it raises.
-    """
-
-    layout: Layout
-    step: int
-    steps: tuple[int, ...]
-    metadata: Mapping[str, Any]
-    extra: bytes | Callable[[], bytes] | None
-    id: str
-    rank: int
-    ranks: int
-    copy: bool
-    mirrored: bool
-    seed: int | None
-    numbers: tuple[int, ...]
-    find_ended: Callable[[], Collection[int]] = tuple
-    on_commit: Callable[[], object] = tuple
-
-
 @dataclass(slots=True)
 class PendingSave:
     """A checkpoint that is being written.
@@ -130,12 +92,11 @@ class PendingSave:
     Attributes:
         save: The request to the machine.
         folder: The folder of the checkpoint.
-        snapshot: The content besides the tiles.
+        request: What the caller has asked for.
+        manifest: This rank's part as it was at the hand-over, without the tiles.
         sink: The store in the folder, if the checkpoint is a copy.
-        on_done: Called, in a thread of its own, with the error or None when the save has ended.
         done: Set when the save has ended.
         error: Why it failed; an error of a tier is its `__cause__`.
-        started_s: Time of the hand-over, on the monotonic clock.
         cancelled: Set when the session breaks during the commit.
         ranks_until_s: Time, on the monotonic clock, at which other ranks are given up.
         records: The tiles that the commit names.
@@ -143,10 +104,9 @@ class PendingSave:
 
     save: Save
     folder: Folder
-    snapshot: Snapshot
+    request: SaveRequest
+    manifest: Manifest
     sink: tuple[uuid.UUID, Tier] | None
-    on_done: Callable[[BaseException | None], None] | None
-    started_s: float
     done: waits.Latch = field(default_factory=waits.Latch)
     error: CheckpointError | None = None
     job: CommitJob | None = None
@@ -245,10 +205,10 @@ class Saves:
         self._undecided_ids: list[str] = []
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
-    def begin(self, id: str, ranks: int) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """Note that the caller asks for a save; on the caller's thread, with nothing pending."""
-        if ranks > 1:  # one rank alone is never in doubt
-            self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], id]
+        if request.ranks > 1:  # one rank alone is never in doubt
+            self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], request.id]
 
     def wait_for_pending(self) -> None:
         """Wait for the checkpoint that is being written, if one is; on the caller's thread."""
@@ -262,11 +222,11 @@ class Saves:
     def open(
         self,
         folder: Folder,
-        snapshot: Snapshot,
+        request: SaveRequest,
+        manifest: Manifest,
         *,
         needs_buffers: bool,
         io_backend: str,
-        on_done: Callable[[BaseException | None], None] | None,
     ) -> PendingSave:
         """Prepare a save, and make it `pending`.
 
@@ -274,26 +234,26 @@ class Saves:
 
         Args:
             folder: The folder of the checkpoint, prepared.
-            snapshot: The content besides the tiles.
+            request: What the caller has asked for.
+            manifest: This rank's part, without the tiles.
             needs_buffers: Whether some tiles have to be gathered first.
             io_backend: Backend of the store in the folder, for a copy.
-            on_done: See `Checkpoints.save`.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.
             OffloadError: There is no memory for copy buffers.
         """
-        empty = not snapshot.layout.parameters
-        copy = snapshot.copy and not empty
+        empty = not manifest.layout.parameters
+        copy = request.copy and not empty
         if copy or needs_buffers:
             self._buffers = self._make_buffers()  # until the save has ended
         sink = None
         self._numbers += 1
-        self._steps = *self._steps[-1:], snapshot.step
+        self._steps = *self._steps[-1:], manifest.step
         number = len(self.stores)
         if copy:
             store = uuid.uuid4()
-            tiles = [tile for s in snapshot.layout.subgroups for tile in s.tiles + s.weight_tiles]
+            tiles = [tile for s in manifest.layout.subgroups for tile in s.tiles + s.weight_tiles]
             total = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
             sink = (
                 store,
@@ -310,7 +270,7 @@ class Saves:
             )
             self._others[number] = sink[1]
         save = Save(self._numbers, number if copy else None, empty)
-        self.pending = PendingSave(save, folder, snapshot, sink, on_done, time.monotonic())
+        self.pending = PendingSave(save, folder, request, manifest, sink)
         return self.pending
 
     def is_expected(self, step: int) -> bool:
@@ -379,7 +339,7 @@ class Saves:
                 pending.sink[1].close()
         if error is None and pending.job is not None:
             own = pending.job.checkpoint
-            own.save_number = None if pending.snapshot.copy else pending.save.number
+            own.save_number = None if pending.request.copy else pending.save.number
             if not pending.job.committed:
                 error = self.commit_error()
                 self._doubtful.append(own)
@@ -393,22 +353,21 @@ class Saves:
                 self.kept = [kept for kept in committed if kept not in released]
                 self._newer = [kept for kept in self._newer if kept not in released]
                 self._doubtful = [d for d in self._doubtful if d not in (*pending.job.confirmed, *released)]
-                if not pending.snapshot.copy:
+                if not pending.request.copy:
                     self.kept.append(own)
-                    if pending.snapshot.mirrored:
-                        snapshot = pending.snapshot
-                        self._mirror.offer(own.folder, own.id, own.rank, snapshot.ranks, snapshot.find_ended)
+                    if pending.request.mirrored:
+                        self._mirror.offer(pending.request)
         self._mirror.end_claim()
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
         self._buffers = 0, 0
         pending.error, pending.job, pending.records = error, None, {}
-        pending.snapshot = replace(pending.snapshot, extra=None)  # until the next save
+        pending.request = replace(pending.request, extra=None)  # until the next save
         self.last, self.pending = pending, None
         pending.done.set()
-        if pending.on_done is not None:
-            threading.Thread(target=pending.on_done, args=(error,), name="offload-saved", daemon=True).start()
+        if pending.request.on_done is not None:
+            threading.Thread(target=pending.request.on_done, args=(error,), name="offload-saved", daemon=True).start()
         return save_numbers
 
     def release(self, folder: str) -> list[int]:
@@ -465,7 +424,7 @@ class Saves:
         self._queue.post(commit.op, error)
 
     def _job(self, pending: PendingSave, records: Mapping[TileId, Record]) -> CommitJob:
-        snapshot = pending.snapshot
+        request = pending.request
         path_numbers = sorted({record.location.path for record in records.values()})
         refs = [
             StoreRef(pending.sink[0], None)
@@ -474,32 +433,23 @@ class Saves:
             for path in path_numbers
         ]
         numbers = {path: number for number, path in enumerate(path_numbers)}
-        extra = snapshot.extra() if callable(snapshot.extra) else snapshot.extra
-        manifest = Manifest(
-            id=snapshot.id,
-            rank=snapshot.rank,
-            ranks=snapshot.ranks,
-            step=snapshot.step,
-            layout=snapshot.layout,
-            steps=snapshot.steps,
+        extra = request.extra() if callable(request.extra) else request.extra
+        manifest = replace(
+            pending.manifest,
             stores=tuple(refs),
             tiles={
                 tile: TileRef(numbers[record.location.path], record.location.offset, record.step, record.checksum)
                 for tile, record in records.items()
             },
-            checksums=self._checksum,
-            metadata=snapshot.metadata,
-            extra=None if extra is None else (extra_name(snapshot.id, snapshot.rank), len(extra), crc32c_of(extra)),
-            seed=snapshot.seed,
-            numbers=snapshot.numbers,
-            host=socket.gethostname(),
+            extra=None if extra is None else (extra_name(request.id, request.rank), len(extra), crc32c_of(extra)),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]
-        keep = len(older) + 1 if snapshot.copy else self._keep
-        paths = [path for path, _ in self.stores[: self._paths]] if not snapshot.copy else []
+        keep = len(older) + 1 if request.copy else self._keep
+        paths = [path for path, _ in self.stores[: self._paths]] if not request.copy else []
         return CommitJob(
             pending.folder,
+            request,
             manifest,
             extra,
             older,
@@ -507,15 +457,13 @@ class Saves:
             pending.cancelled,
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
-            find_ended=snapshot.find_ended,
             claim=self._mirror.claim,
             told=self._mirror.told,
             is_needed=self._mirror.is_needed,
-            on_commit=snapshot.on_commit,
-            read=self._read if not snapshot.copy else [],
+            read=self._read if not request.copy else [],
             reader=self._reader,
             doubtful=tuple(self._doubtful),
-            abandoned_ids=tuple(id for id in self._undecided_ids if id != snapshot.id),
+            abandoned_ids=tuple(id for id in self._undecided_ids if id != request.id),
         )
 
     # Resuming, with nothing pending
@@ -543,7 +491,8 @@ class Saves:
             return
         refs = [ref for manifest in checkpoint.manifests for ref in manifest.stores]
         if len(checkpoint.manifests) == ranks and any(ref.path is not None for ref in refs):
-            self._mirror.offer(checkpoint.path, checkpoint.id, rank, ranks, is_new=False)
+            saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
+            self._mirror.offer(saved, is_new=False)
 
     def _lock(self, stores: Sequence[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
         """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""

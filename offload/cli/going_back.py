@@ -1,7 +1,7 @@
 """A checkpoint as torch's own optimizers load it, alone or in the file or folder of a framework.
 
-What is not the optimizer's (weights, schedules, random states) is copied as it is. State goes through a file beside
-the target, from which torch saves it: pages come and go. The target gets its name when all of it is on the disk.
+What is not the optimizer's (weights, schedules, random states) is copied as it is. Torch saves files with holes where
+state belongs, which then goes there piece by piece. The target gets its name when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 from pathlib import Path
@@ -19,11 +19,12 @@ from typing import IO, Any
 
 import torch
 
-from offload.checkpoint.exchange import SafetensorsSource, write_safetensors
+from offload.checkpoint.exchange import in_rows, kept_tensors, shape_of
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.torch_files import bytes_of, fill, start_of, without_memory, writable, write_at
 from offload.dtypes import DtypeCode
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, known
 from offload.integrations.deepspeed import in_place
 from offload.integrations.shared import KINDS, POINTER
 from offload.optim.groups import torch_defaults
@@ -95,17 +96,11 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
     else:
         states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
     try:
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name[:100]}.partial-") as scratch:
-            if is_folder:
+        if is_folder:
+            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name[:100]}.partial-") as scratch:
                 return _write_folder(framework, Path(checkpoint), out, states, Path(scratch), progress)
-            (folder,) = states.values()
-            with _state(folder, Path(scratch), progress) as (state, outcome):
-                if framework == "torch":
-                    content = state
-                else:
-                    content = {**_read(checkpoint, "lightning"), "optimizer_states": [state]}
-                _save(content, out, progress)
-            return [outcome]
+        (folder,) = states.values()
+        return [_write_state(folder, out, _read(checkpoint, framework) if framework != "torch" else None, progress)]
     except OSError as cause:
         why = cause.args[0][0][2] if isinstance(cause, shutil.Error) else cause.strerror or cause
         raise CheckpointError(f"cannot write {out}: {why}") from cause
@@ -202,20 +197,20 @@ def _named(framework: str, content: Any, file: str, folder: str) -> str:
 # State as torch's optimizers have it
 
 
-@contextlib.contextmanager
-def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple[dict[str, Any], Outcome]]:
-    """Give the state dict of torch's own optimizer; its tensors lie over a file in `scratch`."""
-    file = scratch / "state"
-    try:
-        with Checkpoint(checkpoint) as opened:
-            groups, members = _groups(opened)
-            rules, step = {name: opened.rule_of(name) for name in opened.names}, opened.step
-            _check_room(scratch, 2 * 4 * sum(len(r.state) * opened.full_numel(name) for name, r in rules.items()))
-            write_safetensors(opened, file, lambda done, whole: progress("reading", done, whole), masters=False)
-            parameters = [p for manifest in opened.manifests for p in manifest.layout.parameters]
-            has_masters = any(parameter.dtype is not DtypeCode.FLOAT32 for parameter in parameters)
-        source = SafetensorsSource(file)
+def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, progress: Progress) -> Outcome:
+    """Write the state dict of torch's own optimizer; the file is there whole or not at all.
+
+    Args:
+        checkpoint: Folder of the state.
+        path: The file.
+        around: What else Lightning's file has; None where the state dict is all.
+        progress: Told how far it is.
+    """
+    with Checkpoint(checkpoint) as opened:
+        groups, members = _groups(opened)
+        tensors = kept_tensors(opened, masters=False)
         state: dict[int, dict[str, Any]] = {}
+        hollow: dict[tuple[str, str], torch.Tensor] = {}
         numbers: dict[str, int] = {}
         following = count()
         for group, named in zip(groups, members, strict=True):
@@ -223,33 +218,54 @@ def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple
             for name in named:
                 number = next(following)  # a parameter that is given twice has its first number, as in torch
                 group["params"].append(number if name is None else numbers.setdefault(name, number))
-                has_state = name is not None and source.step_of(name) and group.get("momentum") != 0  # as torch's SGD
-                if name is not None and has_state:
-                    entry = {tensor: _tensor(source, name, tensor) for tensor in rules[name].state}
-                    if rules[name].missing_step is None:  # torch's keep a count
-                        entry = {
-                            "step": torch.tensor(float(source.step_of(name)), dtype=torch.float32, device="cpu"),
-                            **entry,
-                        }
-                    state[numbers[name]] = entry
+                if name is None or numbers[name] in state:
+                    continue
+                step = opened.step_of(name)
+                if step and group.get("momentum") != 0:  # as torch's SGD
+                    state[numbers[name]] = entry = {}
+                    if opened.rule_of(name).missing_step is None:  # torch's keep a count
+                        entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+                    for tensor in tensors[name]:
+                        hollow[name, tensor] = without_memory(opened.full_numel(name))
+                        entry[tensor] = hollow[name, tensor].reshape(shape_of(opened, name))
+        whole, done = sum(tensor.nbytes for tensor in hollow.values()), 0
+        _check_room(path.parent, whole)
+        content: Any = {"state": state, "param_groups": groups}
+        content = content if around is None else {**around, "optimizer_states": [content]}
+        with replacing(path, f".{path.name[:100]}.partial") as file:
+            _save_hollow(content, file)
+            places = known(fill(file.name, content, hollow.values()), "a state dict that is not what was saved")
+            for (name, tensor), empty in hollow.items():
+                start = known(start_of(places, empty), "a tensor that is not in its file")
+                for piece in in_rows(opened, name, tensor):
+                    write_at(file.fileno(), piece, start)
+                    start, done = start + piece.nbytes, done + piece.nbytes
+                    progress("writing", done, whole)
+        parameters = [p for manifest in opened.manifests for p in manifest.layout.parameters]
+        has_masters = any(parameter.dtype is not DtypeCode.FLOAT32 for parameter in parameters)
         kind = str(opened.metadata["optimizer"])
-        outcome = Outcome(kind, [len(group["params"]) for group in groups], step, has_masters)
-        yield {"state": state, "param_groups": groups}, outcome
-    finally:
-        file.unlink(missing_ok=True)
+        return Outcome(kind, [len(group["params"]) for group in groups], opened.step, has_masters)
+
+
+def _save_hollow(content: Any, file: IO[bytes]) -> None:
+    """Save with torch, without the bytes of tensors. It tells of a failed write in other words."""
+    try:
+        with torch.serialization.skip_data():
+            torch.save(content, file)
+        file.flush()
+    except RuntimeError as error:
+        if error.__context__ is not None:
+            raise error.__context__ from None
+        raise
 
 
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
-            f"{folder.parent} has {format_bytes(free)} free, and the state takes {format_bytes(needed)} there, half "
-            "of them for the time being: name a target on a disk with more room"
+            f"{format_bytes(free)} are free there, and the state takes {format_bytes(needed)}: name a target on a "
+            "disk with more room"
         )
-
-
-def _tensor(source: SafetensorsSource, name: str, tensor: str) -> Any:
-    return torch.from_numpy(source.mapped(f"state.{name}.{tensor}")).reshape(source.shape_of(name)[0])
 
 
 def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
@@ -322,7 +338,8 @@ def _write_folder(
                 here.write(piece)
                 done += len(piece)
                 progress("copying", min(done, whole), whole)
-            _sync(here)
+            here.flush()
+            os.fsync(here.fileno())
 
     made.mkdir()
     outcomes = []
@@ -330,9 +347,7 @@ def _write_folder(
         if framework == DEEPSPEED:
             outcomes.append(_write_frame(state_folder, rank, made / file, progress))
             continue
-        with _state(state_folder, scratch, progress) as (state, outcome):
-            _save(state, made / file, progress)
-        outcomes.append(outcome)
+        outcomes.append(_write_state(state_folder, made / file, None, progress))
     for name in names:
         if (folder / name).is_dir():
             shutil.copytree(folder / name, made / name, copy_function=copy)
@@ -352,65 +367,15 @@ def _write_frame(folder: str, rank: int, path: Path, progress: Progress) -> Outc
         frame, pieces = in_place.Frame.decode(opened.extra(rank)), manifest.layout.parameters
         frame.write(str(path))
         whole, done = sum(piece.numel for piece in pieces) * 12, 0
-        with open(path, "r+b") as file:
+        with writable(str(path)) as file:
 
             def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
                 nonlocal done
                 for name, start in frame.pieces[pieces[number].name].items():
-                    file.seek(start + first * views[name].itemsize)
-                    file.write(views[name].numpy().data)
+                    write_at(file, bytes_of(views[name]), start + first * views[name].itemsize)
                     done += views[name].nbytes
                 progress("writing", done, whole)
 
             opened.visit(pieces, take)
-            _sync(file)
+            os.fsync(file)
         return Outcome(f"rank {rank}'s AdamW", [len(pieces)], manifest.step, has_masters=False)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class _Pieces:
-    """A file that large tensors are written to piece by piece. torch tells of a failed write in other words."""
-
-    def __init__(self, file: IO[bytes], whole: int, progress: Progress) -> None:
-        self._file, self._whole, self._progress = file, whole, progress
-        self._done = 0
-        self.error: BaseException | None = None
-
-    def write(self, content: Any) -> int:
-        view = memoryview(content)
-        if self.error is None:
-            try:
-                for start in range(0, view.nbytes, PIECE_BYTES):
-                    self._done += self._file.write(view[start : start + PIECE_BYTES])
-                    self._progress("writing", min(self._done, self._whole), self._whole)
-            except BaseException as error:
-                self.error = error
-                raise
-        return view.nbytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _save(content: Any, path: Path, progress: Progress) -> None:
-    """Save with torch; the file is there whole or not at all."""
-    with replacing(path, f".{path.name[:100]}.partial") as file:
-        pieces = _Pieces(file, _bytes_in(content), progress)
-        try:
-            torch.save(content, pieces)  # type: ignore[arg-type]
-        except BaseException:
-            if pieces.error is not None:
-                raise pieces.error from None
-            raise
-
-
-def _bytes_in(content: Any) -> int:
-    """Return the bytes of all tensors in a framework's checkpoint."""
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    values = content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else ()
-    return sum(_bytes_in(value) for value in values)

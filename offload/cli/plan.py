@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload import combinations
 from offload.cli import advise
 from offload.cli.machine import WORDS, add_words, described, is_described
 from offload.cli.node import GPU, STREAMED_WEIGHTS, Machine, node_of, shares
@@ -360,7 +361,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
     alone, placement = machine.all_ranks == 1, arguments.placement
     if model.on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
         if placement not in ("auto", "cpu", 0):
-            raise ConfigError("--placement", placement, 'use "cpu" with --gradient-memory')
+            combinations.GRADIENTS_ON_PATHS.refuse("--placement", placement, least='"cpu"')
         placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
     keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
     known_nodes = [f"node{each.node}" for each in rates.nodes]

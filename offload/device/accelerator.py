@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import combinations
 from offload.backends import accelerator, tensor_at, working_on
 from offload.dtypes import DtypeCode
-from offload.errors import ConfigError, OffloadError
+from offload.errors import OffloadError
 from offload.kernels.gpu import device_kernel
 from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue
 from offload.rules import RULES
@@ -34,11 +35,6 @@ from offload.rules import RULES
 log = logging.getLogger("offload")
 
 HOST = torch.device("cpu")
-
-CAPTURE_ADVICE = (
-    "leave step, clip_grad_norm_, zero_grad and, with keep_grads=False, backward out of the capture: a replay would "
-    "not repeat what they do"
-)
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 """Where Linux lists devices, by their addresses."""
@@ -322,7 +318,7 @@ class AcceleratorDevice:
         if lane is not DeviceLane.CALLER:
             return self._streams[lane]
         if self.backend.captures():
-            raise ConfigError("optimizer", "used while a CUDA graph is captured", CAPTURE_ADVICE)
+            combinations.CAPTURED.refuse("optimizer", "used while a CUDA graph is captured")
         return self.backend.current_stream(self.device)
 
     def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from offload import combinations
 from offload.dtypes import DtypeCode
-from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES
 from offload.rules import BLOCK_NUMEL, MASTER, PACKED, UpdateRule
 
@@ -146,8 +146,7 @@ class StateFormat(ABC):
             ConfigError: As said.
         """
         if self.rounds and rule.packed_words:
-            allowed = f'use "exact": {rule.name} keeps its state in types of its own'
-            raise ConfigError("state_format", self.name, allowed)
+            combinations.TYPES_OF_ITS_OWN.refuse("state_format", self.name, rule=rule.name)
 
     @property
     def shares_scales(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import combinations
 from offload.device.none import Lanes
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt
@@ -149,13 +150,11 @@ class PathGradients(GradientStore):
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
         """Refuse a gradient that lies elsewhere: only what has arrived is used."""
-        allowed = "say `arrived` of each gradient, or leave gradient_memory out"
-        raise ConfigError(f"gradient of {self._parameters[position].name}", "bound where it lies", allowed)
+        combinations.GRADIENTS_BOUND.refuse(f"gradient of {self._parameters[position].name}", "bound where it lies")
 
     def slot(self, position: int) -> torch.Tensor:
         """Refuse to show a gradient: it may lie on the paths."""
-        allowed = "leave it out where gradients are read or changed after backward: they lie on the paths"
-        raise ConfigError("gradient_memory", "below that of all gradients", allowed)
+        combinations.GRADIENTS_READ.refuse("gradient_memory", "below that of all gradients")
 
     def _fill(self, subgroup: int) -> int:
         if self._filling is None or self._filling[0] != subgroup:

@@ -88,7 +88,7 @@ class DeviceKernel(ABC):
         """Enqueue the sums of squares of a gradient's blocks, and its copy into or addition to a slot, in one pass.
 
         A block's sum is not finite exactly if one of its elements is not, so the sums are the overflow flag too.
-        Added in order on the host (`offload.kernels.norm_sq`), they are the norm.
+        Added in order on the host (`offload.kernels.norm_sq_at`), they are the norm.
 
         Args:
             source_address: Address of the gradient on this device, a multiple of its element's size.

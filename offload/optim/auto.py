@@ -1,4 +1,4 @@
-"""`overlap="auto"`: whether updates are made during backward, by predicted iterations.
+"""`overlap="auto"`: hides steps in forward, in backward, in both or nowhere, by what iterations have taken.
 
 Public for those who drive an `offload.Engine` themselves, as the DeepSpeed integration does.
 """
@@ -6,38 +6,67 @@ Public for those who drive an `offload.Engine` themselves, as the DeepSpeed inte
 from __future__ import annotations
 
 import logging
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from offload.config import OVERLAPS
 from offload.optim.pace import Pace
-from offload.predict import Forecast
 from offload.session.engine import Engine
 
 log = logging.getLogger("offload")
 
-LEAST_GAIN = 0.02
-"""Share of an iteration that updates in backward have to save: predictions are not more exact."""
+MODES = {"forward": (True, False), "both": (True, True), "off": (False, False), "backward": (False, True)}
+"""Whether a step goes on in forward, and whether updates are made during backward; in the order in which modes are
+tried."""
 
-FIRST_CHOICE = 4
-"""The step after which the first choice is made; the next ones are after twice as many each."""
+TRIAL, MOST_TRIAL, TRIAL_S = 4, 16, 4.0
+"""Steps for which a mode is tried, and at most where they are too short to be as many seconds; at least twice as many
+for the first, as memory and rates settle. The first iteration does not count: the mode before reaches into it."""
+
+LEAST_GAIN = 0.01
+"""Share of an iteration that a mode has to save beside one that stands before it in `OVERLAPS`."""
+
+DRIFT = 0.2
+"""Share by which the iterations of a mode have to change for all to be tried again."""
+
+LATEST = 64
+"""Iterations that are remembered."""
+
+
+def trial_steps(iteration_s: float) -> int:
+    """Return for how many steps a mode is tried in which an iteration takes so many seconds."""
+    return max(TRIAL, min(MOST_TRIAL, math.ceil(TRIAL_S / max(iteration_s, 1e-9))))
 
 
 class AutoOverlap:
-    """Chooses for one optimizer, after its fourth step, its eighth, its sixteenth, and so on.
+    """Chooses for one optimizer: tries all modes that are possible, some steps each, and keeps the fastest.
+
+    Looks again after twice as many steps, four times as many, and so on. If iterations have changed much by then, all
+    are tried again.
 
     Args:
-        pace: How long forward and backward take.
+        pace: How long iterations take.
 
     Attributes:
-        forecast: What a step, and an iteration, should take.
+        mode: Where steps are hidden as far as that is possible: one of `MODES`, the first before any has been chosen.
     """
 
     def __init__(self, pace: Pace | None = None) -> None:
         self.pace = Pace() if pace is None else pace
-        self.forecast = Forecast()
-        self._steps_seen = 0
+        self.mode = next(iter(MODES))
+        self._seen, self._next = 0, 2 * TRIAL  # steps, and those after which it is chosen
+        self._latest_s: deque[float] = deque(maxlen=LATEST)
+        self._tried_s: dict[str, float] = {}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps go on into the next forward pass, where that is possible."""
+        return MODES[self.mode][0]
 
     def after_step(
         self,
@@ -45,45 +74,61 @@ class AutoOverlap:
         speculate: Callable[[], None],
         groups: Sequence[Any],
         device: torch.device,
-        follows: bool,
+        *,
+        forward: bool,
+        backward: bool,
     ) -> None:
-        """Switch updates during backward on or off, if this is a step after which that is chosen.
+        """Choose a mode, if this is a step after which that is done.
 
         Then it is a collective: the first rank chooses, and all ranks do what it says.
 
         Args:
             engine: Makes the updates. A pending step goes on in it.
-            speculate: Switches them on.
+            speculate: Switches updates during backward on.
             groups: Process groups by which the first rank's choice comes to all: from the first rank of each of the
                 first group to that group, and so on. Empty where there is one rank.
             device: Where weights are: that of the groups' backends.
-            follows: Whether steps go on into the next forward pass.
+            forward: Whether steps can go on into the next forward pass; the same on all ranks.
+            backward: Whether updates can be made during backward; the same on all ranks.
         """
-        self._steps_seen += 1  # the engine's own number would wait for the step
-        number = self._steps_seen
-        if number < FIRST_CHOICE or number.bit_count() > 1:
+        self._seen += 1  # the engine's own number would wait for the step
+        if not math.isnan(took_s := self.pace.iteration_s):
+            self._latest_s.append(took_s)
+        possible = [name for name, hides in MODES.items() if hides[0] <= forward and hides[1] <= backward]
+        if self._seen < self._next or len(possible) < 2:
             return
+        now_in_forward, now_in_backward = MODES[self.mode]
+        hides = now_in_forward and forward, now_in_backward and backward
+        now = next(name for name in possible if MODES[name] == hides)
         is_first = all(torch.distributed.get_rank(group) == 0 for group in groups)
-        told = torch.tensor([is_first and self._wins(engine, follows)], dtype=torch.uint8, device=device)
+        told = torch.tensor(self._choose(possible, now) if is_first else (0, 0), dtype=torch.int64, device=device)
         for group in groups:
             torch.distributed.broadcast(told, group=group, group_src=0)
-        wins = bool(told.item())
-        if wins and not engine.speculates:
+        number, self._next = told.tolist()
+        before, self.mode = self.mode, [*MODES][number]
+        if self.mode != before:
+            self._latest_s.clear()
+        _, in_backward = MODES[self.mode]
+        if in_backward and not engine.speculates:
             speculate()
-        elif not wins:
+        elif not in_backward:
             engine.speculate(None)
 
-    def _wins(self, engine: Engine, follows: bool) -> bool:
-        """Return whether hiding the step in backward should win; as it is now, where nobody can tell."""
-        if self.pace.typical_s is None:
-            return engine.speculates
-        (forward_s, backward_s), plan, rates = self.pace.typical_s, engine.plan, engine.rates
-        if follows:
-            waited_s = backward_s + self.forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
-        else:
-            waited_s = forward_s + backward_s + self.forecast.carried_on(plan, rates).step_s
-        hidden_s = self.forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
-        wins = hidden_s < (1 - LEAST_GAIN) * waited_s
-        text = 'overlap="auto": the step %s hidden in backward: an iteration takes %.3g s so, and else %.3g s'
-        log.info(text, "is" if wins else "is not", hidden_s, waited_s)
-        return wins
+    def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
+        """Return the number of the mode to use from now on, and the step after which it is chosen again."""
+        names, took_s = list(MODES), statistics.median([*self._latest_s][1:])
+        if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
+            self._tried_s.clear()
+        is_looked_at_again = now == self.mode and now in self._tried_s
+        if now not in self._tried_s and (more := trial_steps(took_s) - len(self._latest_s)) > 0:
+            return names.index(now), self._seen + more
+        self._tried_s.setdefault(now, took_s)
+        for name in possible:
+            if name not in self._tried_s:
+                return names.index(name), self._seen + TRIAL
+        if not is_looked_at_again:
+            tried_s = {name: self._tried_s[name] for name in OVERLAPS if name in possible}
+            now = next(name for name in tried_s if tried_s[name] * (1 - LEAST_GAIN) <= min(tried_s.values()))
+            found = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in tried_s.items())
+            log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', now, found)
+        return names.index(now), 2 * self._seen

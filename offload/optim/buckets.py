@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from offload import combinations
 from offload.errors import ConfigError
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -131,7 +132,7 @@ def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buck
         allowed = "give the DistributedDataParallel that wraps the model"
         raise ConfigError("model", type(model).__name__, allowed)
     if getattr(model, "_use_python_reducer", False):
-        raise ConfigError("model", "compiled with its reductions", 'leave optimize_ddp = "ddp_optimizer"')
+        combinations.COMPILED_REDUCTIONS.refuse("model", "compiled with its reductions")
     for _, found in getattr(model, "_comm_hooks", ()):
         if isinstance(found, Buckets) and found.is_of(model):
             if hook is not None:
@@ -142,9 +143,8 @@ def attach(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buck
         if getattr(model, "_comm_hooks", ()):
             raise RuntimeError("it has a hook")
         model.register_comm_hook(buckets, _reduce)
-    except RuntimeError as error:
-        allowed = "give overlap_backward its communication hook, in the place of register_comm_hook: it has one"
-        raise ConfigError("model", "DistributedDataParallel", allowed) from error
+    except RuntimeError:
+        combinations.HOOKED.refuse("model", "DistributedDataParallel")
     return buckets
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from offload import combinations
 from offload._native import crc32c
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import model_name
@@ -81,7 +82,7 @@ class ModelRest:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-            raise ConfigError("model", "FullyShardedDataParallel", "use fully_shard, or give what is needed as extra")
+            combinations.FSDP1_MODEL.refuse("model", "FullyShardedDataParallel")
         given = {id(parameter) for parameter in own}
         state = model.state_dict(keep_vars=True)  # first: it may have FSDP2 put its parameters back
         parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import torch
 
+from offload import combinations
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.layout import named_like
@@ -167,11 +168,9 @@ class Muon(OffloadedOptimizer):
         if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
             return None
         if self._gradient_memory is not None:
-            allowed = "leave it out: gradients of sharded matrices go to the ranks that these were dealt to"
-            raise ConfigError("gradient_memory", self._gradient_memory, allowed)
+            combinations.DEALT_GRADIENTS.refuse("gradient_memory", self._gradient_memory)
         if self._holder.config.overlaps_forward or self._overlap.models:
-            allowed = 'use "off" or "backward": shards of matrices come back from the ranks that update them'
-            raise ConfigError("overlap", self._holder.config.overlap, allowed)
+            combinations.DEALT_FORWARD.refuse("overlap", self._holder.config.overlap)
         return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:

@@ -22,6 +22,7 @@ from typing import Any, overload
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
+from offload import combinations
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
@@ -43,7 +44,7 @@ from offload.optim.routes import StepRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
-from offload.predict import Explanation, PlanReport, compare
+from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
 from offload.rules import number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
@@ -91,7 +92,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_reported = True  # the last step
         self._lock.wait_for_step = lambda: owner._finish()
         self._auto = AutoOverlap(self._overlap.pace)
-        self._forecast = self._auto.forecast
+        self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self._preemption = Preemption()
@@ -143,11 +144,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._speculate()
 
     def _choose_overlap(self) -> None:
-        """Have "auto" choose, where gradients come to host memory during backward; collective at a few steps."""
-        if self._route.is_deaf or not self._route.is_early:
-            return
-        device, follows = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
-        self._auto.after_step(self.engine, self._speculate, self._weights.groups, device, follows)
+        """Have "auto" choose where steps are hidden; collective after a few steps."""
+        device, forward = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
+        backward = self._route.is_early and not self._route.is_deaf  # gradients come to host memory then
+        groups = self._weights.groups
+        self._auto.after_step(self.engine, self._speculate, groups, device, forward=forward, backward=backward)
 
     # Parameters
 
@@ -271,10 +272,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         positions = [bound.position for bound in active]
         bounds = self._weights.bound.values()
         if ranks.world()[0] > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
-            allowed = (
-                "use the FSDP1 module's own clip_grad_norm_, and torch's ShardedGradScaler: this rank has a part"
-            )
-            raise ConfigError("params", "FSDP1's", allowed)
+            combinations.FSDP1_CLIPS.refuse("params", "FSDP1's")
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradients.norm_sq(positions)
         norms_sq = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
@@ -377,11 +375,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._show_state()
             return None
         if self.config.overlaps_forward and not self._overlap.has_followed:
-            allowed = "call optimizer.overlap_forward(model) before the first step: its modules wait for weights"
-            raise ConfigError("overlap", self.config.overlap, allowed)
+            combinations.NO_MODEL.refuse("overlap", self.config.overlap)
         if self.config.overlaps_backward and self._route.is_deaf:
-            allowed = "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients"
-            raise ConfigError("overlap", self.config.overlap, allowed)
+            combinations.COPIED_GRADIENTS.refuse("overlap", self.config.overlap)
         self._holder.open_after_backward()
         self._state.check()
         groups = self._values()
@@ -392,11 +388,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begin_step()
         try:
-            if self._overlap.models:
+            if self._goes_on:
                 self._begin_step(groups, scale, clip, active)
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
                 self._is_reported = False
+                if self._overlap.models:  # no gradient is left, whichever mode "auto" is in
+                    self._route.clear_grads(active)
+                    self._overlap.in_order(())  # the next pending step's is that of the next forward pass
         finally:
             self._state.changed()
             self._scaling.forget()
@@ -486,6 +485,8 @@ class OffloadedOptimizer(StatefulOptimizer):
           and "auto" need this, or `overlap_forward`, which does it as well. Updates begin when the first group's
           gradients have come to the host; nothing waits for that in backward. Any other model of FSDP2 needs no call.
 
+        In one process, and where gradients leave in backward, there is nothing to hear of, and a call does nothing.
+
         Args:
             model: The DistributedDataParallel, or the module that FSDP2 shards, or has modules that it does.
             comm_hook: A hook of yours, which reduces in the place of DDP; what it returns is the gradient.
@@ -493,16 +494,16 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Raises:
             ConfigError: `model` is neither, or has a hook already, or has none of this optimizer's parameters;
-                `comm_hook` is not for DDP; there is one process, under DDP; or gradients leave in backward.
+                `comm_hook` is not for DDP, or is given to one process, or where gradients leave in backward.
         """
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
         if isinstance(self._route, StepRoute) and comm_hook is None and self._route.follow(model):
             return
         if not isinstance(self._route, StepRoute) or ranks.world()[0] == 1:
-            kinds = "DDP on several ranks, or FSDP2 whose weights wait in host memory for a GPU"
-            allowed = f"leave it out: it is for {kinds}, with keep_grads=True and no gradient_memory"
-            raise ConfigError("overlap_backward", "called", allowed)
+            if comm_hook is None:
+                return
+            combinations.NOT_REDUCED.refuse("comm_hook", comm_hook)
         self._route.hear(attach(model, comm_hook, state))
 
     # Into the next forward pass
@@ -687,7 +688,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         explanation, iteration = self._explanation(), None
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
-        hidden_in = ["forward"] * bool(self._overlap.models) + ["backward"] * self.engine.speculates
+        hidden_in = ["forward"] * self._goes_on + ["backward"] * self.engine.speculates
         metrics = self.engine.metrics()
         unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
         parked = None
@@ -716,13 +717,18 @@ class OffloadedOptimizer(StatefulOptimizer):
         return sum(s.state_bytes * r.numel // s.numel for s in subgroups for r in s.segments if r.parameter in frozen)
 
     @property
+    def _goes_on(self) -> bool:
+        """Whether steps go on into the next forward pass."""
+        return bool(self._overlap.models) and self._auto.goes_on
+
+    @property
     def _is_hidden(self) -> bool:
         """Whether the step is hidden in forward or backward."""
-        return bool(self._overlap.models) or self.engine.speculates
+        return self._goes_on or self.engine.speculates
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
         """Return the predicted seconds of an iteration, with the step hidden as it is now."""
-        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.models)
+        plan, rates, follows = self.engine.plan, self.engine.rates, self._goes_on
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
         return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)

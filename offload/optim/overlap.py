@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
+from offload import combinations
 from offload.errors import ConfigError, OffloadError, known
 from offload.optim import ranks, shards
 from offload.optim.exchange import BUCKET_BYTES, UNUSED, Bucket, Exchange
@@ -70,20 +71,17 @@ class Overlap:
         if not isinstance(check, bool):
             raise ConfigError("check", check, "give True or False")
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-            raise ConfigError("model", "with a ScriptModule", "give a model that is not scripted: that runs no hooks")
+            combinations.SCRIPTED.refuse("model", "with a ScriptModule")
         if set(parameters).isdisjoint(model.parameters()):
             allowed = "give a model that this optimizer updates parameters of, not a copy"
             raise ConfigError("model", type(model).__name__, allowed)
         if self._holder.config.borrows:
-            allowed = 'use "auto" or a size where steps go on in forward: what is borrowed goes back before that'
-            raise ConfigError("gpu_memory", self._holder.config.gpu_memory, allowed)
+            combinations.BORROWED.refuse("gpu_memory", self._holder.config.gpu_memory)
         for parameter in model.parameters():
             if ranks.is_flattened(parameter):
-                allowed = "have whole weights on each rank, or DTensors: FSDP1 gathers before a module's turn"
-                raise ConfigError("model", type(parameter).__name__, allowed)
+                combinations.FSDP1_FORWARD.refuse("model", type(parameter).__name__)
             if shards.is_sharded(parameter) and self._weights.is_dealt(parameter):
-                allowed = 'leave it out, and use overlap="backward": shards come back from the rank that updates them'
-                raise ConfigError("model", "with sharded matrices that were dealt to ranks", allowed)
+                combinations.DEALT_FORWARD.refuse("model", "with sharded matrices that were dealt to ranks")
         self._holder.check_open()
         self.finish()
         rows_over = self._weights.rows_over

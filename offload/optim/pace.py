@@ -26,12 +26,13 @@ class Pace:
 
     Attributes:
         waited_s: Seconds that the caller has waited for the last step that is over: in `step` and after it.
+        iteration_s: Seconds between the returns of the last two steps; NaN before there are two.
         in_forward: Whether no gradient has arrived since the last step returned.
         last_intervals: `intervals` when the last step began.
     """
 
     def __init__(self) -> None:
-        self.waited_s = 0.0
+        self.waited_s, self.iteration_s = 0.0, math.nan
         self.in_forward = True
         self.last_intervals: list[Interval] = []
         self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
@@ -95,7 +96,8 @@ class Pace:
 
     def end_call(self, began_s: float) -> None:
         """Note that `step` returns, which was called at `began_s`; what the step has left to do goes on."""
-        self._returned_s = time.monotonic()
+        before_s, self._returned_s = self._returned_s, time.monotonic()
+        self.iteration_s = self._returned_s - before_s
         self._arrived_s = self._asked_s = math.nan
         self.in_forward = True
         self._waits = []

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload import combinations
 from offload.checkpoint.folder import open_folder
 from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
@@ -110,7 +111,7 @@ class Preemption:
             raise ConfigError("extra", type(extra).__name__, "give a function: what it returns is saved")
         open_folder(folder)  # raises where the name can be none
         if config.paths and not config.checkpoints:
-            raise ConfigError("checkpoints_kept", 0, "keep at least 1 on the paths")
+            combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
         if self._handler is None:
             self._handler = SigtermHandler()
             self._restore = finalizer = weakref.finalize(optimizer, self._handler.restore)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import uuid
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError
 from offload.layout import bare_names
 from offload.optim.weights import BoundParameter
@@ -30,49 +31,31 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
-class Agreement(NamedTuple):
-    """What ranks have agreed on for a save that they make together.
-
-    Attributes:
-        ranks: World size.
-        rank: This rank.
-        id: The save's id.
-        names: Names of this rank's weights in the checkpoint, by their names here.
-        replica: Whether an earlier rank saves the same pieces of the same weights, and so this rank's state, too.
-        prefix: Prefix of the names where the weights are this rank's alone.
-        find_ended: Returns the ranks whose processes have ended, as far as this one can see them.
-    """
-
-    ranks: int
-    rank: int
-    id: str
-    names: Mapping[str, str]
-    replica: bool = False
-    prefix: str = ""
-    find_ended: Callable[[], Collection[int]] = tuple
-
-
-def agree_on_save(bounds: Collection[BoundParameter]) -> Agreement:
+def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> SaveRequest:
     """Agree on a save that all ranks make together.
+
+    Returns:
+        The request, with what all ranks have alike and what this one does. Its metadata has the `prefix` of the names
+        where the weights are this rank's alone. A replica is a rank whose weights an earlier one has, too.
 
     Raises:
         CheckpointError: Ranks have other weights under the same names; raised on all of them.
     """
     size, rank = world()
-    id = uuid.uuid4().hex
+    agreed = replace(request, rank=rank, ranks=size, metadata={"prefix": ""})
     if size == 1:
-        return Agreement(size, rank, id, bare_names(bound.name for bound in bounds))
+        return replace(agreed, names=bare_names(bound.name for bound in bounds))
     answers: list[Any] = [None] * size
     weights_here = {bound.name: _digest(bound) for bound in bounds}
-    own_answer = id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
+    own_answer = request.id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
     torch.distributed.all_gather_object(answers, own_answer)
     clash = _clash([weights for _, weights, _, _ in answers])
     find_ended = partial(_ended_ranks, [process for *_, process in answers])
-    id = answers[0][0]
+    agreed = replace(agreed, id=answers[0][0], find_ended=find_ended)
     names = bare_names(name for _, weights, _, _ in answers for name in weights)  # all ranks' alike
     if clash is None:
         replica = any(weights == answers[rank][1] for _, weights, _, _ in answers[:rank])
-        return Agreement(size, rank, id, names, replica, find_ended=find_ended)
+        return replace(agreed, names=names, replica=replica)
     name, one, other = clash
     if not all(of_its_rank for _, _, of_its_rank, _ in answers):
         raise CheckpointError(
@@ -87,7 +70,7 @@ def agree_on_save(bounds: Collection[BoundParameter]) -> Agreement:
     )
     prefix = f"rank{rank}."
     names = {name: prefix + bare for name, bare in names.items()}
-    return Agreement(size, rank, id, names, prefix=prefix, find_ended=find_ended)
+    return replace(agreed, names=names, metadata={"prefix": prefix})
 
 
 def _ended_ranks(processes: Sequence[Process | None]) -> list[int]:

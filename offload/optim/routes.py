@@ -15,6 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload import combinations
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, known
@@ -58,8 +59,7 @@ def choose_route(
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
     if holder.config.overlaps_backward and not can_be_final:
         holder.close()
-        allowed = 'use "off": no hook sees gradients of FSDP1 on several ranks'
-        raise ConfigError("overlap", holder.config.overlap, allowed)
+        combinations.FSDP1_BACKWARD.refuse("overlap", holder.config.overlap)
     route = kind(holder, weights, scaling, overlap)
     route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
     route.is_deaf = any(map(shards.is_copied, parameters))
@@ -75,10 +75,9 @@ def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> 
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     leaves = config.gradient_memory is not None
     if (leaves or not config.keep_grads) and not all(map(_arrives_reduced, parameters)):
-        instead = "leave it out" if leaves else "use true"
-        why = f"{world()[0]} processes reduce gradients after they have arrived, but for those of FSDP2"
         name, value = ("gradient_memory", config.gradient_memory) if leaves else ("keep_grads", False)
-        raise ConfigError(name, value, f"{instead}: {why}")
+        instead = "leave it out" if leaves else "use true"
+        combinations.REDUCED_LATER.refuse(name, value, instead=instead, ranks=world()[0])
 
 
 def _arrives_reduced(parameter: torch.Tensor) -> bool:
@@ -492,11 +491,8 @@ class DepartureRoute(Route):
         last_storage = None if is_first else self._storages.get(bound)
         if last_storage is not None and last_storage == storage and not self._leaves:
             # A replayed CUDA graph always writes to one memory, and waits for nobody who still reads it.
-            raise ConfigError(
-                f"gradient of {bound.name}",
-                "in the same memory as that of the pass before",
-                "with CUDA graphs, take one backward pass a step, or keep_grads=True",
-            )
+            where = "in the same memory as that of the pass before"
+            combinations.GRAPHS_ACCUMULATE.refuse(f"gradient of {bound.name}", where)
         self._storages[bound] = storage  # a weak reference keeps allocators from using the address again
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

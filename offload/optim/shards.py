@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from offload import combinations
 from offload.errors import ConfigError
 from offload.layout import row_major
 from offload.optim.exchange import all_gather, broadcast
@@ -141,7 +142,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
     """
     if is_sharded(parameter):
         if rows_over is not None:
-            raise ConfigError("shard", True, f"leave it out: {name} is a DTensor, which is sharded already")
+            combinations.SHARDED_TWICE.refuse("shard", True, name=name)
         dtensor: Any = parameter
         mesh, placements = dtensor.device_mesh, tuple(dtensor.placements)
         if mesh.get_coordinate() is None:
@@ -286,8 +287,7 @@ def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str)
 def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory."""
     if cut is not None and cut.owner is not None:
-        allowed = "save_checkpoint instead: a whole matrix and its state lie on the rank that it was dealt to"
-        raise ConfigError("state", "read on several ranks", allowed)
+        combinations.DEALT_STATE.refuse("state", "read on several ranks")
     mine = own(parameter, cut)
     values = flat.as_strided(mine.size(), mine.stride())
     if cut is None:

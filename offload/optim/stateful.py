@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MODEL_KEY
 from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError, ConfigError
 from offload.formats import STATE_FORMATS, StateSpec
 from offload.layout import bare_names, matching_names
@@ -323,35 +325,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._holder.open()
             self._weights.refresh(gradients=False)
             bounds = self._weights.bound.values()
-            agreement = ranks.agree_on_save(bounds)
+            agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds)
             positions = {bound.parameter: bound.position for bound in bounds}
             given: bytes | Callable[[], bytes] | None = content
             rest = None if model is None else ModelRest.of(model, [*positions])
             # What is whole on each rank, the first one saves for all.
-            is_first = not agreement.replica and (agreement.rank == 0 or self._weights.rows_over is None)
+            is_first = not agreed.replica and (agreed.rank == 0 or self._weights.rows_over is None)
             saves_model = rest is not None and (rest.is_shared or is_first)
             if rest is not None and saves_model:
-                given = partial(rest.snapshot().write, open_folder(path), agreement.id, agreement.rank, content)
+                given = partial(rest.snapshot().write, open_folder(path), agreed.id, agreed.rank, content)
             metadata = {
                 **({MODEL_KEY: True} if saves_model else {}),
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups, self._ignored),
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
-                "prefix": agreement.prefix,
+                **agreed.metadata,
             }
-            self.engine.checkpoints.save(
-                path,
-                metadata=metadata,
-                extra=given,
-                copy=copy,
-                on_done=on_done,
-                id=agreement.id,
-                rank=agreement.rank,
-                ranks=agreement.ranks,
-                replica=agreement.replica,
-                names=agreement.names,
-                ended=agreement.find_ended,
-            )
+            self.engine.checkpoints.save(replace(agreed, metadata=metadata, extra=given))
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload import combinations
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.layout import Parameter
@@ -35,24 +36,16 @@ class PackedState(StateView):
     def _layout_of(self, bound: BoundParameter) -> Parameter:
         return self._layout.parameters[bound.position]
 
-    def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
-        """Return copies of the state of some bound parameters, and masters that are no weights."""
-        entries = []
-        with self._lock, torch.inference_mode(False):
-            self.check()
-            bounds = [self._weights.bound[parameter] for parameter in parameters]
-            positions = [bound.position for bound in bounds]
-            states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
-            for bound, state in zip(bounds, states, strict=True):
-                parameter = self._layout_of(bound)
-                entry = self.runner.packing_of(parameter).load(state[PACKED])
-                count = self._holder.engine.step_count(bound.position)
-                if not parameter.numel and count:  # nothing is stored of it, and it makes no difference
-                    entry = self.runner.kept_of_nothing(parameter, count)
-                if (self._has_master(bound) or own_masters) and MASTER not in entry:
-                    entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
-                entries.append(entry)
-        return entries
+    def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
+        """See `StateView._entry`; a master only where it is no weight."""
+        parameter = self._layout_of(bound)
+        entry = self.runner.packing_of(parameter).load(state[PACKED])
+        count = self._holder.engine.step_count(bound.position)
+        if not parameter.numel and count:  # nothing is stored of it, and it makes no difference
+            entry = self.runner.kept_of_nothing(parameter, count)
+        if (self._has_master(bound) or own_masters) and MASTER not in entry:
+            entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
+        return entry
 
     def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
         has_state = super()._has_state(parameter, start_values)
@@ -121,12 +114,12 @@ class WrappedOptimizer(OffloadedOptimizer):
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         if shards.is_sharded(parameter):
-            raise ConfigError(name, "a DTensor", f"give it whole: {self.kind} updates whole parameters")
+            combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
         check_parameter(parameter, name, None)
 
     def _open(self, config: OffloadConfig) -> None:
         if config.shard and ranks.world()[0] > 1:
-            raise ConfigError("shard", True, f"leave it out: {self.kind} updates whole parameters")
+            combinations.WHOLE_PARAMETERS.refuse("shard", True, rule=self.kind)
         self._state.runner = self._runner
         owner = weakref.proxy(self)  # whoever is forgotten ends at once
         self._weights.kept_as = lambda *given: owner._kept_as(*given)

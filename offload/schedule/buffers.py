@@ -442,11 +442,6 @@ class ActivationBuffers(Buffers):
         """Whether no tile is of use, and nothing is on its way to or from a buffer."""
         return not (self._tiles_alive or self._held)
 
-    @property
-    def alive(self) -> int:
-        """Number of tiles that are of use."""
-        return len(self._tiles_alive)
-
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
         return ((TileId(0, ACTIVATIONS, owner % (1 << 31)), 0, self._plan.budgets.activation_tile_bytes),)
 

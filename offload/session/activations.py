@@ -18,7 +18,7 @@ from collections import Counter, deque
 from functools import partial
 from typing import Any, NamedTuple
 
-from offload import waits
+from offload import combinations, waits
 from offload.errors import ConfigError, InfeasiblePlanError, known
 from offload.memory.arenas import available_bytes
 from offload.plan.budget import (
@@ -128,7 +128,7 @@ class Activations:
             InfeasiblePlanError: The system has no such memory.
         """
         if not self._parts.plan.budgets.paths:
-            raise ConfigError("paths", [], "give the optimizer paths: activations beyond host_memory leave for them")
+            combinations.WITHOUT_PATHS.refuse("paths", [], what="activations")
         if nbytes < LEAST_BYTES:
             raise ConfigError("host_memory", nbytes, f"give at least {LEAST_BYTES} bytes for buffers")
         tile_bytes = MOST_ACTIVATION_TILE_BYTES

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import uuid
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
+from offload import combinations
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
+from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import NOT_MIRRORED, Snapshot, StoreReuse, save_error
+from offload.checkpoint.saves import NOT_MIRRORED, StoreReuse, save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
@@ -30,8 +30,6 @@ from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
-
-log = logging.getLogger("offload")
 
 
 class Checkpoints:
@@ -50,23 +48,7 @@ class Checkpoints:
 
     # Writing and keeping them
 
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        extra: bytes | Callable[[], bytes] | None = None,
-        copy: bool = False,
-        mirrored: bool = True,
-        on_commit: Callable[[], object] = tuple,
-        on_done: Callable[[BaseException | None], None] | None = None,
-        id: str | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        replica: bool = False,
-        names: Mapping[str, str] | None = None,
-        ended: Callable[[], Collection[int]] = tuple,
-    ) -> None:
+    def save(self, request: SaveRequest) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
         What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
@@ -74,82 +56,55 @@ class Checkpoints:
         change them. Without paths, or with `copy`, everything is written to the folder itself.
 
         Args:
-            path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
-            metadata: Anything that JSON can hold.
-            extra: Anything else, or what makes it once all state is durable; called from another thread.
-            copy: Copy everything into the folder, so that the checkpoint needs nothing else.
-            mirrored: Have `OffloadConfig.mirror` get it, unless it is a copy.
-            on_commit: Called from another thread once there is a checkpoint, before others are released for it; all
-                stay where it raises.
-            on_done: Called from a thread of its own when it has ended, with the error or None.
-            id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
-            rank: This rank.
-            ranks: Number of ranks that save to the folder together.
-            replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
-                then.
-            names: What parameters here are called there, where that is something else.
-            ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
+            request: Where to, and what goes beside the state.
 
         Raises:
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
                 error is the cause; training may go on.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
-        parts = self._parts
-        folder, id = open_folder(path), id or uuid.uuid4().hex
-        copy = copy or not parts.config.paths
-
-        def describe() -> Snapshot:
-            layout, tables = parts.plan.layout, parts.tables
-            rounds = layout.state.format.rounds
-            return Snapshot(
-                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
-                step=self._visits.step_number,
-                steps=() if replica else tuple(tables.steps.tolist()),
-                metadata={**(metadata or {}), **({} if mirrored else {NOT_MIRRORED: True})},
-                extra=extra,
-                id=id,
-                rank=rank,
-                ranks=ranks,
-                copy=copy,
-                mirrored=mirrored,
-                seed=tables.seed if rounds else None,
-                numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
-                find_ended=ended,
-                on_commit=on_commit,
-            )
-
+        parts, folder = self._parts, open_folder(request.path)
+        request = replace(request, path=folder.path, copy=request.copy or not parts.config.paths)
         with self._thread.turn():
-            if not copy and not parts.config.checkpoints:
-                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
-            if not copy:
+            if not request.copy and not parts.config.checkpoints:
+                combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
+            if not request.copy:
                 parts.mirror.check(folder.path)
-            self._save(folder, describe, on_done)
+            self._save(folder, request)
 
-    def _save(
-        self, folder: Folder, describe: Callable[[], Snapshot], on_done: Callable[[BaseException | None], None] | None
-    ) -> None:
-        """Hand over a checkpoint, in the caller's turn.
+    def _manifest(self, request: SaveRequest) -> Manifest:
+        """Return the manifest of a checkpoint of the state as it is now, still without tiles."""
+        config, layout, tables = self._parts.config, self._parts.plan.layout, self._parts.tables
+        layout = layout.renamed(request.names) if request.names else layout
+        replica, rounds = request.replica, layout.state.format.rounds
+        return Manifest(
+            id=request.id,
+            rank=request.rank,
+            ranks=request.ranks,
+            step=self._visits.step_number,
+            layout=layout if not replica else Layout((), (), layout.state),
+            steps=() if replica else tuple(tables.steps.tolist()),
+            checksums=config.checksum,
+            metadata={**request.metadata, **({} if request.mirrored else {NOT_MIRRORED: True})},
+            seed=tables.seed if rounds else None,
+            numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
+            host=socket.gethostname(),
+        )
 
-        Args:
-            folder: Where it goes.
-            describe: Returns what it says now; of no parameters if rank 0 saves them for this rank.
-            on_done: Called when it has ended.
-        """
+    def _save(self, folder: Folder, request: SaveRequest) -> None:
+        """Hand over a checkpoint, in the caller's turn."""
         parts = self._parts
         parts.saves.wait_for_pending()
         self._thread.check_usable()
-        first = describe()
-        parts.saves.begin(first.id, first.ranks)
-        is_replica = not first.layout.parameters
+        parts.saves.begin(request)
         layout, index = parts.plan.layout, parts.machine.index
         # Another session's store is none that a checkpoint can name.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
         # Where another rank saves this rank's state, both go on with masters as they are saved.
-        if unmade := sorted({*foreign, *self._unmade(is_replica)}):
+        if unmade := sorted({*foreign, *self._unmade(request.replica)}):
             visitor = self._visits.visitor(nothing, True, range(len(layout.parameters)), follow=False)
             self._request(folder.path, partial(self._visits.begin, unmade, visitor, changes=True))
-        if first.rank == 0:
+        if request.rank == 0:
             commit_to_replace(folder)  # raises if it is not ours
         folder.prepare()
         overtaken = False
@@ -157,20 +112,20 @@ class Checkpoints:
         def begin() -> None:
             nonlocal overtaken
             machine = parts.machine
-            overtaken = parts.saves.pending is not None or bool(self._unmade(is_replica))
+            overtaken = parts.saves.pending is not None or bool(self._unmade(request.replica))
             if overtaken:
                 return
             pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
             if machine.broken is not None:
                 raise machine.broken
-            snapshot = describe()
+            manifest = self._manifest(request)
             try:
                 pending = parts.saves.open(
                     folder,
-                    snapshot,
-                    needs_buffers=any(s.weight_tiles for s in snapshot.layout.subgroups) or parts.plan.uses_gpu,
+                    request,
+                    manifest,
+                    needs_buffers=any(s.weight_tiles for s in manifest.layout.subgroups) or parts.plan.uses_gpu,
                     io_backend=parts.config.io_backend,
-                    on_done=on_done,
                 )
             except OffloadError:
                 raise
@@ -192,7 +147,7 @@ class Checkpoints:
 
         self._request(folder.path, begin, needs_memory=False)
         if overtaken:  # by what a signal handler has asked for
-            self._save(folder, describe, on_done)
+            self._save(folder, request)
 
     def _unmade(self, is_replica: bool) -> list[int]:
         """Return subgroups with state that is nowhere yet, as it is still to be taken from weights.
@@ -243,7 +198,7 @@ class Checkpoints:
     def has_begun(self, id: str) -> bool:
         """Return whether the newest save has an id: it is under way or has ended, even if an interrupt hid that."""
         saves = self._parts.saves
-        return any(save is not None and save.snapshot.id == id for save in (saves.pending, saves.last))
+        return any(save is not None and save.request.id == id for save in (saves.pending, saves.last))
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload import combinations
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
@@ -90,10 +91,7 @@ class Engine:
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:
-            allowed = (
-                "leave it out: an engine's parameters say which pieces they are, as those of DeepSpeed's ZeRO do"
-            )
-            raise ConfigError("shard", True, allowed)
+            combinations.ENGINE_SHARDS.refuse("shard", True)
         with bound(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
                 from offload.device.accelerator import AcceleratorDevice
@@ -394,8 +392,7 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             if pending is not None and parts.lanes.borrows:
-                allowed = 'leave it out with gpu_memory "borrow": what is borrowed goes back before forward'
-                raise ConfigError("pending", "given", allowed)
+                combinations.BORROWED.refuse("gpu_memory", parts.config.gpu_memory)
             started_s = time.monotonic()
             tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)

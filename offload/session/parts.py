@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from offload import waits
+from offload import combinations, waits
 from offload._native import CompletionQueue
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.saves import Saves
@@ -55,7 +55,6 @@ from offload.session.setup import (
     gpu_staging_bytes,
     less_memory_advice,
     named_error,
-    on_cpu_alone,
     open_path,
     refuse_gpu,
     usable_bytes,
@@ -111,14 +110,16 @@ class SessionParts:
         self.lanes = Lanes(device)
         self._make_gradients: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
-            refuse_gpu(config)
+            refuse_gpu(config, combinations.WEIGHTS_ON_CPU)
+            if not config.keep_grads and config.gradient_memory is None:
+                combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
         else:
             if config.gradient_memory is not None:
-                why = "with gradient_memory gradients lie in host memory and on the paths, and the CPU updates"
-                self.config = config = on_cpu_alone(config, why, keep_grads=False)
+                refuse_gpu(config, combinations.GRADIENTS_ON_PATHS)
+                self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0, keep_grads=False)
             elif rule.is_whole:
-                config = on_cpu_alone(config, f"{rule.name} is updated by the CPU", keep_grads=config.keep_grads)
-                self.config = config
+                refuse_gpu(config, combinations.UPDATED_BY_CPU, rule=rule.name)
+                self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0)
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
             self.lanes = lanes = GpuLanes(
                 device,

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from offload import combinations
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.device.none import Lanes
-from offload.errors import ConfigError, OffloadError, TierError
+from offload.errors import OffloadError, TierError
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, Home, PathBudget, Plan
@@ -40,27 +41,12 @@ LEAST_TILE_BYTES = 1 << 20
 """A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
 
 
-def refuse_gpu(config: OffloadConfig) -> None:
-    """Raise `ConfigError` if a GPU is asked for where there is none."""
+def refuse_gpu(config: OffloadConfig, row: combinations.Row, **words: object) -> None:
+    """Refuse, by a row of the table, that a GPU is to update state or to keep some."""
+    if config.placement not in ("auto", "cpu", 0):
+        row.refuse("placement", config.placement, least='"cpu"', **words)
     if config.gpu_memory not in ("auto", 0):  # "borrow", too
-        raise ConfigError("gpu_memory", config.gpu_memory, "use 0: the weights are not on a GPU")
-    if config.placement not in ("auto", "cpu", 0):
-        raise ConfigError("placement", config.placement, 'use "cpu": the weights are not on a GPU')
-    if not config.keep_grads and config.gradient_memory is None:
-        raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
-
-
-def on_cpu_alone(config: OffloadConfig, why: str, *, keep_grads: bool) -> OffloadConfig:
-    """Return a config for weights on a GPU that updates nothing, for a reason.
-
-    Raises:
-        ConfigError: It is to update some, or to keep state.
-    """
-    if config.placement not in ("auto", "cpu", 0):
-        raise ConfigError("placement", config.placement, f'use "cpu": {why}')
-    if config.gpu_memory not in ("auto", 0):
-        raise ConfigError("gpu_memory", config.gpu_memory, f"use 0: {why}")
-    return dataclasses.replace(config, placement="cpu", gpu_memory=0, keep_grads=keep_grads)
+        row.refuse("gpu_memory", config.gpu_memory, least=0, **words)
 
 
 def default_threads(lanes: Lanes, sharing: int | None = None) -> int:

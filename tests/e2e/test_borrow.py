@@ -232,21 +232,14 @@ def test_the_plan_says_how_many_slots_there_are_and_what_they_win(tmp_path: Path
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
-    for overlap in ("forward", "both"):
-        with pytest.raises(offload.ConfigError, match=r'overlap.*use "off" or "backward"'):
-            offload.OffloadConfig(gpu_memory="borrow", overlap=overlap)
-    with pytest.raises(offload.ConfigError, match=r"gpu_memory.*the weights are not on a GPU"):
-        offload.AdamW(weights(), offload={"gpu_memory": "borrow"})
     with pytest.raises(offload.ConfigError, match="gpu_memory"):
         offload.OffloadConfig(gpu_memory="lend")
     model = torch.nn.Linear(4, 4)
-    for overlap in ("off", "auto"):
+    for overlap in ("off", "auto"):  # and trains on where a call was refused
         settings = borrowing(tmp_path, overlap=overlap)
         with OnDevice(model.parameters(), device=SimulatedDevice(ROOM), offload=settings) as optimizer:
             with pytest.raises(offload.ConfigError, match=r'gpu_memory.*use "auto" or a size'):
                 optimizer.overlap_forward(model)
-            with pytest.raises(offload.ConfigError, match=r"pending.*leave it out"):
-                optimizer.engine.step([], pending=[], active=[])
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
     assert offload.OffloadConfig.from_dict({"gpu_memory": "borrow"}).gpu_memory == "borrow"

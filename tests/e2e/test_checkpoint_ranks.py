@@ -71,7 +71,7 @@ def test_ranks_with_different_seeds_are_told_whose_counts(
     id = uuid.uuid4().hex
     for number, rank in enumerate(ranks):
         rank.step()
-        rank.engine.checkpoints.save(tmp_path, id=id, rank=number, ranks=2)
+        rank.engine.checkpoints.save(offload.SaveRequest(tmp_path, id=id, rank=number, ranks=2))
     for rank in ranks:
         rank.engine.checkpoints.wait(60)
         rank.engine.close()
@@ -93,7 +93,7 @@ def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -
         rank.step()
     id = uuid.uuid4().hex
     for number, rank in enumerate(ranks):
-        rank.engine.checkpoints.save(tmp_path / "ck", id=id, rank=number, ranks=2)
+        rank.engine.checkpoints.save(offload.SaveRequest(tmp_path / "ck", id=id, rank=number, ranks=2))
         assert number or not is_checkpoint(tmp_path / "ck"), "committed without all ranks"
     for rank in ranks:
         rank.engine.checkpoints.wait(60)
@@ -120,7 +120,7 @@ def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path) -> None:
     for rank in ranks:
         rank.step()
     ranks[0].engine.checkpoints.save(
-        tmp_path / "ck", id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set()
+        offload.SaveRequest(tmp_path / "ck", id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set())
     )
     ranks[0].engine._parts.saves.pending.wait_for_ranks(0.2)  # type: ignore[union-attr]
     with pytest.raises(offload.CheckpointError, match="other ranks"):
@@ -142,7 +142,7 @@ def two(tmp_path: Path, **limits: float) -> list[Shard]:
 
 
 def save(rank: int, ranks: list[Shard], folder: Path, id: str) -> None:
-    ranks[rank].engine.checkpoints.save(folder, id=id, rank=rank, ranks=2)
+    ranks[rank].engine.checkpoints.save(offload.SaveRequest(folder, id=id, rank=rank, ranks=2))
 
 
 def assert_holds(folder: Path, expected: list[torch.Tensor]) -> None:
@@ -352,7 +352,7 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
 ) -> None:
     ranks = two(tmp_path, settle_s=0.05)
     ranks[0].step()
-    ranks[0].engine.checkpoints.save(tmp_path / "old")
+    ranks[0].engine.checkpoints.save(offload.SaveRequest(tmp_path / "old"))
     ranks[0].engine.checkpoints.wait(60)
     save(0, ranks, tmp_path / "ck", "a" * 32)
     plain, interrupted = waits.wait_for, []

@@ -207,7 +207,7 @@ def test_only_what_is_not_mirrored_is_mirrored(tmp_path: Path, places: dict[str,
     with Run(**places) as run:
         run.train()
         run.optimizer.save_checkpoint(tmp_path / "copy", copy=True)
-        run.optimizer.engine.checkpoints.save(tmp_path / "own", mirrored=False)
+        run.optimizer.engine.checkpoints.save(offload.SaveRequest(tmp_path / "own", mirrored=False))
         saved = run.save(tmp_path / "ck")
         run.optimizer.wait_checkpoint()
         run.optimizer.wait_mirror()
@@ -512,7 +512,7 @@ class Ranks:
             rank.engine.step([SCALARS])
         saved = [torch.cat(parts) for parts in zip(*(rank.state() for rank in self.shards), strict=True)]
         for number in order:
-            self.shards[number].engine.checkpoints.save(folder, id=id, rank=number, ranks=2)
+            self.shards[number].engine.checkpoints.save(offload.SaveRequest(folder, id=id, rank=number, ranks=2))
         for rank in self.shards:
             rank.engine.checkpoints.wait(120)
         return saved

@@ -26,7 +26,7 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 import offload.session.speculation
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.predict import Forecast
+from offload.optim.pace import Pace
 from offload.protocols import SECTOR_BYTES
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
@@ -601,28 +601,51 @@ def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int)
     assert training.counts["confirmed"] > 0
 
 
-def run_as_predicted(
-    training: Training, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any, int], None] | None = None
+SECONDS = {"forward": 2.5, "forward and backward": 2.0, "": 3.0, "backward": 4.0}
+"""Of iterations, by where steps are hidden; where they are not, it is twice that from the ninth step on."""
+
+
+def feed(patched: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
+    """Have "auto" believe that iterations take what `seconds` returns."""
+    patched.setattr(Pace, "iteration_s", property(lambda _: seconds(), lambda *_: None), raising=False)
+
+
+def run_as_fed(
+    training: Training, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any, int, bool], None] | None = None
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """Train 20 steps; from 8 to 15 the prediction is that hiding them does not win.
+    """Train 28 steps, whose iterations are said to take `SECONDS`.
 
     Returns:
         All weights and state, and after each step whether updates are made during backward.
     """
-    speculates = []
+    speculates = [False]
     with training.optimizer as optimizer:
         if training.follow:
             optimizer.overlap_forward(training.model)
-        for step in range(1, 21):
-            hidden_s = 1e9 if 8 <= step < 16 else 0.0
-            monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
+
+        def seconds() -> float:
+            hidden_in = optimizer.plan.hidden_in
+            return SECONDS[hidden_in] * (1 + (not hidden_in and len(speculates) > 8))
+
+        feed(monkeypatch, seconds)
+        for step in range(1, 29):
             plain(training, random.Random(0))
             training.step()
+            assert not training.follow or all(p.grad is None for p in training.model.parameters())
             optimizer.zero_grad()
             speculates.append(optimizer.engine.speculates)
             if check is not None:
-                check(optimizer, step)
-        return everything(optimizer, training.model), speculates
+                check(optimizer, step, speculates[-2])
+        return everything(optimizer, training.model), speculates[1:]
+
+
+def auto_changes(follows: bool) -> list[int]:
+    """Return the steps after which "auto", fed so, begins or ends to have updates made during backward.
+
+    Without forward it tries that from step 8 on, leaves it at 12, and tries it again at 24, as steps that are not
+    hidden take twice as long by then. Else it tries "both", "off" and "backward" in turn, and goes back to "both".
+    """
+    return [8, 12, 16] if follows else [8, 12, 24]
 
 
 def changes(speculates: list[bool]) -> list[int]:
@@ -631,20 +654,22 @@ def changes(speculates: list[bool]) -> list[int]:
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_auto_does_what_predictions_say(
+def test_auto_does_what_times_say(
     tmp_path: Path, follows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """First that hiding the step wins, then that it does not, then again that it does."""
+    """Whatever it tries, and takes up again: all bits are those of "off"."""
     caplog.set_level("INFO", "offload")
 
     arenas: list[tuple[int, bool]] = []
+    hidden_in: dict[str, None] = {}
 
-    def check(optimizer: Any, step: int) -> None:
-        if step > 4 and step % 8:  # when it is chosen a step may still go on
+    def check(optimizer: Any, step: int, has_speculated: bool) -> None:
+        hidden_in[optimizer.plan.hidden_in] = None
+        if step > 8 and step % 4:  # when it is chosen a step may still go on
             optimizer.finish()
             # Memory for new weights is there as long as some are made, and freed by the first step without.
-            arenas.append((len(optimizer.engine._parts.memory.arenas), not 8 < step < 16))
-        if 9 <= step < 16:  # nothing is opened for nobody
+            arenas.append((len(optimizer.engine._parts.memory.arenas), has_speculated))
+        if not has_speculated and step % 4:  # nothing is opened for nobody
             optimizer.finish()
             assert not optimizer.engine._parts.machine.is_open
             assert not optimizer.engine._thread.speculation.is_due()
@@ -653,16 +678,42 @@ def test_auto_does_what_predictions_say(
     for overlap in ("off", "auto"):
         training = Training(tmp_path / overlap, overlap)
         training.follow = follows
-        state, speculates = run_as_predicted(training, monkeypatch, check if overlap == "auto" else None)
+        state, speculates = run_as_fed(training, monkeypatch, check if overlap == "auto" else None)
         found.append(state)
         if overlap == "off":
             assert not any(speculates)
         else:
-            assert (changes(speculates), speculates[-1]) == ([4, 8, 16], True)
+            assert (changes(speculates), speculates[-1]) == (auto_changes(follows), True)
             assert training.counts["confirmed"] > 0
     assert {count - has_images for count, has_images in arenas} == {min(count for count, _ in arenas)}
     assert_same(*found)
-    assert "the step is not hidden in backward" in caplog.text
+    ways = {"forward", "forward and backward", "", "backward"} if follows else {"", "backward"}
+    assert hidden_in.keys() == ways
+    assert f'"{"both" if follows else "off"}" from now on, by what an iteration has taken' in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_memory": 0}], ids=["stay", "leave"])
+def test_auto_leaves_no_gradient_and_no_weight_unwaited_for_in_any_way(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever never calls `zero_grad`, as forward leaves nothing to drop, has the bits of those who do."""
+    found, hidden_in = [], set()
+    for overlap in ("off", "auto"):
+        training = Training(tmp_path / overlap, overlap, **settings)
+        with training.optimizer as optimizer:
+            if overlap == "auto":
+                optimizer.overlap_forward(training.model, check=True)
+                feed(monkeypatch, lambda optimizer=optimizer: SECONDS[optimizer.plan.hidden_in])  # type: ignore[misc]
+            for _ in range(22):
+                training.backward()
+                training.backward()
+                training.step()
+                hidden_in.add(optimizer.plan.hidden_in)
+                if overlap == "off":
+                    optimizer.zero_grad()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert hidden_in == {"", "forward"} | ({"backward", "forward and backward"} if not settings else set())
 
 
 def test_passes_before_a_step_are_as_many_as_the_caller_says(tmp_path: Path) -> None:

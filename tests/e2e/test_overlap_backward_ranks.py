@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mirror import same_bits
 from settling import LONG_S, settle
 from sharded import local, spawn
-from test_overlap_backward import LOOSE, TIGHT, Barrier, changes
+from test_overlap_backward import LOOSE, SECONDS, TIGHT, Barrier, auto_changes, changes, feed
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -32,7 +32,6 @@ import offload
 from offload.errors import ConfigError
 from offload.integrations.shared import overlap_backward
 from offload.optim.buckets import attach
-from offload.predict import Forecast
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -354,26 +353,34 @@ def test_all_is_confirmed_where_nothing_changes(tmp_path: Path, kind: str, ranks
     spawn(ranks, tmp_path, undisturbed, kind)
 
 
-def chosen_by_the_first_rank(folder: Path, kind: str) -> None:
-    """Rank 0 finds that hiding the step wins, from step 8 to 15 that it does not; rank 1 always the contrary."""
+def chosen_by_the_first_rank(folder: Path, kind: str, follows: bool) -> None:
+    """Rank 0 is fed times as in `run_as_fed`, and rank 1 the contrary."""
     found = []
     for overlap in ("off", "auto"):
         training = Ranks(folder / overlap, kind, overlap, "compact16", torch.bfloat16)
-        speculates = []
-        with training.optimizer as optimizer:
-            for step in range(1, 21):
-                wins = (8 <= step < 16) == (dist.get_rank() == 1)
-                with pytest.MonkeyPatch.context() as patched:
-                    patched.setattr(Forecast, "with_backward_s", lambda *_, wins=wins: 0.0 if wins else 1e9)
-                    (clipped if step % 5 == 0 else plain)(training)
-                    training.settle()
-                    optimizer.step()
+        speculates, goes_on = [], []
+        with training.optimizer as optimizer, pytest.MonkeyPatch.context() as patched:
+            if follows:
+                optimizer.overlap_forward(training.called)
+
+            def seconds(optimizer: Any = optimizer, speculates: list[bool] = speculates) -> float:
+                hidden_in = optimizer.plan.hidden_in
+                found_s = SECONDS[hidden_in] * (1 + (not hidden_in and len(speculates) >= 8))
+                return found_s if dist.get_rank() == 0 else 1 / found_s
+
+            feed(patched, seconds)
+            for step in range(1, 29):
+                (clipped if step % 5 == 0 else plain)(training)
+                training.settle()
+                optimizer.step()
                 optimizer.zero_grad()
                 speculates.append(optimizer.engine.speculates)
+                goes_on.append("forward" in optimizer.plan.hidden_in)
                 training.counts["confirmed"] += optimizer.metrics().get("speculation/confirmed_bytes", 0)
             found.append(training.everything())
         if overlap == "auto":
-            assert changes(speculates) == [4, 8, 16]
+            assert changes(speculates) == auto_changes(follows)
+            assert changes(goes_on) == ([12, 20] if follows else [])
             assert training.counts["confirmed"] > 0
         else:
             assert not any(speculates)
@@ -382,9 +389,10 @@ def chosen_by_the_first_rank(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize(("kind", "ranks"), [cell for cell in CELLS if "whole" not in cell.values[0]])
-def test_auto_does_what_the_first_rank_predicts(tmp_path: Path, kind: str, ranks: int) -> None:
-    spawn(ranks, tmp_path, chosen_by_the_first_rank, kind)
+def test_auto_does_what_the_first_rank_has_measured(tmp_path: Path, kind: str, ranks: int, follows: bool) -> None:
+    spawn(ranks, tmp_path, chosen_by_the_first_rank, kind, follows)
 
 
 def halved(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotations that are strings
@@ -616,7 +624,21 @@ def refused(folder: Path) -> None:
         model = torch.nn.Sequential()
         model.weight = alone.param_groups[0]["params"][0]
         with pytest.raises(ConfigError, match="DDP on several ranks"):
-            alone.overlap_backward(model)
+            alone.overlap_backward(model, comm_hook=print)
+    found = []
+    for is_told in (False, True):
+        torch.manual_seed(1)
+        ddp = DistributedDataParallel(torch.nn.Linear(96, 96))
+        config = {"host_memory": 0, "paths": [folder], "subgroup_numel": 1024, "overlap": "backward"}
+        with offload.AdamW(ddp.parameters(), offload=config) as optimizer:
+            if is_told:
+                optimizer.overlap_backward(ddp)
+            for step in range(3):
+                ddp(torch.full((2, 96), 1.0 + step)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert all(map(same_bits, *found))
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_shards_are_not_taken_for_the_whole(tmp_path: Path) -> None:
 
     id = uuid.uuid4().hex
     for number, rank in enumerate(ranks):
-        rank.engine.checkpoints.save(tmp_path / "ck", id=id, rank=number, ranks=2)
+        rank.engine.checkpoints.save(offload.SaveRequest(tmp_path / "ck", id=id, rank=number, ranks=2))
     for rank in ranks:
         rank.engine.checkpoints.wait(60)
         rank.step()

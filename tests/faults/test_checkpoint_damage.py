@@ -409,7 +409,7 @@ def test_pins_that_name_no_folder(checkpoint: Path, folder: str, capsys: pytest.
 def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path: Path, metadata: dict[str, Any]) -> None:
     _, optimizer = make([], host_memory=None)
     with optimizer:
-        optimizer.engine.checkpoints.save(tmp_path / "ck", metadata=metadata)
+        optimizer.engine.checkpoints.save(offload.SaveRequest(tmp_path / "ck", metadata=metadata))
         with pytest.raises(offload.CheckpointError, match=r"metadata is nested|surrogates"):
             optimizer.wait_checkpoint()
 

@@ -658,7 +658,7 @@ def test_what_a_checkpoint_was_given_is_not_held_when_it_has_ended(tmp_path: Pat
     with Run(path) as run:
         run.train().save(tmp_path / "ck")
         last = run.optimizer.engine._parts.saves.last
-        assert last.snapshot.extra is None
+        assert last.request.extra is None
         assert last.job is None
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import torch
 
 import offload
 from offload import CheckpointError, ConfigError
+from offload.combinations import VERL_CLIPS, VERL_GENERATES, Row
 from offload.integrations import verl as integration
 from offload.integrations.shared import POINTER
 
@@ -271,18 +273,17 @@ def test_an_engine_without_an_optimizer_and_a_place_that_is_none_are_left_to_ver
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "says"),
-    [("keep_grads", False, "verl clips gradients itself"), ("overlap", "forward", "generation after its step")],
+    ("setting", "value", "row"), [("keep_grads", False, VERL_CLIPS), ("overlap", "forward", VERL_GENERATES)]
 )
 def test_what_verls_engine_cannot_do_is_refused_when_it_is_made(
-    verl: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, says: str
+    verl: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, row: Row
 ) -> None:
     """The config is a stand-in for one with weights on a GPU."""
     integration.enable()
     run = trained(tmp_path / "paths")
     with run.optimizer as optimizer:
         monkeypatch.setattr(optimizer._holder, "config", dataclasses.replace(optimizer.config, **{setting: value}))
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=re.escape(row.advice)):
             verl.manager(run.model, optimizer)
 
 

@@ -2,18 +2,22 @@
 
 A line is a class and its message, or the arguments that its message is made of, parted by ` | `. What is known at run
 time only is `{}`; a name stands for what is assigned to it in the function or the module, and a parameter for what
-the module's own calls of that function pass. No file names: a text that moves stays the same. Not here: `invariant`
-and `known`, which are for our own bugs.
+the module's own calls of that function pass. No file names: a text that moves stays the same. A combination that a
+row of `offload.combinations` refuses is an error with what the row advises. Not here: `invariant` and `known`, which
+are for our own bugs.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, product
 from pathlib import Path
+from string import Formatter
+
+from offload.combinations import TABLE
 
 FILE = "errors.txt"
 ROOT = Path(__file__).parents[2]
@@ -170,21 +174,40 @@ def lines_of(module: Module, classes: set[str]) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         name, arguments = name_of(node.func), [*node.args, *(keyword.value for keyword in node.keywords)]
+        row: str | None = None
         keys = [""] * len(node.args) + [f"{keyword.arg}=" for keyword in node.keywords]
         if name == "__init__":  # of the class above: the message
             owner = module.parent.get(module.scope(node))
             if not (isinstance(owner, ast.ClassDef) and owner.name in classes):
                 continue
             name = f"{owner.name} says"
-        elif name not in classes:
+        elif name not in classes and (row := row_of(node)) is None:
             continue
         scope = module.scope(node)
         for by in (module.calls_of(scope) if isinstance(scope, FUNCTIONS) else []) or [None]:
+            given = [texts(value, module, by=by) for value in arguments]
+            if row is not None:
+                words = {keyword.arg: texts(keyword.value, module, by=by) for keyword in node.keywords}
+                name, given, keys = "ConfigError", [*given[:2], advice(row, words)], ["", "", ""]
             parts = [
-                [f"{' | ' if number else ''}{key}{text}" for text in texts(value, module, by=by)]
-                for number, (key, value) in enumerate(zip(keys, arguments, strict=True))
+                [f"{' | ' if number else ''}{key}{text}" for text in found]
+                for number, (key, found) in enumerate(zip(keys, given, strict=True))
             ]
             yield from (f"{name}: {chosen}" for chosen in joined(parts))
+
+
+def row_of(call: ast.Call) -> str | None:
+    """Return which row of the table a call refuses by; None if it names none."""
+    owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) and call.func.attr == "refuse" else ""
+    return owner if owner in TABLE else None
+
+
+def advice(row: str, words: Mapping[str | None, list[str]]) -> list[str]:
+    """Return all texts of what a row advises."""
+    parts: list[list[str]] = []
+    for text, word, *_ in Formatter().parse(TABLE[row].advice):
+        parts += [[text.replace("{", "(").replace("}", ")")], [""] if word is None else words.get(word, [HOLE])]
+    return joined(parts)
 
 
 def observe(folder: Path | None = None, root: Path = ROOT) -> str:
@@ -193,4 +216,7 @@ def observe(folder: Path | None = None, root: Path = ROOT) -> str:
     modules = [Module(ast.parse(file.read_text(encoding="utf-8"))) for file in files]
     classes = error_classes(modules)
     found = {line for module in modules for line in lines_of(module, classes)}
+    if root == ROOT:  # rows that a function is given
+        named = {row_of(node) for module in modules for node in module.nodes if isinstance(node, ast.Call)}
+        found |= {f"ConfigError: {HOLE} | {HOLE} | {text}" for row in {*TABLE} - named for text in advice(row, {})}
     return "".join(f"{line}\n" for line in sorted(line.replace("\n", "\\n") for line in found))

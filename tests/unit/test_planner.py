@@ -218,7 +218,7 @@ def test_no_more_slots_than_the_paths_have_room_for():
 @pytest.mark.parametrize("memory_bytes_per_s", [float("inf"), 300e9])
 @pytest.mark.slow
 def test_ten_thousand_subgroups_are_few_evaluations(memory_bytes_per_s, monkeypatch):
-    """The time is the benchmark's to show; what it depends on is how often the cost is taken."""
+    """No test looks at the time; what it depends on is how often the cost is taken."""
     from offload.plan import planner
 
     counted = []

@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.combinations import CAPTURED
 from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.errors import ConfigError, InternalError, OffloadError
+from offload.errors import InternalError, OffloadError
 from offload.formats import FORMATS, StateSpec, StateTensor
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES, fingerprint_parts
@@ -503,7 +504,7 @@ class SimulatedDevice:
     def _check_caller(self, lane: Lane) -> None:
         self._check_thread()
         if lane is DeviceLane.CALLER and self.capturing:
-            raise ConfigError("optimizer", "used while a CUDA graph is captured", "leave it out of the capture")
+            CAPTURED.refuse("optimizer", "used while a CUDA graph is captured")
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
         """See `Device.report`."""

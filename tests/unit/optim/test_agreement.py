@@ -9,9 +9,10 @@ import pytest
 import torch
 from recorded_engine import RecordedEngine, bound_to
 
+from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError
 from offload.optim import ranks
-from offload.optim.ranks import Agreement, agree_on_save
+from offload.optim.ranks import agree_on_save
 from offload.optim.shards import Cut
 from offload.optim.weights import BoundParameter
 
@@ -27,10 +28,10 @@ def make(value: float = 1.0, numel: int = 6, **names: str) -> Weights:
     return bounds
 
 
-def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[Agreement | CheckpointError]:
+def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[SaveRequest | CheckpointError]:
     """Have each rank agree with the others: once to hear what each says, then with what all have said."""
     said: dict[int, Any] = {}
-    found: list[Agreement | CheckpointError] = []
+    found: list[SaveRequest | CheckpointError] = []
     for heard in (False, True):
         for rank, bounds in enumerate(everyone):
 
@@ -41,7 +42,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, everyone: list[Weights]) -> list[Agre
             monkeypatch.setattr(ranks, "world", lambda rank=rank: (len(everyone), rank))
             monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
             try:
-                agreed = agree_on_save(bounds)
+                agreed = agree_on_save(SaveRequest("ck"), bounds)
             except CheckpointError as error:
                 agreed = error  # type: ignore[assignment]
             if heard:
@@ -56,10 +57,10 @@ def cut(bound: BoundParameter, start: int) -> BoundParameter:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    agreed = agree_on_save(make(a="_orig_mod.a", b="_orig_mod.b"))
-    assert (agreed.ranks, agreed.rank, agreed.replica, agreed.prefix) == (1, 0, False, "")
+    agreed = agree_on_save(SaveRequest("ck"), make(a="_orig_mod.a", b="_orig_mod.b"))
+    assert (agreed.ranks, agreed.rank, agreed.replica, agreed.metadata) == (1, 0, False, {"prefix": ""})
     assert agreed.names == {"_orig_mod.a": "a", "_orig_mod.b": "b"}
-    assert agreed.id != agree_on_save([]).id
+    assert agreed.id != agree_on_save(SaveRequest("ck"), []).id
     assert not agreed.find_ended()
 
 
@@ -81,7 +82,7 @@ def test_ranks_whose_weights_do_not_clash(
 ) -> None:
     found = agree(monkeypatch, everyone)
     assert [each.replica for each in found] == replicas
-    assert {each.prefix for each in found} == {""}
+    assert {each.metadata["prefix"] for each in found} == {""}
     assert {each.id for each in found} == {found[0].id}  # rank 0's
     assert all(each.names == names for each in found)  # all ranks' alike
     assert not any(each.find_ended() for each in found)
@@ -108,7 +109,7 @@ def test_weights_that_nobody_has_named_are_saved_by_rank(
 ) -> None:
     name = "param_groups[0].params[0]"
     found = agree(monkeypatch, [make(1.0, a=name), make(2.0, a=name)])
-    assert [each.prefix for each in found] == ["rank0.", "rank1."]
+    assert [each.metadata["prefix"] for each in found] == ["rank0.", "rank1."]
     assert [each.names for each in found] == [{name: f"rank{rank}.{name}"} for rank in range(2)]
     assert "each rank saves its own" in caplog.text
 

@@ -1,0 +1,136 @@
+"""Files of torch's that are saved without the bytes of some tensors, which are written to their places afterwards.
+
+Tensors that have the right shape and no memory behind them are pickled under `torch.serialization.skip_data`. That
+leaves the file as it should be, with holes where their bytes belong: these need no memory and no second file. The
+checksums that a zip file has of each tensor stay 0: torch looks at none.
+
+Not here: what a file's layout is. Whatever is pickled, the memory of its tensors is found again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
+_ITEM_BYTES = 4
+_PIECE_NUMEL = 8 << 20
+
+
+def without_memory(numel: int) -> torch.Tensor:
+    """Return fp32 zeros that take address space only, as long as nobody writes to them."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    space = mmap.mmap(-1, max(numel, 1) * _ITEM_BYTES, flags=flags)
+    if not numel:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    return torch.frombuffer(space, dtype=torch.float32, count=numel)
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a flat tensor in host memory."""
+    elements: Any = flat.view(torch.uint8).numpy()
+    return memoryview(elements)
+
+
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    """Write all bytes to a place in a file, given its descriptor."""
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def write_tensor(file: int, tensor: torch.Tensor, offset: int) -> None:
+    """Write a flat tensor of any device, piece by piece, to a place in a file."""
+    for piece in torch.split(tensor, _PIECE_NUMEL):
+        write_at(file, bytes_of(piece.cpu()), offset)
+        offset += piece.nbytes
+
+
+class _Storages(pickle.Pickler):
+    """Lists the memory of all tensors in what is pickled, in the order in which `torch.save` numbers it."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+        if not isinstance(storage, torch.UntypedStorage):
+            return None
+        self.found.setdefault(storage._cdata, storage)
+        return "storage"
+
+
+def _storages(pickled: Any) -> dict[int, torch.UntypedStorage]:
+    pickler = _Storages()
+    with contextlib.suppress(Exception):  # of a caller's object that is pickled once only
+        pickler.dump(pickled)
+        return pickler.found
+    return {}
+
+
+Places = dict[int, int]
+"""Where the memory of tensors begins in a file, by its address."""
+
+
+def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
+    """Write the bytes of tensors into a file that was saved without them.
+
+    Args:
+        path: The file.
+        pickled: What was saved.
+        left_out: Tensors in it that are not written: each a single run of memory.
+
+    Returns:
+        Where each memory begins; None, with nothing written, if that cannot be told.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    storages = _storages(pickled)
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
+        records = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}
+        found = [records[number] for number in map(str, range(len(records))) if number in records]
+        if [record.file_size for record in found] != [storage.nbytes() for storage in storages.values()]:
+            return None
+        places = {}
+        for key, record in zip(storages, found, strict=True):
+            headers.seek(record.header_offset + 26)
+            places[key] = record.header_offset + 30 + sum(struct.unpack("<HH", headers.read(4)))
+    runs: dict[int, list[tuple[int, int]]] = {key: [] for key in storages}
+    for tensor in left_out:
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        runs.get(tensor.untyped_storage()._cdata, []).append((first, first + tensor.nbytes))
+    with writable(path) as file:
+        for key, storage in storages.items():
+            elements = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+            done = 0
+            for first, last in [*sorted(runs[key]), (storage.nbytes(),) * 2]:
+                write_tensor(file, elements[done:first], places[key] + done)
+                done = max(done, last)
+    return places
+
+
+def start_of(places: Places, tensor: torch.Tensor) -> int | None:
+    """Return where a tensor begins in a file; None if its memory is not there."""
+    start = places.get(tensor.untyped_storage()._cdata)
+    return None if start is None else start + int(tensor.storage_offset()) * tensor.itemsize
+
+
+@contextlib.contextmanager
+def writable(path: str) -> Iterator[int]:
+    """Open a file that is there; give its descriptor."""
+    file = os.open(path, os.O_WRONLY)
+    try:
+        yield file
+    finally:
+        os.close(file)

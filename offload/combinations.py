@@ -1,0 +1,168 @@
+"""Settings, calls and frameworks that exclude each other: a row for each, with what users are told.
+
+Whoever knows of a combination first refuses it by its row, before any file is touched. Values that are wrong by
+themselves are refused where they are checked. docs/limits.md shows this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from offload.errors import ConfigError
+
+CONFIG, MADE = ("when the config is made",), ("when the optimizer is made",)
+ATTACHED, CALLED = ("when the framework begins",), ("when it is called",)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What excludes each other.
+
+    Attributes:
+        known: When it is refused; several where each place knows a part.
+        one: What is given, in the words of docs/limits.md.
+        other: What it is not combined with.
+        advice: What users are told to do; what stands in braces is known only then.
+    """
+
+    known: tuple[str, ...]
+    one: str
+    other: str
+    advice: str
+
+    def refuse(self, field: str, value: object, **words: object) -> NoReturn:
+        """Refuse the combination.
+
+        Args:
+            field: The setting or argument that the error names.
+            value: What it is.
+            words: What stands in braces in the advice.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(field, value, self.advice.format(**words))
+
+
+# fmt: off
+# Settings alone
+WITHOUT_PATHS = Row(CONFIG + CALLED, "`gradient_memory`; `activations_on_paths`", "no `paths`",
+    "give paths: {what} that do not fit leave for them")
+MIRRORED_COPIES = Row(CONFIG, "`mirror`", "no `paths`, or `checkpoints_kept` 0",
+    "give paths, and keep at least 1 checkpoint: what is saved without is a copy already")
+NONE_KEPT = Row(CALLED + ATTACHED, "`checkpoints_kept` 0, with `paths`",
+    '`save_checkpoint` without `copy=True`; `commit_on_sigterm`; `"layout": "in_place"` under DeepSpeed',
+    'keep at least 1, or save with copy=True (under DeepSpeed with the layout "stock")')
+UPDATES_IN_BACKWARD = Row(CONFIG, '`overlap` "backward", "both"', "`gradient_memory`",
+    'use "off", "forward" or "auto" with gradient_memory: updates during backward keep new weights in memory, as '
+    'many bytes as the gradients')
+BORROWED = Row(CONFIG + CALLED, '`gpu_memory` "borrow"',
+    '`overlap` "forward", "both"; `overlap_forward`; `Engine.step` with `pending`',
+    'use "auto" or a size where steps go on in forward: what is borrowed goes back before that')
+NO_TURNS = Row(CONFIG, '`path_lock` "on", a number', '`io_backend` "asyncio"',
+    'use "off": asyncio takes no turns')
+ENGINE_SHARDS = Row(MADE, "`shard`", "`Engine`",
+    "leave it out: an engine's parameters say which pieces they are, as those of DeepSpeed's ZeRO do")
+
+# Who updates
+WEIGHTS_ON_CPU = Row(MADE, '`placement` "gpu", a share; `gpu_memory` "borrow", a size', "weights on the CPU",
+    "use {least}: the weights are not on a GPU")
+SLOTS_ON_CPU = Row(MADE, "`keep_grads` false", "weights on the CPU",
+    "use true: gradients that are not on a GPU lie in their slots anyway")
+GRADIENTS_ON_PATHS = Row(MADE, '`placement` "gpu", a share; `gpu_memory` "borrow", a size',
+    "`gradient_memory` with weights on a GPU",
+    "use {least}: with gradient_memory gradients lie in host memory and on the paths, and the CPU updates")
+UPDATED_BY_CPU = Row(MADE, '`placement` "gpu", a share; `gpu_memory` "borrow", a size',
+    "rules of whole parameters: `Muon`, `wrap`",
+    "use {least}: {rule} is updated by the CPU")
+TYPES_OF_ITS_OWN = Row(MADE, '`state_format`, but for "exact"', "`wrap`",
+    'use "exact": {rule} keeps its state in types of its own')
+PIECES_ROUNDED = Row(MADE, '`state_format`, but for "exact"', "weights that are cut otherwise than along their rows",
+    'use "exact": a piece of {name} is no run of it, as it is not cut along its rows')
+
+# Gradients that leave memory, or a GPU
+GRADIENTS_BOUND = Row(CALLED, "gradients that are bound where they lie, by `Engine`", "`gradient_memory`",
+    "say `arrived` of each gradient, or leave gradient_memory out")
+GRADIENTS_READ = Row(CALLED, "`gradient_memory`", "reading or changing gradients after backward, by `Engine`",
+    "leave it out where gradients are read or changed after backward: they lie on the paths")
+CAPTURED = Row(CALLED, "`step`, `clip_grad_norm_`, `zero_grad`; backward with `keep_grads` false",
+    "capture of a CUDA graph",
+    "leave step, clip_grad_norm_, zero_grad and, with keep_grads=False, backward out of the capture: a replay would "
+    "not repeat what they do")
+GRAPHS_ACCUMULATE = Row(CALLED, "several backward passes a step in a CUDA graph", "`keep_grads` false",
+    "with CUDA graphs, take one backward pass a step, or keep_grads=True")
+REDUCED_LATER = Row(MADE, "`gradient_memory`; `keep_grads` false", "several ranks, but for FSDP2",
+    "{instead}: {ranks} processes reduce gradients after they have arrived, but for those of FSDP2")
+CLIPPED_APART = Row(CALLED, "`gradient_memory`; `keep_grads` false",
+    "an accelerator of Hugging Face that clips some of the parameters, or by another norm",
+    "clip all together, by their L2 norm, what leaves during backward; or keep gradients in memory")
+
+# Weights that are cut, or gathered by others
+SHARDED_TWICE = Row(MADE, "`shard`", "`DTensor`s",
+    "leave it out: {name} is a DTensor, which is sharded already")
+WHOLE_PARAMETERS = Row(MADE, "`shard`; `DTensor`s; pieces of parameters",
+    "rules of whole parameters: `wrap`; `Engine` with any",
+    "{rule} updates whole parameters: give them unsharded")
+DEALT_GRADIENTS = Row(MADE, "`gradient_memory`", "`Muon` of sharded matrices",
+    "leave it out: gradients of sharded matrices go to the ranks that these were dealt to")
+DEALT_FORWARD = Row(MADE + CALLED, '`overlap` "forward", "both"; `overlap_forward`', "`Muon` of sharded matrices",
+    'use overlap "off" or "backward": shards of matrices come back from the ranks that update them')
+DEALT_STATE = Row(CALLED, "`state_dict`, `optimizer.state`",
+    "`Muon` on several ranks, with sharded matrices or `shard`",
+    "save_checkpoint instead: a whole matrix and its state lie on the rank that it was dealt to")
+FSDP1_BACKWARD = Row(MADE, '`overlap` "backward", "both"', "FSDP1 on several ranks",
+    'use "off": no hook sees gradients of FSDP1 on several ranks')
+FSDP1_FORWARD = Row(CALLED, "`overlap_forward`", "FSDP1",
+    "have whole weights on each rank, or DTensors: FSDP1 gathers before a module's turn")
+FSDP1_CLIPS = Row(CALLED, "`clip_grad_norm_`", "FSDP1 on several ranks",
+    "use the FSDP1 module's own clip_grad_norm_, and torch's ShardedGradScaler: this rank has a part")
+FSDP1_MODEL = Row(CALLED, "`model` of a checkpoint", "FSDP1",
+    "use fully_shard, or give what is needed as extra")
+
+# Models that a step has to know
+NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
+    "call optimizer.overlap_forward(model) before the first step: its modules wait for weights")
+SCRIPTED = Row(CALLED, "`overlap_forward`", "models with a `ScriptModule`",
+    "give a model that is not scripted: that runs no hooks")
+COPIED_GRADIENTS = Row(CALLED, '`overlap` "backward", "both"',
+    "FSDP2 with `CPUOffloadPolicy` and a GPU, without `overlap_backward`",
+    "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients")
+NOT_REDUCED = Row(CALLED, "`overlap_backward` with `comm_hook`", "one process, or gradients that leave",
+    "leave it out: it is for DDP on several ranks, with keep_grads=True and no gradient_memory")
+HOOKED = Row(CALLED, "`overlap_backward`", "a communication hook that DDP has already",
+    "give overlap_backward its communication hook, in the place of register_comm_hook: it has one")
+COMPILED_REDUCTIONS = Row(CALLED, "`overlap_backward`", 'DDP that is compiled with `optimize_ddp = "python_reducer"`',
+    'leave optimize_ddp = "ddp_optimizer"')
+
+# Frameworks
+BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP", "integrations of Accelerate and Lightning",
+    "use one device, or DDP; for DeepSpeed see offload.integrations.deepspeed")
+DEEPSPEED_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`', "its `deepspeed`",
+    'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by `python -m '
+    'offload.integrations.deepspeed`, without which DeepSpeed ignores it')
+OTHER_PARALLELISM = Row(ATTACHED, "DeepSpeed's MoE layers, `PipelineModule`, model and tensor parallelism",
+    "`multi_tier_offload`",
+    "leave multi_tier_offload out: only data parallelism is supported")
+DEEPSPEED_KEEPS = Row(ATTACHED, "`keep_grads`", "DeepSpeed",
+    "leave it out: DeepSpeed decides how long gradients stay")
+DEEPSPEED_DTYPE = Row(ATTACHED, "`gradient_dtype`", "DeepSpeed",
+    'leave it out and write "data_types": {{"grad_accum_dtype": "fp32"}}')
+DEEPSPEED_FORWARD = Row(CALLED, "`overlap_forward`", "DeepSpeed",
+    'leave it out, and write "overlap": "forward" in the config: weights are gathered in forward then')
+DEEPSPEED_MUON = Row(ATTACHED, "Muon", "DeepSpeed",
+    "use AdamW, Adam or Lion: ZeRO cuts parameters anywhere, and Muon updates whole matrices")
+ZERO_1_REDUCES = Row(ATTACHED, '`overlap` "backward", "both"', "ZeRO-1 without `overlap_comm`",
+    'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended')
+SAVED_APART = Row(ATTACHED, '`"layout": "in_place"`', "DeepSpeed's `use_node_local_storage`",
+    'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together')
+AVERAGED = Row(ATTACHED, '`overlap` "forward", "both"',
+    "Lightning's `StochasticWeightAveraging`, `WeightAveraging`, or a module that is compiled as a whole",
+    'use "off" or "backward" beside {averaging}, and where all of it is compiled')
+VERL_CLIPS = Row(ATTACHED, "`gradient_memory`; `keep_grads` false", "verl",
+    "use true, and no gradient_memory: verl clips gradients itself, after backward")
+VERL_GENERATES = Row(ATTACHED, '`overlap` "forward", "both"', "verl",
+    'use "off" or "backward": verl gives new weights to generation after its step')
+# fmt: on
+
+TABLE = {name: row for name, row in globals().items() if isinstance(row, Row)}
