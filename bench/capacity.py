@@ -249,34 +249,29 @@ def run_trial(
             if group:
                 group.join()
 
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "bench" / "_capacity.py"), json.dumps(request)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=contender_environment(),
-            cwd=folder,
-            preexec_fn=prepare,
-        )
         try:
-            out, log = process.communicate(timeout=TIMEOUT_S)
-        except BaseException as error:
-            process.kill()
-            process.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise TrialError(
-                    f"{contender.name}, {shape.layers} layers: no end within {format_seconds(TIMEOUT_S)}"
-                ) from error
-            raise
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "bench" / "_capacity.py"), json.dumps(request)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TIMEOUT_S,
+                env=contender_environment(),
+                cwd=folder,
+                preexec_fn=prepare,
+            )
+        except subprocess.TimeoutExpired as error:
+            late = f"{contender.name}, {shape.layers} layers: no end within {format_seconds(TIMEOUT_S)}"
+            raise TrialError(late) from error
         seconds = time.monotonic() - began_s
     trial = Trial(shape.layers, shape.numel, fits=False, seconds=seconds)
     if group and group.kills() > killed:
         trial.why = "ended by the kernel: no more memory"
-    elif process.returncode:
-        end = "\n".join(log.splitlines()[-20:])
-        raise TrialError(f"{contender.name}, {shape.layers} layers: exit status {process.returncode}\n{end}")
+    elif done.returncode:
+        end = "\n".join(done.stderr.splitlines()[-20:])
+        raise TrialError(f"{contender.name}, {shape.layers} layers: exit status {done.returncode}\n{end}")
     else:
-        trial.found = json.loads(out.splitlines()[-1])
+        trial.found = json.loads(done.stdout.splitlines()[-1])
         trial.why = trial.found.get("short_of", "")
         if not trial.why and trial.found["disk_bytes"] > disk_bytes:
             trial.why = f"{trial.found['disk_bytes']} bytes on the disk"

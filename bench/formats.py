@@ -50,13 +50,11 @@ def contest(folder: Path, pace: float, numel: int, subgroups: int, rounds: int) 
                 predicted[form].append(said)
         for form in FORMATS:
             metrics = engines[form].metrics()
-            moved = metrics["path/0/read_bytes"] + metrics["path/0/write_bytes"]
             found[form] = {
                 "step_s": statistics.median(times[form]),
                 "times_exact": ratio(times["exact"], times[form]),
                 "predicted": ratio(predicted[form], times[form]),
                 "state_bytes_each": metrics["state_bytes"] / numel,
-                "moved_bytes_each": moved / numel,
             }
     return found, digest(weights.values())
 

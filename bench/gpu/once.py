@@ -343,19 +343,8 @@ def section_of(file: Path, name: str) -> Callable[[str], Found]:
 def parts_of(out: Path, accelerator: str) -> list[Part]:
     """Return all parts, the most telling first."""
     on = ["--accelerator", accelerator]
-    tests = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-v",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(ROOT),
-    ]
-    tests += ["-c", str(ROOT / "pyproject.toml"), "-m", "gpu"]
+    tests = [sys.executable, "-P", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    tests += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-m", "gpu"]
 
     def link(name: str, limit_s: float, decides: str, **more: Any) -> Part:
         title, alone = more.pop("title", name), {"torch_alone": True, "cuda": False}
