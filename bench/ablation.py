@@ -49,7 +49,7 @@ from _needs import Need
 from _schedules import Forgetting
 
 from offload.cli.model import choose_shape
-from offload.cli.plan import Question, ask
+from offload.cli.question import Question, ask
 from offload.measure import find_rates
 from offload.predict.predict import with_backward_s, with_forward_s
 from offload.schedule.machine import Machine

@@ -60,7 +60,7 @@ import offload
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.formats import EXACT_ADAMW
-from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference, scalars
+from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
 from offload.kernels.table import segment_table as kernel_table
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
@@ -131,7 +131,7 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> fl
 def section_rates(args: argparse.Namespace, device: torch.device | None) -> Found:
     numel, rounds = (1 << 14, 1) if args.smoke else (1 << 26, 5)
     buffers = Buffers(numel)
-    values = scalars(4, decoupled=True, grad_scale=0.37, **SETTINGS)
+    values = reference.scalars(4, decoupled=True, grad_scale=0.37, **SETTINGS)
     table = segment_table([buffers.segment(4, whole=True)])
     host = torch.device("cpu")
     found: Found = {"numel": numel, "threads": cores()}
@@ -256,7 +256,7 @@ def section_bits(args: argparse.Namespace, device: torch.device | None) -> Found
         found["with"]["fp32 subnormal"] += int(((given != 0) & (given.abs() < 1.17549435e-38)).sum())
         del given
         here = {name: None if tensor is None else tensor.cpu().clone() for name, tensor in tensors.items()}
-        values = scalars(
+        values = reference.scalars(
             1 + number, decoupled=bool(flags & DECOUPLED), grad_scale=(0.37, 1.0, 1e-4)[number % 3], **SETTINGS
         )
         judge = None

@@ -31,7 +31,7 @@ from _needs import NATIVE
 from offload import _native
 from offload.formats import COMPACT8, COMPACT16, EXACT, FORMATS, SCALES, StateFormat
 from offload.formats.compact8 import BLOCK_NUMEL
-from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys, scalars
+from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat, segment_table
 from offload.protocols import SegmentFlag
 
@@ -113,7 +113,7 @@ class Buffers:
             self.gradient[cut] if whole else self.gradient32[cut],
             self.weight[cut] if whole else None,
             FLAGS,
-            scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
+            reference.scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
             state_format=state_format,
             rounding_key=int(rounding_keys(0, 0, step)[0]),
             **planes,

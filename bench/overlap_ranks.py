@@ -28,7 +28,7 @@ from torch import multiprocessing as mp
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
-from offload.cli.plan import Question, ask
+from offload.cli.question import Question, ask
 from offload.measure import find_rates
 from offload.units import format_seconds
 

@@ -42,8 +42,8 @@ from paths import Mixer, opened
 
 import offload
 from offload.formats import EXACT_ADAMW
-from offload.kernels import CpuUpdateKernel, scalars
-from offload.kernels.reference import SegmentTensors, segment_table
+from offload.kernels import CpuUpdateKernel
+from offload.kernels.reference import SegmentTensors, scalars, segment_table
 from offload.memory.arenas import Arena
 from offload.protocols import SegmentFlag
 from offload.units import format_seconds

@@ -23,7 +23,8 @@ from typing import Any
 from _harness import Run, main, turns
 from _sessions import MB, Configuration, Model, Pace, Session
 
-from offload.cli.plan import Question, ask, with_shared_path
+from offload.cli.plan import with_shared_path
+from offload.cli.question import Question, ask
 from offload.measure import find_rates
 from offload.plan import Home, PathRates, Rates
 from offload.units import format_seconds

@@ -746,6 +746,26 @@ def node(page: Path) -> str:
     return "\n".join([*head, *(row.line() for row in NODE), "", sources(NODE, page)])
 
 
+def saved_by(found: dict[str, Any] | None) -> str:
+    """Return what a part saves of a step, and where most."""
+    if found is None:
+        return "not there"
+    usual, most = (f"{100 * found[key]:.1f}%" for key in ("as it is", "most"))
+    return usual if usual == most else f"{usual}; {most} of a {found['of']}: {found['case']}"
+
+
+def gpu_parts(page: Path) -> str:
+    """Return what each part saves that the engine has for a GPU's sake, and what parts that have gone saved."""
+    found = read("gpu-parts")["results"]
+    models = dict.fromkeys(model for part in found["parts"].values() for model in part["saves"])
+    lines = [f"| part, and what is instead | {' | '.join(models)} |", "|---|" + "---|" * len(models)]
+    for parts, gone in ((found["parts"], ""), (found["gone"], "gone: ")):
+        for part in parts.values():
+            cells = " | ".join(saved_by(part["saves"].get(model)) for model in models)
+            lines.append(f"| {gone}{part['what']}; else {part['without']} | {cells} |")
+    return "\n".join([*lines, "", f"Report: {source('gpu-parts', page)}."])
+
+
 # docs/checkpoints.md
 
 
@@ -1061,6 +1081,7 @@ BENCHMARKS = (
     ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),
     ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
     ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
+    ("`python bench/gpu_parts.py`", "on nodes that are not there: what does each part save that the engine has for a GPU's sake?", "3 min", ("gpu-parts",)),
     ("`python bench/phases.py`", "memory lent to others between steps: what does it cost to give back and to take again? A step beside a serial loop over the disk", "9 min", ("phases",)),
     ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
     ("`python bench/saves.py`", "the same inside DeepSpeed, written behind training and waited for, in DeepSpeed's files and in place, on one and two ranks", "15 min", ("saves",)),

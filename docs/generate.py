@@ -137,7 +137,12 @@ PARTS = {
     },
     DOCS / "weights.md": {"streamed": figures.streamed},
     DOCS / "planning.md": {"commands": machines.commands, "nodes": figures.nodes},
-    DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
+    DOCS / "published.md": {
+        "published": figures.published,
+        "ours": figures.ours_published,
+        "node": figures.node,
+        "gpu-parts": figures.gpu_parts,
+    },
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "formats.md": {"quality": figures.quality, "quality-muon": figures.quality_of_muon},
     DOCS / "optimizers.md": {"classes": figures.classes},

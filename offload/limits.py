@@ -12,8 +12,7 @@ class Limits:
     """Sizes and times from which on a session does another thing; the same for all sessions but those of tests.
 
     Attributes:
-        large_gradient_bytes: Of a gradient that leaves a GPU at once: the link takes several times what calls take.
-        bucket_bytes: Of a bucket that leaves: the link takes a millisecond or two for it.
+        bucket_bytes: Of a bucket of gradients that leaves a GPU: the link takes a millisecond or two for it.
         bucket_count: Gradients of a bucket that leaves.
         in_transit_bytes: Of gradients that are held until they are read; beyond that, backward waits on the GPU.
         large_copy_bytes: State that is handed out at once lies in a file if it is larger.
@@ -23,7 +22,6 @@ class Limits:
         unwind_s: How long `close` waits for devices with an exception on its way, which nobody sees before.
     """
 
-    large_gradient_bytes: int = 8 << 20
     bucket_bytes: int = 64 << 20
     bucket_count: int = 4096
     in_transit_bytes: int = 1 << 30

@@ -28,7 +28,7 @@ from offload.device.accelerator import AcceleratorDevice
 from offload.dtypes import DtypeCode
 from offload.formats import EXACT_ADAMW, FORMATS, Format
 from offload.kernels import blocks_numel
-from offload.kernels.device import device_kernel
+from offload.kernels.gpu import device_kernel
 from offload.kernels.table import trial_items, trial_table
 from offload.memory.arenas import Arena
 from offload.protocols import DeviceLane

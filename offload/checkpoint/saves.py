@@ -135,7 +135,6 @@ class PendingSave:
         on_done: Called, in a thread of its own, with the error or None when the save has ended.
         done: Set when the save has ended.
         error: Why it failed; an error of a tier is its `__cause__`.
-        started_s: Time of the hand-over, on the monotonic clock.
         cancelled: Set when the session breaks during the commit.
         ranks_until_s: Time, on the monotonic clock, at which other ranks are given up.
         records: The tiles that the commit names.
@@ -146,7 +145,6 @@ class PendingSave:
     snapshot: Snapshot
     sink: tuple[uuid.UUID, Tier] | None
     on_done: Callable[[BaseException | None], None] | None
-    started_s: float
     done: waits.Latch = field(default_factory=waits.Latch)
     error: CheckpointError | None = None
     job: CommitJob | None = None
@@ -310,7 +308,7 @@ class Saves:
             )
             self._others[number] = sink[1]
         save = Save(self._numbers, number if copy else None, empty)
-        self.pending = PendingSave(save, folder, snapshot, sink, on_done, time.monotonic())
+        self.pending = PendingSave(save, folder, snapshot, sink, on_done)
         return self.pending
 
     def is_expected(self, step: int) -> bool:

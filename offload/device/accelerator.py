@@ -27,7 +27,7 @@ import torch
 from offload.backends import accelerator, tensor_at, working_on
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
-from offload.kernels.device import device_kernel
+from offload.kernels.gpu import device_kernel
 from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue
 from offload.rules import RULES
 

@@ -5,9 +5,9 @@ stays where it is. Its squares are summed on the GPU in the same pass. Gradients
 on the GPU where the first one has stayed, and in host memory where it has left (see `additions.py`), so that nothing
 travels twice.
 
-Small gradients are collected in a bucket, and leave together: in few copies (see `pieces.py`), and with one kernel
-for all their sums. A bucket leaves when it is full, with a large gradient, when backward ends, and whenever somebody
-asks for a gradient in it.
+Gradients are collected in a bucket, and leave together: small ones in few copies (see `pieces.py`), and with one
+kernel for all their sums. A bucket leaves when it is full, when backward ends, and whenever somebody asks for a
+gradient in it.
 
 The caller drops a gradient before the lanes have read it. It is held here until then. When too many bytes are held,
 the caller's stream waits for the oldest.
@@ -372,11 +372,10 @@ class GpuGradients(GradientStore):
             self.leave()
         if self._bucket is None:
             self._bucket = _Bucket(caller, Departure(self.leave))
-        bucket, nbytes = self._bucket, self.records[position].numel * int(ITEM_BYTES[dtype])
+        bucket, most = self._bucket, self._limits
         (bucket.first if first else bucket.further).append((position, address, dtype))
-        bucket.nbytes += nbytes
-        count, most = len(bucket.first) + len(bucket.further), self._limits
-        if nbytes >= most.large_gradient_bytes or bucket.nbytes >= most.bucket_bytes or count >= most.bucket_count:
+        bucket.nbytes += self.records[position].numel * int(ITEM_BYTES[dtype])
+        if bucket.nbytes >= most.bucket_bytes or len(bucket.first) + len(bucket.further) >= most.bucket_count:
             self.leave()
         return bucket.departure
 

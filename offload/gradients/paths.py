@@ -2,7 +2,7 @@
 
 Each gradient is copied to the buffers of its subgroups as it arrives, or added there to those of earlier passes, and
 its norm is gathered on the way. Which buffers there are, what leaves them and what comes back is decided elsewhere
-(`offload.schedule.gradients`); here a buffer is asked for (`fill`) and written to until another one is.
+(`offload.schedule.buffers`); here a buffer is asked for (`fill`) and written to until another one is.
 """
 
 from __future__ import annotations

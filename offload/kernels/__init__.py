@@ -5,23 +5,17 @@ from offload.kernels.cpu import (
     StreamVariant,
     blocks_numel,
     instruction_sets,
-    norm_sq,
     norm_sq_at,
-    sum_in_order,
 )
 from offload.kernels.gpu import GpuUpdateKernel
-from offload.kernels.reference import Scalars, rounding_keys, scalars
+from offload.kernels.reference import rounding_keys
 
 __all__ = [
     "CpuUpdateKernel",
     "GpuUpdateKernel",
-    "Scalars",
     "StreamVariant",
     "blocks_numel",
     "instruction_sets",
-    "norm_sq",
     "norm_sq_at",
     "rounding_keys",
-    "scalars",
-    "sum_in_order",
 ]

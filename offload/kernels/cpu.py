@@ -8,7 +8,7 @@ Not done here: owning the memory that tables and addresses point at; ordering of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import IntFlag
 from importlib import import_module
 from types import TracebackType
@@ -73,24 +73,10 @@ def instruction_sets() -> list[str]:
     return list(_native.instruction_sets())
 
 
-def sum_in_order(values: npt.NDArray[np.float64]) -> float:
-    """Add float64 values one after the other, starting from 0.0."""
-    values = np.ascontiguousarray(values, np.float64)
-    return float(_native.sum_in_order(values.ctypes.data, values.size))
-
-
-def norm_sq(blocks: Iterable[npt.NDArray[np.float64]]) -> float:
+def norm_sq_at(addresses: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]) -> float:
     """Return the squared L2 norm of gradients from each parameter's block sums, in the order of parameters.
 
     Not finite exactly if a gradient held an infinity or a NaN (or the norm is beyond float64).
-    """
-    arrays = [np.ascontiguousarray(parameter, np.float64) for parameter in blocks]
-    addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
-    return norm_sq_at(addresses, np.array([array.size for array in arrays], np.uint64))
-
-
-def norm_sq_at(addresses: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]) -> float:
-    """Return `norm_sq` of block sums that lie in memory.
 
     Args:
         addresses: Where each parameter's block sums (float64) lie, in the order of parameters.

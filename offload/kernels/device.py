@@ -6,17 +6,14 @@ Not done here: owning the memory that addresses point at, events, waiting.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from offload.backends import accelerator
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
 from offload.kernels.table import checked
@@ -24,8 +21,6 @@ from offload.rules import UpdateRule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-log = logging.getLogger("offload")
 
 _native: Any = import_module("offload._native")
 
@@ -93,7 +88,7 @@ class DeviceKernel(ABC):
         """Enqueue the sums of squares of a gradient's blocks, and its copy into or addition to a slot, in one pass.
 
         A block's sum is not finite exactly if one of its elements is not, so the sums are the overflow flag too.
-        Added in order on the host (`offload.kernels.norm_sq`), they are the norm.
+        Added in order on the host (`offload.kernels.norm_sq_at`), they are the norm.
 
         Args:
             source_address: Address of the gradient on this device, a multiple of its element's size.
@@ -206,25 +201,3 @@ def _checked_rows(dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> npt.NDArray
     aligned = used % np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64) == 0
     invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
     return used
-
-
-def device_kernel(device: torch.device | None = None, to_device: Any = None) -> DeviceKernel:
-    """Return the kernel of a device: in Triton where it has that.
-
-    Args:
-        device: Which one; None for the current accelerator.
-        to_device: The stream on which tables are sent there; None for one of the kernel's own.
-
-    Raises:
-        ConfigError: There is no such device, or no Triton where it is needed.
-    """
-    found, backend = accelerator(device)
-    if backend.compiler == "triton":
-        return import_module("offload.kernels.gpu").GpuUpdateKernel(found, to_device)  # type: ignore[no-any-return]
-    _say_slow(found.type)
-    return import_module("offload.kernels.plain").PlainUpdateKernel(found)  # type: ignore[no-any-return]
-
-
-@cache
-def _say_slow(kind: str) -> None:
-    log.warning("updates on %s devices are plain torch operations, many times slower than a kernel (said once)", kind)

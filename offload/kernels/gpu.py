@@ -1,4 +1,4 @@
-"""The GPU's kernels: a `DeviceKernel` in Triton.
+"""The GPU's kernels: a `DeviceKernel` in Triton; and `device_kernel`, which returns a device's kernel of any kind.
 
 Invariants: bit for bit what `offload.kernels.reference` defines; see `offload.kernels.triton_kernels` for what fixes
 each rounding. State, gradient and weight are read and written once, in their own dtypes, where they lie.
@@ -11,10 +11,12 @@ tests.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -28,11 +30,14 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.device import SLOT_BYTES, DeviceKernel
+from offload.kernels.plain import PlainUpdateKernel
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE
 from offload.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+log = logging.getLogger("offload")
 
 BLOCK_NUMEL = 1024
 """Elements that one program of the update works on."""
@@ -342,3 +347,25 @@ def _compiled_for(argument: Any) -> int:
     if isinstance(argument, int):
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (argument >= 1 << 31)
     return int(argument.data_ptr() % 16 == 0)
+
+
+def device_kernel(device: torch.device | None = None, to_device: Any = None) -> DeviceKernel:
+    """Return the kernel of a device: in Triton where it has that.
+
+    Args:
+        device: Which one; None for the current accelerator.
+        to_device: The stream on which tables are sent there; None for one of the kernel's own.
+
+    Raises:
+        ConfigError: There is no such device, or no Triton where it is needed.
+    """
+    found, backend = accelerator(device)
+    if backend.compiler == "triton":
+        return GpuUpdateKernel(found, to_device)
+    _say_slow(found.type)
+    return PlainUpdateKernel(found)
+
+
+@cache
+def _say_slow(kind: str) -> None:
+    log.warning("updates on %s devices are plain torch operations, many times slower than a kernel (said once)", kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,42 @@ import torch
 
 from offload.dtypes import DtypeCode
 from offload.formats import StateSpec
-from offload.kernels import muon, reference
-from offload.kernels.pieces import Piece
+from offload.kernels import reference
+from offload.kernels.pieces import Piece, step_alone
 from offload.kernels.plain import PlainUpdateKernel
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors
+from offload.kernels.reference.rounding import random_bits
 from offload.kernels.stored import store_rounded
 from offload.kernels.table import active_rows
 from offload.layout import Parameter
 from offload.protocols import SegmentFlag
 from offload.rules import MUON, PACKED, ClassRule, UpdateRule
 
+
+@torch.no_grad()
+def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
+    """Update a matrix by torch's own Muon, run on views of the state, which may be stored in any format.
+
+    So bits are those of `torch.optim.Muon` over an fp32 twin, on this device and with this number of threads; its
+    Newton-Schulz iteration works in bfloat16, whatever the weights' type. See `offload.rules.UpdateRule.update`.
+    """
+    segment = piece.segment
+    (momentum,), master = reference.state_of(segment), reference.master_of(segment)
+    view = torch.nn.Parameter(piece.shaped(master))
+    view.grad = piece.gradient(torch.float32)
+    muon = torch.optim.Muon([view], **values)
+    muon.state[view] = {"momentum_buffer": piece.shaped(momentum)}
+    step_alone(muon)
+    random = None
+    if segment.state_format.rounds:
+        random = random_bits(segment.rounding_key, segment.first_index, master.numel(), master.device)
+    reference.store_state(segment, [momentum], random)
+    reference.store_master(segment, master, random)
+
+
 _CPU = PlainUpdateKernel(torch.device("cpu"))
 
-_UPDATES: dict[str, Callable[..., None]] = {MUON.name: muon.update}
+_UPDATES: dict[str, Callable[..., None]] = {MUON.name: _muon}
 """Of rules that do not bring their own."""
 
 

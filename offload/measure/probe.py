@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +23,10 @@ from offload.device.none import NO_LANES, Lanes
 from offload.errors import OffloadError
 from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat, StateSpec
 from offload.kernels import CpuUpdateKernel, StreamVariant
+from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.table import trial_bytes
-from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
+from offload.kernels.whole import trial
+from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, Layout, Parameter, numels_by_format
 from offload.measure.drive import drive, lane_rates, rates_beside
 from offload.measure.gpu import COPIES, COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
 from offload.measure.observe import at_once
@@ -32,6 +36,7 @@ from offload.memory.arenas import Arena, available_bytes
 from offload.plan import NO_GPU, GpuRates, PathRates, Plan, Rates
 from offload.plan.rates import mean_rate
 from offload.protocols import SECTOR_BYTES, Queue, Tier
+from offload.rules import UpdateRule
 from offload.units import format_bytes
 
 PROBE_TILES = 4
@@ -56,6 +61,9 @@ LONGEST_S = 0.25
 
 GPU_NUMEL = 1 << 24
 """Elements of an update on a GPU, where the session and the GPU's memory have so many: more than its caches hold."""
+
+MOST_SIDE, MOST_NUMEL = 512, 1 << 18
+"""Of the twin of a whole parameter: of its dimensions, where it is a matrix; of all its elements."""
 
 MOST_MEMORY_COST = 2.0
 """Copies of a GPU read or write each byte once: what a short run finds beyond this is noise."""
@@ -304,3 +312,51 @@ def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates
         shares = at_once(drive(queue, [path.load("read", slots, address)])) > 1
     at_most = tier.depth if shares else 1.0
     return PathRates(both["read"], both["write"], 0.0, 1.0, alone["read"], alone["write"], at_most)
+
+
+def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
+    """Return rates whose CPU needs for the state of a layout what kernels and updates of whole parameters do.
+
+    No kernel makes the latter, so what kernels reach says nothing of them: a small twin of each parameter is updated,
+    and its time taken times the operations of the parameter over the twin's. The first steps then show more
+    (`offload.measure.observe`).
+    """
+    subgroups = layout.subgroups
+    whole = [subgroup for subgroup in subgroups if subgroup.state.rule.is_whole]
+    if not whole:
+        return rates
+    cut_bytes = sum(subgroup.state_bytes for subgroup in subgroups if not subgroup.state.rule.is_whole)
+    seconds, known = cut_bytes / rates.cpu_bytes_per_s, dict[tuple[object, ...], float]()
+    for subgroup in whole:
+        for segment in subgroup.segments:
+            parameter = layout.parameters[segment.parameter]
+            key = subgroup.state.rule, parameter.shape, parameter.dtype
+            if key not in known:
+                known[key] = _seconds(subgroup.state.rule, parameter)
+            seconds += known[key]
+    return replace(rates, cpu_bytes_per_s=layout.state_bytes / seconds)
+
+
+def _seconds(rule: UpdateRule, parameter: Parameter) -> float:
+    """Return the seconds of a parameter's update."""
+    shape = parameter.shape or (parameter.numel,)
+    twin = _smaller(shape)
+    update = trial(rule, twin, TORCH_DTYPES[parameter.dtype], parameter.group)
+    return _best_s(update) * rule.work(shape) / rule.work(twin)
+
+
+def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 2:
+        return tuple(min(size, MOST_SIDE) for size in shape)
+    rest = math.prod(shape[1:])
+    return (max(1, min(shape[0], MOST_NUMEL // max(rest, 1))), *shape[1:]) if shape else shape
+
+
+def _best_s(update: Callable[[], None]) -> float:
+    """Return the seconds of the best of all `ROUNDS`: the first one touches memory, and may import much."""
+    taken = []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        update()
+        taken.append(time.perf_counter() - began_s)
+    return min(taken)

@@ -7,16 +7,14 @@ import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.errors import CheckpointError
 from offload.layout import bare_names
+from offload.optim.weights import BoundParameter
 from offload.processes import Process
-
-if TYPE_CHECKING:
-    from offload.optim.weights import BoundParameter
 
 log = logging.getLogger("offload")
 
@@ -90,24 +88,6 @@ def agree_on_save(bounds: Collection[BoundParameter]) -> Agreement:
     prefix = f"rank{rank}."
     names = {name: prefix + bare for name, bare in names.items()}
     return Agreement(size, rank, id, names, prefix=prefix, find_ended=find_ended)
-
-
-class AnotherRankFailedError(CheckpointError):
-    """Another rank could not load, as all ranks know."""
-
-
-def agree_on_load(error: Exception | None) -> None:
-    """Tell all ranks whether this one could load; collective.
-
-    Raises:
-        AnotherRankFailedError: This one could, and another could not.
-    """
-    size, _ = world()
-    answers: list[str | None] = [None] * size
-    torch.distributed.all_gather_object(answers, None if error is None else str(error))
-    failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
-    if failed and error is None:
-        raise AnotherRankFailedError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
 
 
 def _ended_ranks(processes: Sequence[Process | None]) -> list[int]:

@@ -11,7 +11,7 @@ from offload.pictures.draw import Tier
 from offload.pictures.report import Lane, Report, Step
 from offload.plan import Home, Plan
 from offload.predict import PlanReport
-from offload.predict.helps import what_helps
+from offload.predict.explanation import what_helps
 from offload.session.engine import Engine
 
 LEAST_SHARE = 0.05

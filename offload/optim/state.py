@@ -213,21 +213,20 @@ class StateView(MutableMapping[Any, Any]):
                 }
             )
 
-    def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, torch.Tensor]]:
+    def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
         """Return copies of the state of some bound parameters; see `State.read`."""
-        entries = []
         with self._lock, torch.inference_mode(False):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
             positions = [bound.position for bound in bounds]
             states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
-            for bound, state in zip(bounds, states, strict=True):
-                entry = {"step": _step_tensor(self._holder.engine.step_count(bound.position))}
-                for name in (*self.rule_of(bound).state, MASTER):
-                    if name in state:
-                        entry[name] = shards.in_form(state[name], bound.parameter, bound.cut)
-                entries.append(entry)
-        return entries
+            return [self._entry(*found, own_masters) for found in zip(bounds, states, strict=True)]
+
+    def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
+        """Return what `read` returns of a parameter, of which the engine has read this."""
+        names = [name for name in (*self.rule_of(bound).state, MASTER) if name in state]
+        found = {name: shards.in_form(state[name], bound.parameter, bound.cut) for name in names}
+        return {"step": _step_tensor(self._holder.engine.step_count(bound.position)), **found}
 
     def _has_master(self, bound: BoundParameter) -> bool:
         """Return whether a parameter has a master that is no copy of its weight, nor the weight."""

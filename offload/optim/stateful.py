@@ -38,7 +38,7 @@ from offload.optim.holder import EngineHolder
 from offload.optim.model import ModelRest, SavedRest, listed
 from offload.optim.overlap import OptimizerLock
 from offload.optim.state import StateView, is_empty
-from offload.optim.weights import BoundParameter, Weights
+from offload.optim.weights import AnotherRankFailedError, BoundParameter, Weights
 from offload.rules import UpdateRule
 from offload.session.engine import Engine
 
@@ -495,7 +495,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         try:
             yield
-        except ranks.AnotherRankFailedError:
+        except AnotherRankFailedError:
             raise
         except Exception as caught:
             error = caught

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from offload.backends import ADVICE, BACKENDS
 from offload.checkpoint.reader import PIECE_NUMEL
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
@@ -22,7 +22,6 @@ from offload.optim import shards
 from offload.optim.dealt import Dealt, DealtWeight
 from offload.optim.groups import Group, names
 from offload.optim.holder import EngineHolder
-from offload.optim.ranks import agree_on_load
 from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.rules import UpdateRule
@@ -73,6 +72,10 @@ class BoundParameter:
         if self.dealt is not None:
             return self.dealt.current_stamp()
         return self.local.data_ptr(), shards.version(self.parameter)
+
+
+class AnotherRankFailedError(CheckpointError):
+    """Another rank could not load, as all ranks know."""
 
 
 class Weights:
@@ -297,9 +300,21 @@ class Weights:
         self.gather()
 
     def agree_on_load(self, error: Exception | None = None) -> None:
-        """Have all ranks fail where one cannot load, if weights are cut by rows; see `ranks.agree_on_load`."""
-        if self.rows_over is not None or self.dealt:
-            agree_on_load(error)
+        """Have all ranks fail where one cannot load; a collective, if weights are cut by rows.
+
+        Args:
+            error: Why this one cannot.
+
+        Raises:
+            AnotherRankFailedError: This one could, and another could not.
+        """
+        if self.rows_over is None and not self.dealt:
+            return
+        answers: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(answers, None if error is None else str(error))
+        failed = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+        if failed and error is None:
+            raise AnotherRankFailedError(f"rank {failed[0][0]} could not load, so no rank goes on: {failed[0][1]}")
 
     def gather(self, note: bool | None = None) -> bool | None:
         """Have all ranks exchange the rows that each has updated; a collective, if weights are cut by rows.

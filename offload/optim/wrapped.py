@@ -35,24 +35,16 @@ class PackedState(StateView):
     def _layout_of(self, bound: BoundParameter) -> Parameter:
         return self._layout.parameters[bound.position]
 
-    def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
-        """Return copies of the state of some bound parameters, and masters that are no weights."""
-        entries = []
-        with self._lock, torch.inference_mode(False):
-            self.check()
-            bounds = [self._weights.bound[parameter] for parameter in parameters]
-            positions = [bound.position for bound in bounds]
-            states = self._holder.engine.state.read(positions, own_masters=own_masters) if bounds else []
-            for bound, state in zip(bounds, states, strict=True):
-                parameter = self._layout_of(bound)
-                entry = self.runner.packing_of(parameter).load(state[PACKED])
-                count = self._holder.engine.step_count(bound.position)
-                if not parameter.numel and count:  # nothing is stored of it, and it makes no difference
-                    entry = self.runner.kept_of_nothing(parameter, count)
-                if (self._has_master(bound) or own_masters) and MASTER not in entry:
-                    entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
-                entries.append(entry)
-        return entries
+    def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
+        """See `StateView._entry`; a master only where it is no weight."""
+        parameter = self._layout_of(bound)
+        entry = self.runner.packing_of(parameter).load(state[PACKED])
+        count = self._holder.engine.step_count(bound.position)
+        if not parameter.numel and count:  # nothing is stored of it, and it makes no difference
+            entry = self.runner.kept_of_nothing(parameter, count)
+        if (self._has_master(bound) or own_masters) and MASTER not in entry:
+            entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
+        return entry
 
     def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
         has_state = super()._has_state(parameter, start_values)

@@ -11,8 +11,7 @@ from offload.plan.budget import (
     make_plan,
 )
 from offload.plan.cost import Estimate, estimate
-from offload.plan.order import visit_order
-from offload.plan.planner import choose_plan
+from offload.plan.planner import choose_plan, visit_order
 from offload.plan.rates import NO_GPU, GpuRates, NodeRates, PathRates, Rates
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Choosing a plan by its cost: what the GPU updates, and how far ahead state is fetched.
+"""Choosing a plan by its cost: what the GPU updates, and how far ahead state is fetched; and the order of visits.
 
 Homes follow from the budgets (`make_plan`): whatever fits stays in the fastest tier. What is left to choose is
 searched by the closed form, with how many homes lie on each memory node, where there are several. Deterministic; the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import ConfigError, InfeasiblePlanError
@@ -332,3 +332,14 @@ def _strides(count: int) -> list[int]:
         found.append(k)
         k = k + 1 if k < EVERY_STRIDE else count // (count // k) + 1
     return found
+
+
+def visit_order(wanted: Sequence[int], cached: Collection[int]) -> tuple[int, ...]:
+    """Return `wanted` with the subgroups that already lie in staging memory first.
+
+    What one sweep leaves in staging memory is then the next one's first need, so each step reads (and writes) the
+    streamed state less the staging memory, which is the least possible (the cache-reusing order of MLP-Offload,
+    SC '25, arXiv 2509.02480, which alternates the direction to the same end).
+    """
+    first = [subgroup for subgroup in wanted if subgroup in cached]
+    return (*first, *(subgroup for subgroup in wanted if subgroup not in cached))

@@ -11,7 +11,7 @@ from offload.errors import ConfigError, invariant
 from offload.layout import Subgroup
 from offload.plan.budget import Plan
 from offload.plan.cost import in_step, mix_of
-from offload.plan.order import visit_order
+from offload.plan.planner import visit_order
 from offload.plan.rates import Rates
 from offload.predict.timing import TimingExecutor
 from offload.schedule.index import TileIndex

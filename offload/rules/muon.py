@@ -1,6 +1,6 @@
 """Muon, as torch has it: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 
-The momentum of a matrix is orthogonalized by Newton-Schulz, which takes all of it; `offload.kernels.muon` does that.
+The momentum of a matrix is orthogonalized by Newton-Schulz, which takes all of it; `offload.kernels.whole` does that.
 """
 
 from __future__ import annotations

@@ -11,18 +11,19 @@ Invariants, verified by `check`:
   * a buffer belongs to at most one owner;
   * an owner's data is in a buffer, or whole on the paths, or both, or there is none.
 
-Not here: which buffers stay, and what is read for whom (`offload.schedule.gradients` and `activations` beside it).
+`GradientBuffers` and `ActivationBuffers` say which buffers stay, and what is read for whom.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from offload.errors import invariant, known
-from offload.protocols import TileId
+from offload.errors import TierFullError, invariant, known
+from offload.plan.budget import Plan
+from offload.protocols import ACTIVATIONS, TileId
 from offload.schedule.index import Location, Record, TileIndex
 from offload.schedule.operations import Operation, ReadTile, WriteTile
 
@@ -274,3 +275,338 @@ class Buffers:
         moved = [o for o in in_flight if isinstance(o, ReadTile | WriteTile) and o.what == self.what]
         count = sum(held.unread + held.unwritten for held in self._held.values())
         invariant(len(moved) == count, f"tiles of {self.what} are lost on their way")
+
+
+class GradientBuffers(Buffers):
+    """The gradient buffers of one session: which gradients are in memory, which on the paths, which on their way.
+
+    Where host memory is not to hold all gradients, they pass through a few buffers, each as large as the gradients of
+    the largest subgroup. Owners are subgroups. What came last is still there when the step begins, and what comes
+    last is what a step needs first. Gradients are gone when their subgroup's visit has run.
+
+    An invariant: but for `SPARE_BUFFERS` of the plan, and unless there is a buffer for every subgroup, buffers may
+    hold what lies nowhere else: so a visit's gradients find a buffer, whichever visits wait for each other.
+
+    Args:
+        plan: How many there are, and how gradients are cut.
+        index: Slots of the stores.
+        new_op: Returns the id of the next operation.
+        issue: Starts an operation.
+        full: Called with a tile that no path has room for.
+    """
+
+    what = "gradients"
+
+    def __init__(
+        self,
+        plan: Plan,
+        index: TileIndex,
+        new_op: Callable[[], int],
+        issue: Callable[[Operation], None],
+        full: Callable[[TileId], None],
+    ) -> None:
+        super().__init__(index, new_op, issue)
+        self._full = full
+        # Subgroups whose gradients are to be read for their visits: those with streamed state, which has a staging
+        # slot meanwhile, come first.
+        self._streamed: deque[int] = deque()
+        self._resident: deque[int] = deque()
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Take in a plan, with nothing on its way."""
+        self._plan, self._is_due = plan, True
+        count = plan.gradient_buffers
+        invariant(count >= len(self._owners), "a plan takes gradient buffers away")
+        self._owners.extend([None] * (count - len(self._owners)))
+
+    def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
+        return self._plan.gradient_tiles[owner]
+
+    def _lines(self) -> Sequence[deque[int]]:
+        return self._streamed, self._resident
+
+    # Filling
+
+    def fill(self, subgroup: int) -> None:
+        """Have a buffer made ready for gradients of a subgroup; see `is_filling`."""
+        self._filling, self._is_due = {subgroup: None}, True
+        if subgroup in self._held:
+            self._held[subgroup] = self._held.pop(subgroup)  # the last to have been filled
+
+    def stop_filling(self) -> None:
+        """Take in that the caller writes nothing more."""
+        self._filling, self._is_due = {}, True
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self._filling = {}
+        for subgroup in [*self._held, *self._stored]:
+            self.used(subgroup)
+
+    # Visits
+
+    def come(self, subgroup: int) -> None:
+        """Have the gradients of a visit come to a buffer, if they are not there: its state is there, or comes."""
+        self._is_due = True
+        if subgroup in self._held:
+            self._held[subgroup].is_wanted = True
+        else:
+            invariant(subgroup in self._stored, f"a visit of {subgroup} reads gradients that are not there")
+            line = self._resident if self._plan.is_resident(subgroup) else self._streamed
+            if subgroup not in line:
+                line.append(subgroup)
+
+    def forget_waiting(self) -> None:
+        """Have no visit wait: the sweep has ended."""
+        self._is_due = True
+        self._streamed.clear()
+        self._resident.clear()
+        for held in self._held.values():
+            held.is_wanted = False
+
+    # Decisions
+
+    def _make_room(self) -> None:
+        """Write what was filled first, until no more lies in buffers alone than may; visits rid others of it soon."""
+        alone = [n for n, held in self._held.items() if held.is_newest and not (held.is_wanted or held.unwritten)]
+        count = len(alone)
+        for subgroup in alone:
+            if count <= self._plan.staying_gradients:
+                return
+            if subgroup not in self._filling:
+                count -= 1
+                tile = self._leave(subgroup)
+                if tile is not None:
+                    self._full(tile)
+                    return
+
+
+class ActivationBuffers(Buffers):
+    """The activation buffers of one session: which tensors that autograd saves are in memory, which on the paths.
+
+    Saved tensors are written one after another to *activation tiles*, each in one buffer. Owners are tiles, which are
+    numbered in the order of packing. Backward reads them in the opposite order. So what was packed first is written
+    first and stays away longest, what was packed last stays in memory, and tiles are read again from the last one
+    down, as buffers become free. How many tiles a forward pass fills is known from the one before: those that will
+    not fit are written at once, while buffers are free.
+
+    Room on the paths is what state and checkpoints leave, reserved tile by tile. A tile that no path takes stays in
+    its buffer, and a caller that finds no buffer then keeps its tensors itself.
+
+    Invariants, verified by `check`, beside those of `Buffers`: a tile that somebody reads keeps its buffer; some
+    buffers hold nothing that lies nowhere else, so that what was written can be read whatever the paths refuse.
+
+    Args:
+        plan: How many there are, and how large.
+        index: Slots of the stores.
+        new_op: Returns the id of the next operation.
+        issue: Starts an operation.
+
+    Attributes:
+        is_full: Whether no path takes any more; until all tiles are discarded.
+        errors: What reading a tile has failed with, for whoever asked for it.
+        moved: Tiles that were read, and written, since there were none; by the operation.
+    """
+
+    what = "activations"
+
+    def __init__(
+        self, plan: Plan, index: TileIndex, new_op: Callable[[], int], issue: Callable[[Operation], None]
+    ) -> None:
+        super().__init__(index, new_op, issue)
+        self.is_full = False
+        self.errors: dict[int, Exception] = {}
+        self._packed: deque[int] = deque()  # tiles in buffers alone, which nobody writes to, in order
+        self._tiles_alive: dict[int, None] = {}  # in order
+        self._first = 0  # of the tiles since none was alive
+        self._shown = 0  # tiles of the longest run of packing, in the round before
+        self._showing = 0  # likewise, in this one
+        self._readers: Counter[int] = Counter()
+        self._line: deque[int] = deque()  # tiles that somebody waits for
+        self._ahead: int | None = None  # the next tile to be read before anybody asks; None while tensors are packed
+        self._avoided: set[int] = set()  # paths that writes have failed on; until all tiles are discarded
+        self.moved: Counter[type] = Counter()
+        self._moving: Counter[type] = Counter()  # reads and writes that are under way
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Take in a plan, with nothing on its way."""
+        self._plan, count = plan, plan.activation_buffers
+        if count != len(self._owners):
+            invariant(not self._held, "activation buffers change while they are in use")
+            self._owners = [None] * count
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tile is of use, and nothing is on its way to or from a buffer."""
+        return not (self._tiles_alive or self._held)
+
+    def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
+        return ((TileId(0, ACTIVATIONS, owner % (1 << 31)), 0, self._plan.budgets.activation_tile_bytes),)
+
+    def _lines(self) -> Sequence[deque[int]]:
+        return (self._line,)
+
+    def _claim(self, nbytes: int) -> Location | None:
+        if not self._index.reserve({nbytes: 1}, lent=True):
+            return None
+        location = self._index.lend(nbytes, self._avoided)
+        if location is None:
+            self._index.give_back({nbytes: 1}, lent=True)
+        return location
+
+    def _give_back(self, tile: TileId) -> None:
+        self._index.forget(tile)
+
+    def _abandon(self, location: Location) -> None:
+        super()._abandon(location)
+        self._index.give_back({location.nbytes: 1}, lent=True)
+
+    # What the caller does
+
+    def pack(self, tile: int) -> None:
+        """Have a buffer made ready for the next tile; see `is_filling`."""
+        if not self._tiles_alive:
+            self._first, self._shown, self._showing, self.is_full = tile, self._showing, 0, False
+            self._avoided.clear()
+            self.moved.clear()
+        self._tiles_alive[tile] = self._filling[tile] = None
+        self._showing = max(self._showing, tile - self._first + 1)
+        self._ahead, self._is_due = None, True
+
+    def finds_none(self, tile: int) -> bool:
+        """Return whether there will be no buffer for a tile before others are discarded."""
+        return self.is_full and not (self._moving[WriteTile] or tile in self._held or self._may_fill())
+
+    def packed(self, tile: int) -> None:
+        """Take in that a tile holds all that it will."""
+        if self._filling.pop(tile, tile) is None and tile in self._held:
+            self._packed.append(tile)
+            self._is_due = True
+
+    def unpack(self, tile: int) -> None:
+        """Have a tile come to a buffer, and stay there until `unpacked`; others of lower numbers come behind it."""
+        self.errors.pop(tile, None)
+        self._readers[tile] += 1
+        self._ahead, self._is_due = tile - 1, True
+        if tile in self._held:
+            self._held[tile].is_wanted = True
+        elif tile not in self._line:
+            invariant(tile in self._stored, f"activations of tile {tile} are nowhere")
+            self._line.append(tile)
+
+    def unpacked(self, tile: int) -> None:
+        """Take in that somebody who has asked for a tile has read it, or gives that up."""
+        self._readers[tile] -= 1
+        if not self._readers[tile]:
+            del self._readers[tile]
+            self._is_due = True
+            if tile in self._held:
+                self._held[tile].is_wanted = False
+            elif tile in self._line:
+                self._line.remove(tile)
+
+    def discard(self, tile: int) -> None:
+        """Take in that a tile is of no use any more."""
+        self._tiles_alive.pop(tile, None)
+        self.errors.pop(tile, None)
+        self.used(tile)
+        if tile in self._packed:
+            self._packed.remove(tile)
+
+    # Reports
+
+    def landed(self, operation: ReadTile | WriteTile, checksum: int) -> bool:
+        """See `Buffers.landed`."""
+        self._moving[type(operation)] -= 1
+        self.moved[type(operation)] += 1
+        return super().landed(operation, checksum)
+
+    def failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
+        """Take in that a transfer has failed: what was to be written goes to another path, or stays in its buffer."""
+        owner = self._owner_of(operation)
+        held, self._is_due = self._held[owner], True
+        self._moving[type(operation)] -= 1
+        if isinstance(operation, ReadTile):
+            held.unread = 0
+            if not held.is_over:
+                self._free(owner)
+                self.errors[owner] = error
+        else:
+            location = operation.record.location
+            self._index.refuse(location, is_full=isinstance(error, TierFullError))
+            self._index.give_back({location.nbytes: 1}, lent=True)
+            self._avoided.add(location.path)
+            if not held.is_over and self._write(operation.tile, held.buffer, 0, location.nbytes):
+                return
+            held.unwritten = 0
+            if not held.is_over:
+                self._stay(owner)
+        if held.is_over:
+            self._end_useless(owner, held)
+
+    # What is under way
+
+    def _begin(self, owner: int, buffer: int, *, is_wanted: bool = False) -> None:
+        super()._begin(owner, buffer, is_wanted=is_wanted)
+        self._moving[ReadTile] += self._held[owner].unread
+
+    def _write(self, tile: TileId, buffer: int, offset: int, nbytes: int) -> bool:
+        has_room = super()._write(tile, buffer, offset, nbytes)
+        self._moving[WriteTile] += has_room
+        return has_room
+
+    # Decisions
+
+    def _least_useful(self) -> int | None:
+        return min((n for n, held in self._held.items() if self._is_clean(n, held)), default=None)
+
+    def _may_fill(self) -> bool:
+        filling = sum(tile in self._held for tile in self._filling)
+        alone = len(self._packed) + filling + self._moving[WriteTile]
+        return alone < self._plan.activation_buffers - self._plan.moving_activations
+
+    def _stay(self, tile: int) -> None:
+        """Leave a tile in its buffer, as no path takes it."""
+        self._packed.appendleft(tile)
+        self.is_full = True
+
+    def _make_room(self) -> None:
+        """Write what was packed first: what will not stay anyway, and else until no more lies in buffers than may."""
+        packed, staying, most = self._packed, self._plan.staying_activations, self._plan.moving_activations
+        leaving = self._first + self._shown - staying
+        while packed and not self.is_full:
+            early = packed[0] < leaving and self._moving[WriteTile] < most
+            if not early and len(packed) + len(self._filling) <= staying:
+                break
+            tile = packed.popleft()
+            if self._leave(tile) is not None:
+                self._held[tile].unwritten = 0
+                self._stay(tile)
+        self._read_ahead(most)
+
+    def _read_ahead(self, most: int) -> None:
+        """Read the next tiles of backward's order into buffers that are free, or hold what is needed later."""
+        while self._ahead is not None and self._ahead >= self._first and self._moving[ReadTile] < most:
+            tile = self._ahead
+            if tile in self._stored and tile not in self._held:
+                last = self._least_useful() if None not in self._owners else tile
+                if last is None or last > tile:
+                    return
+                self._begin(tile, known(self._take(), "a buffer that is free"))
+            self._ahead -= 1
+
+    def check(self, in_flight: Collection[Operation]) -> None:
+        """See `Buffers.check`."""
+        super().check(in_flight)
+        for tile in self._readers:
+            there = tile in self._held or tile in self._line or tile in self.errors
+            invariant(there, f"somebody waits for tile {tile} of activations, which does not come")
+            invariant(tile not in self._held or self._held[tile].is_wanted, f"tile {tile} may go while it is read")
+        newest = sum(held.is_newest for held in self._held.values())
+        most = self._plan.activation_buffers - self._plan.moving_activations
+        invariant(newest <= most, "no buffers are left for tiles to be read into")
+        alone = {tile for tile, held in self._held.items() if held.is_newest and not held.is_over}
+        lost = self._tiles_alive.keys() - self._stored - alone - self._filling.keys()
+        invariant(not lost, f"activations of tiles {sorted(lost)} are nowhere")

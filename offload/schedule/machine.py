@@ -8,7 +8,7 @@ given them decides the same operations.
 
 Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
 `offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add),
-`offload.schedule.gradients` and `offload.schedule.activations` (what passes through buffers).
+`offload.schedule.buffers` (gradients and activations that pass through).
 
 A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
 speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
@@ -37,8 +37,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
-from offload.schedule.activations import ActivationBuffers
-from offload.schedule.gradients import GradientBuffers
+from offload.schedule.buffers import ActivationBuffers, GradientBuffers
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import (
     Admit,

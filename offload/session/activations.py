@@ -1,7 +1,7 @@
 """The activations of a session: what callers write to tiles in forward, and read from them in backward.
 
 Callers' threads copy to buffers, and from them; which tile has which buffer is decided by the machine
-(`offload.schedule.activations`), on the engine thread. A caller posts what it does, and waits for a buffer alone:
+(`offload.schedule.buffers`), on the engine thread. A caller posts what it does, and waits for a buffer alone:
 posts are taken up between events, whatever sweep is under way.
 
 Not here: which tensors leave, and what belongs to them (`offload.optim.activations`).
@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from offload import waits
 from offload.errors import ConfigError, InfeasiblePlanError, known
@@ -29,9 +29,7 @@ from offload.plan.budget import (
 from offload.protocols import WAKE, Mark
 from offload.schedule.operations import Discard, Extend, Pack, Packed, ReadTile, Unpack, Unpacked, WriteTile
 from offload.session.parts import SessionParts
-
-if TYPE_CHECKING:
-    from offload.session.thread import EngineThread
+from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
 """Of what lies beside each other in a tile."""
@@ -102,7 +100,7 @@ class Activations:
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
-        parts.activation_address = self._address
+        parts.activation_address, thread.activations = self._address, self
         thread.parking.saves_activations = self.are_alive
         self.posts: deque[tuple[str, Any]] = deque()
         # On callers' threads

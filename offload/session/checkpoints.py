@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,8 +29,6 @@ from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
 from offload.tiers.place import Folder
-
-log = logging.getLogger("offload")
 
 
 class Checkpoints:

@@ -35,7 +35,7 @@ from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.limits import Limits
 from offload.measure import probe_nodes, quick_probe, session_rates, tune_depth
-from offload.measure.whole import with_whole_parameters
+from offload.measure.probe import with_whole_parameters
 from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
 from offload.memory.touching import bound

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -30,7 +31,6 @@ from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine
 from offload.schedule.operations import Release, Stop, Sweep
-from offload.session.activations import Activations
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
 from offload.session.speculation import Speculation
@@ -62,6 +62,16 @@ class _Request:
     error: BaseException | None = None
 
 
+class Served(Protocol):
+    """What has something done on the engine thread whenever that is due, whatever sweep is under way."""
+
+    def is_due(self) -> bool:
+        """Return whether `serve` has something to do."""
+
+    def serve(self) -> None:
+        """Do it."""
+
+
 class EngineThread:
     """The engine thread of one session.
 
@@ -85,7 +95,7 @@ class EngineThread:
         """The updates that are made before their step is sealed."""
         self.parking = Parking(parts)
         """Gives memory back between steps, and takes it again."""
-        self.activations = Activations(parts, self)
+        self.activations: Served
         """What is saved for backward, and leaves memory."""
         self.aborted: Callable[[BaseException], OffloadError]
         """Returns what to raise for the next step if an error has broken the session before it was called."""

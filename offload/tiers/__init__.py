@@ -12,14 +12,13 @@ from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Tier
 from offload.tiers.buckets import Bucket
-from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, slot_bytes, tier_error
+from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, Turns, slot_bytes, tier_error
 from offload.tiers.directories import Directory
 from offload.tiers.file import FileTier, choose_io_backend
 from offload.tiers.filesystem import file_system, identity, lock_holder
 from offload.tiers.objects import RetryPolicy, S3Client
 from offload.tiers.place import Place
 from offload.tiers.remote import RemoteTier
-from offload.tiers.turns import Turns
 
 _log = logging.getLogger("offload")
 

@@ -9,8 +9,9 @@ import logging
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from offload import waits
 from offload._native import check_slot_header, parse_slot_header
 from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
 from offload.protocols import (
@@ -22,9 +23,6 @@ from offload.protocols import (
     Completion,
     TileRequest,
 )
-
-if TYPE_CHECKING:
-    from offload.tiers.turns import Turns
 
 DEFAULT_EXTENT_BYTES = 256 << 20
 
@@ -41,6 +39,25 @@ _CORRUPT = {
     ERROR_CHECKSUM: "the payload does not have the checksum that was recorded for it",
     ERROR_SHORT: "the store ends before the slot does, or has lost it",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """How a tier takes turns on its path.
+
+    Attributes:
+        path: Directory whose identity names the lock; None for the tier's own path. Ranks that write to different
+            subdirectories of one path take turns on the path.
+        holders: Processes that may have a turn at once; all have to say the same.
+        turn_bytes: What a turn may move while somebody else is waiting, and what is in flight at once (a larger
+            request goes alone). Each end of a turn lets the path run dry.
+        report_after_s: How long to wait for a turn before a warning names the process that is in the way.
+    """
+
+    path: str | None = None
+    holders: int = 1
+    turn_bytes: int = 64 << 20
+    report_after_s: float = waits.QUIET_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,14 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from offload import waits
 from offload._native import CompletionQueue
 from offload.errors import TierError
 from offload.protocols import SECTOR_BYTES, WAKE, Queue, Tier, TileRequest
-from offload.tiers.common import Owned
+from offload.tiers.common import Owned, Turns
 from offload.tiers.filesystem import byte_holder, identity
 from offload.units import format_seconds
 
@@ -38,32 +36,10 @@ LOCK_DIRECTORIES = ("/dev/shm", "/tmp")
 """Where lock files lie: the first that exists. The same for all processes of a node, so no environment variable
 (XDG_RUNTIME_DIR, TMPDIR) has a say: ranks that were started in different ways would not meet."""
 
-DEFAULT_TURN_BYTES = 64 << 20
-DEFAULT_REPORT_AFTER_S = waits.QUIET_S
-
 LINGER_S = 1e-3
 """How long a turn outlasts its last request: the next ones come when the caller has seen the last completions."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """How a tier takes turns on its path.
-
-    Attributes:
-        path: Directory whose identity names the lock; None for the tier's own path. Ranks that write to different
-            subdirectories of one path take turns on the path.
-        holders: Processes that may have a turn at once; all have to say the same.
-        turn_bytes: What a turn may move while somebody else is waiting, and what is in flight at once (a larger
-            request goes alone). Each end of a turn lets the path run dry.
-        report_after_s: How long to wait for a turn before a warning names the process that is in the way.
-    """
-
-    path: str | None = None
-    holders: int = 1
-    turn_bytes: int = DEFAULT_TURN_BYTES
-    report_after_s: float = DEFAULT_REPORT_AFTER_S
 
 
 class LockByte:

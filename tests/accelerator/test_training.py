@@ -222,7 +222,7 @@ class Training:
             overlap = "backward" if case.overlap in ("backward", "both") else "off"
             config |= {"placement": case.placement, "keep_grads": case.keeps, "overlap": overlap}
             config |= {"subgroup_numel": 4096, "paths": [folder], **HOMES[case.home]}
-        kind = limited(getattr(offload, case.rule), large_gradient_bytes=6000, bucket_count=3)
+        kind = limited(getattr(offload, case.rule), bucket_bytes=6000, bucket_count=3)
         self.optimizer = kind(self.model.parameters(), offload=offload.OffloadConfig(**config), **RULES[case.rule])
         if is_far and case.overlap in ("forward", "both"):
             self.optimizer.overlap_forward(self.model)

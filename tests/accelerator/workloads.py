@@ -194,7 +194,7 @@ class Run:
             config = {name: config[name] for name in ("state_format",) if name in config}
         elif config.pop("on_paths", False):
             config["paths"] = [self.folder]
-        limits = {"large_gradient_bytes": 7000, "bucket_count": 12, "in_transit_bytes": self.workload.transit_bytes}
+        limits = {"bucket_bytes": 7000, "bucket_count": 12, "in_transit_bytes": self.workload.transit_bytes}
         kind = limited(offload.AdamW, **limits)
         optimizer = kind(parameters, offload=offload.OffloadConfig(threads=1, **config), **SETTINGS)
         device = optimizer._holder.device

@@ -83,7 +83,7 @@ def test_the_same_bits(
 ) -> None:
     """Of gradients that share a buffer, and of those that are larger than one."""
     monkeypatch.setattr(additions, "buffer_bytes", lambda slots_bytes: size)
-    kind = limited(OnDevice, large_gradient_bytes=1) if alone else OnDevice
+    kind = limited(OnDevice, bucket_bytes=1) if alone else OnDevice
     parameters = weights(dtype)
     with kind(parameters, device=device, offload=config(tmp_path)) as optimizer:
         accumulate(parameters, 4)

@@ -13,7 +13,7 @@ import prepared
 import pytest
 import torch
 
-from offload.cli import check_run, main, script_tensors
+from offload.cli import check_run, checked, main
 
 SCRIPT = """
 import argparse, pathlib, torch, offload
@@ -190,7 +190,7 @@ def test_what_a_script_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     logger.tensor = tensors[4]
     kind = type("Kind", (), {"shared": tensors[5], "__module__": "__main__"})
     vars(script).update(holder=holder, model=model, logger=logger, Kind=kind, torch=torch, none=None)
-    found, is_whole = script_tensors.script_tensors(str(tmp_path / "train.py"), None)
+    found, is_whole = checked.script_tensors(str(tmp_path / "train.py"), None)
     assert is_whole
     names = {
         "holder.again",
@@ -201,8 +201,8 @@ def test_what_a_script_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         "Kind.shared",
     }
     assert {*found} == names
-    monkeypatch.setattr(script_tensors, "MOST_OBJECTS", 6)
-    fewer, is_whole = script_tensors.script_tensors(str(tmp_path / "train.py"), None)
+    monkeypatch.setattr(checked, "MOST_OBJECTS", 6)
+    fewer, is_whole = checked.script_tensors(str(tmp_path / "train.py"), None)
     assert not is_whole
     assert {*fewer} < names
 

@@ -61,7 +61,7 @@ SIZES = ((70, 80), (17,), (6000,), (128, 64), (), (100, 100), (4096,), (3, 5), (
 EACH = 3
 """Weights of one module."""
 
-SMALL_BUCKETS = {"large_gradient_bytes": 15_000, "bucket_count": 3}
+SMALL_BUCKETS = {"bucket_bytes": 15_000, "bucket_count": 3}
 """Gradients leave while backward goes on, some alone and some together."""
 
 PLACINGS: dict[str, dict[str, Any]] = {

@@ -265,9 +265,9 @@ def sums_asked(device: Counting) -> int:
         ({}, [0] * 8),
         ({"bucket_count": 3}, [0, 0, 1, 1, 1, 2, 2, 2]),
         ({"bucket_bytes": 1000}, [0, 0, 0, 1, 1, 1, 1, 2]),
-        ({"large_gradient_bytes": 250}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"bucket_bytes": 250}, [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
-    ids=["no limit", "count", "bytes", "large"],
+    ids=["no limit", "count", "bytes", "each alone"],
 )
 def test_when_a_bucket_leaves(tmp_path: Path, limits: dict[str, int], left: list[int]) -> None:
     device = Counting()

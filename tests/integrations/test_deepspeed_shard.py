@@ -369,8 +369,8 @@ def test_small_gradients_leave_together() -> None:
 
 
 def test_deepspeeds_stream_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of gradients that leave by themselves, either."""
-    monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(large_gradient_bytes=1)))
+    """Not of gradients that leave one by one, either."""
+    monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(bucket_bytes=1)))
     device = Watched(lazy=True)
     near, far = small_on_device(None), small_on_device(device)
     device.seen.clear()

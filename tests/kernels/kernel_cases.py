@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 
 from offload.formats import COMPACT8, COMPACT16, EXACT, MASTER_LOW, SCALES, StateFormat
 from offload.formats.compact8 import BLOCK_NUMEL
-from offload.kernels import reference, rounding_keys
+from offload.kernels import norm_sq_at, reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat
 from offload.protocols import SegmentFlag
 from offload.rules import ADAMW, MASTER, UpdateRule, segment_dtype
@@ -247,3 +248,9 @@ def table_of(cases: list[Case]) -> np.ndarray:
     for row, case in enumerate(cases):
         table[row] = case.row()[0]
     return table
+
+
+def norm_sq(blocks: Sequence[np.ndarray]) -> float:
+    """Return the squared norm that native code makes of block sums."""
+    addresses = np.array([part.ctypes.data for part in blocks], np.uint64)
+    return norm_sq_at(addresses, np.array([part.size for part in blocks], np.uint64))

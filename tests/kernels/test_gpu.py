@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from devices import CUDA, LATE_FULL, the_device
-from kernel_cases import DTYPES, SIZES, Case, Placed, same_bits, values
+from kernel_cases import DTYPES, SIZES, Case, Placed, norm_sq, same_bits, values
 from test_gradient_blocks import (  # noqa: F401
     test_a_block_is_not_finite_exactly_if_an_element_is_not,
     test_a_copy_onto_itself_is_no_copy,
@@ -50,7 +50,7 @@ from test_update_kernel import (  # noqa: F401
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
 from offload.formats import FORMATS
-from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, norm_sq, plain, reference
+from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, plain, reference
 from offload.kernels.device import DeviceKernel
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
 from offload.kernels.reference import DTYPE_CODES

@@ -60,6 +60,7 @@ from offload.schedule.operations import (
     Visit,
 )
 from offload.schedule.staging import Phase
+from offload.session.activations import Activations
 from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
 
@@ -202,7 +203,9 @@ class Session(saves.Session):
 
     def serve_with(self, thread_type: type[EngineThread], pending_type: type[PendingStep]) -> None:
         """Make the engine thread, which is none."""
-        self.thread, self.pending_type = thread_type(self.parts()), pending_type
+        parts = self.parts()
+        self.thread, self.pending_type = thread_type(parts), pending_type
+        Activations(parts, self.thread)
         handle = self.machine.handle
 
         def told(event: Event) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import offload
 from offload import backends
-from offload.kernels import device
+from offload.kernels import gpu
 from offload.kernels.plain import PlainUpdateKernel
 
 ROOT = Path(__file__).parents[2]
@@ -181,9 +181,9 @@ def test_where_no_kernel_is_compiled_torch_s_operations_update_and_say_once_that
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     row = backends.Backend(pin=lambda address, nbytes: None, unpin=lambda address: None)
-    monkeypatch.setattr(device, "accelerator", lambda device: (torch.device("meta"), row))  # as of no other test
+    monkeypatch.setattr(gpu, "accelerator", lambda device: (torch.device("meta"), row))  # as of no other test
     for _ in range(2):
-        assert isinstance(device.device_kernel(), PlainUpdateKernel)
+        assert isinstance(gpu.device_kernel(), PlainUpdateKernel)
     assert ["many times slower" in record.message for record in caplog.records] == [True]
 
 

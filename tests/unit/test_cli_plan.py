@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from offload import cli
+from offload.cli.advise import advice
 from offload.cli.node import reserved_bytes
-from offload.cli.plan import Question, advice, ask, least, progress_of
+from offload.cli.plan import progress_of
+from offload.cli.question import Question, ask, least
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
 from offload.measure.rates_file import MACHINES

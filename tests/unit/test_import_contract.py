@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,7 @@ PUBLIC = (
     "offload.rules",
 )
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
-SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "buffers", "gradients", "activations")
+SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "buffers")
 PURE = ["plan", *(f"schedule/{name}.py" for name in SCHEDULE), "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",
@@ -127,6 +129,32 @@ def test_layers_are_kept():
     modules = sources()
     assert len(modules) > 10
     assert not [line for module, source in modules for line in violations(module, source)]
+
+
+def circle(modules: Mapping[str, str]) -> list[str]:
+    """Return modules of which each is imported by the one behind it, and the first by the last; none if none do so.
+
+    Imports for types and those in functions count, too; that of the package itself, whose face has all public names,
+    does not.
+    """
+    others = modules.keys() - {"offload"}
+    graph = {}
+    for module, source in modules.items():
+        names = imported(ast.parse(source))
+        graph[module] = {name if name in others else name.rpartition(".")[0] for name in names} & others - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other():
+    found = circle(dict(sources()))
+    assert found == []
+    above, late = "from offload.plan import homes", "def late():\n    from offload.plan.cost import estimate"
+    assert not circle({"offload.plan.cost": above, "offload.plan.homes": "import offload"})
+    assert circle({"offload.plan.cost": above, "offload.plan.homes": late})
 
 
 def test_every_module_is_in_a_layer():

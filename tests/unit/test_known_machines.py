@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import offload.measure
-from offload.cli.plan import Question, ask
+from offload.cli.question import Question, ask
 from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.measure import load_rates

@@ -238,12 +238,6 @@ _FORMATS: dict[StateFormat, tuple[Callable[..., list[torch.Tensor]], Callable[..
 """By format: how state is loaded, and stored."""
 
 
-def update_table(segments: Iterable[SegmentTensors]) -> None:
-    """Update segments in place, one after the other."""
-    for segment in segments:
-        update(segment)
-
-
 def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     """Return the segment table whose rows point at these tensors.
 
