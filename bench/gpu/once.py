@@ -357,7 +357,7 @@ def parts_of(out: Path, accelerator: str) -> list[Part]:
 
     def section(name: str, limit_s: float, decides: str, *options: str) -> Part:
         file = out / "gpu.json"
-        command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--allow-missing", "--section", name]
+        command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--allow-missing", "--sections", name]
         command += ["--limit", "{limit}", "--json", str(file), "--path", tempfile.gettempdir(), *options]
         title = {"b": "bits", "c": "shares", "d": "train"}[name]
         return Part(title, command, limit_s, decides, section_of(file, name))
