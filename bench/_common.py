@@ -1,13 +1,7 @@
-"""What benchmarks share: arguments, the environment, interleaved rounds, targets and the JSON they write.
-
-A contender is a function of no arguments that does one round of work. Rounds are interleaved and begin with
-another contender each time, so that whatever else the machine does falls on all alike; figures are medians,
-and a comparison is the median of ratios taken within a round.
-"""
+"""What benchmarks share: the environment, what they have found so far, and memory."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import mmap
@@ -18,9 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +22,6 @@ import psutil
 import torch
 
 import offload
-from offload.cli.values import Parser
 from offload.measure.products import SETTING, choose_compute, computing_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,76 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # A script's folder comes first where modules are looked for, and `deepspeed` is not the script of that name.
 sys.path.sort(key=lambda folder: folder == str(ROOT / "bench"))
 HUGE_PAGE_BYTES = 2 << 20
-
-
-def arguments(
-    description: str | None,
-    *,
-    path: bool = False,
-    picture: bool = False,
-    runs: bool = False,
-    sections: Collection[str] = (),
-) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has; a script may add its own.
-
-    Args:
-        description: What the benchmark is about.
-        path: Whether it writes to a disk, so that the user may choose which.
-        picture: Whether it can draw its results.
-        runs: Whether it can go on where a run of it was stopped (see `Kept`).
-        sections: Parts that can be run alone.
-    """
-    parser = Parser(
-        prog=os.environ.get("OFFLOAD_PROG"),  # how a command that runs this script is called
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    parser.add_argument(
-        "--allow-missing", action="store_true", help="go on without what is not installed to compare with"
-    )
-    if path:
-        where = "directory on the disk to measure (default: the temporary folder)"
-        parser.add_argument("--path", type=Path, metavar="DIRECTORY", help=where)
-    if picture:
-        parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
-    if runs:
-        what = "keep there what each part has found; go on from what is there of the same commit and sizes"
-        parser.add_argument("--runs", type=Path, metavar="FILE", help=what)
-    if sections:
-
-        def chosen(text: str) -> list[str]:
-            names = text.split(",")
-            unknown = [name for name in names if name not in sections]
-            if unknown:
-                raise argparse.ArgumentTypeError(f"{unknown[0]!r} cannot be used; there are {', '.join(sections)}")
-            return names
-
-        what = f"which to run, separated by commas (default: {','.join(sections)})"
-        parser.add_argument("--sections", type=chosen, default=list(sections), metavar="NAMES", help=what)
-    return parser
-
-
-@dataclass(frozen=True)
-class Target:
-    """One figure that the project promises: a ratio taken in this run."""
-
-    name: str
-    value: float | None
-    target: float
-    met: bool | None
-    note: str = ""
-
-    @classmethod
-    def at_least(cls, name: str, value: float | None, target: float, note: str = "") -> Target:
-        """A promise that `value` is `target` or more; None if it was not measured (`note` says why)."""
-        return cls(name, value, target, None if value is None else value >= target, note)
-
-    @classmethod
-    def at_most(cls, name: str, value: float | None, target: float, note: str = "") -> Target:
-        """A promise that `value` is `target` or less."""
-        return cls(name, value, target, None if value is None else value <= target, note)
 
 
 def cores() -> int:
@@ -233,44 +155,6 @@ def huge_tensors(*sizes: tuple[int, torch.dtype]) -> list[torch.Tensor]:
     ]
 
 
-def report(
-    args: argparse.Namespace, described: dict[str, Any], results: Any, checksum: str, targets: list[Target]
-) -> None:
-    """Print the targets and write the JSON if it was asked for.
-
-    Args:
-        args: What `arguments()` parsed.
-        described: What `environment()` returned, before the work.
-        results: Anything that JSON can hold.
-        checksum: Of what was computed, so that nobody makes it faster by computing something else.
-        targets: Promises and how they fared; at smoke size they mean nothing.
-    """
-    progress("")
-    for target in targets:
-        if target.value is None:
-            print(f"{target.name}: not measured ({target.note})")
-            continue
-        verdict = "met" if target.met else "MISSED"
-        print(f"{target.name}: {target.value:.3f}, target {target.target:g}: {verdict}")
-    print(f"checksum {checksum}")
-    if args.json:
-        document = {
-            "environment": described,
-            "smoke": args.smoke,
-            "results": results,
-            "checksum": checksum,
-            "targets": [asdict(target) for target in targets],
-        }
-        write_whole(args.json, json.dumps(document, indent=2) + "\n")
-
-
 def end_with_parent() -> None:
     """Let a child process be killed when this one ends, however that is. Runs between fork and exec; Linux."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old content or the new one, whenever this process ends."""
-    draft = file.with_name(f".{file.name}.draft")
-    draft.write_text(text)
-    draft.replace(file)

@@ -2,9 +2,6 @@
 
 A contender is started with `python _gpu_runs.py NAME SPECIFICATION` and prints one line of JSON. What keeps one from
 running, a package that is missing or memory that is not there, is its answer too.
-
-On device "simulated" weights lie in host memory, ours take that for a `SimulatedDevice`'s (under DeepSpeed, too), and
-DeepSpeed itself runs on the CPU: that shows that everything runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,35 +26,7 @@ from _worker import SETTINGS, alone, memory
 
 from offload.units import format_seconds
 
-sys.path.append(str(_common.ROOT / "tests"))  # `world`, whose device stands for one
-
-IN_DEEPSPEED = (
-    "offload-deepspeed",
-    "offload-deepspeed-half",
-    "offload-deepspeed-zero2",
-    "offload-deepspeed-zero1",
-)
-OURS = ("offload-host", "offload-disk", *IN_DEEPSPEED)
 PEERS = ("torchao", "deepspeed-zero3", "deepspeed-zero2", "deepspeed-twinflow", "deepspeed-superoffload")
-INEXACT = ("deepspeed-zenflow",)
-"""Those that apply part of the gradients later: they are run, and compared with nobody."""
-CONTENDERS = ("in-memory", *OURS, *PEERS, *INEXACT)
-
-ABOUT = {
-    "in-memory": "no offload: torch.optim.AdamW(fused=True) on fp32 masters, weights cast from them",
-    "offload-host": "ours, state at home in host memory",
-    "offload-disk": "ours, state at home on disk",
-    "offload-deepspeed": "ours under ZeRO-3, state at home in host memory, the planner's share on the GPU",
-    "offload-deepspeed-half": "the same, half of the updates on the GPU",
-    "offload-deepspeed-zero2": "ours under ZeRO-2, the planner's share on the GPU",
-    "offload-deepspeed-zero1": "ours under ZeRO-1, the planner's share on the GPU",
-    "torchao": "CPUOffloadOptimizer; its masters are the bf16 weights and its moments are bf16; does not clip",
-    "deepspeed-zero3": "ZeRO-3, offload_optimizer on the CPU, pinned",
-    "deepspeed-zero2": "ZeRO-2, likewise",
-    "deepspeed-twinflow": "ZeRO-3 with ratio 0.5: half of the updates on the GPU",
-    "deepspeed-superoffload": "ZeRO-3 with super_offload",
-    "deepspeed-zenflow": "ZeRO-2 with zenflow: all but the largest gradients are applied every fourth step",
-}
 
 
 class NotRun(Exception):
@@ -72,7 +41,7 @@ class Specification:
         params: Parameters of the model, about.
         batch, seq: Sequences of an iteration, and their tokens.
         warm_up, iterations: Iterations before the first that counts, and those that do.
-        device: "cuda", "cpu" or "simulated".
+        device: Where torch has the weights: "cuda" or "cpu".
         folder: Where state on disk goes.
         rates: A rates file for ours, or "auto".
         clip: The norm that gradients are clipped to.
@@ -87,14 +56,6 @@ class Specification:
     folder: str
     rates: str = "auto"
     clip: float = 1.0
-
-    @property
-    def place(self) -> str:
-        """Where torch has the weights."""
-        return "cuda" if self.device == "cuda" else "cpu"
-
-
-Step = Callable[[], None]
 
 
 @dataclass
@@ -111,7 +72,7 @@ class Contender:
 
     model: Any
     backward: Callable[[torch.Tensor], None]
-    step: Step
+    step: Callable[[], None]
     close: Callable[[], None] = lambda: None
     details: Callable[[], dict[str, float]] = dict
 
@@ -141,9 +102,8 @@ def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
     config["rates"], _ = fitting_rates(spec.rates, config.get("paths", ()))
     if spec.device != "cpu":
         config |= {"keep_grads": False, "gpu_memory": 0}  # all state lies where the contender says
-    kind = simulated_adamw() if spec.device == "simulated" else offload.AdamW
     try:
-        optimizer = kind(model.parameters(), offload=offload.OffloadConfig(**config), **SETTINGS)
+        optimizer = offload.AdamW(model.parameters(), offload=offload.OffloadConfig(**config), **SETTINGS)
     except offload.ConfigError as error:
         raise NotRun(f"offload.AdamW: {error}") from error
 
@@ -153,11 +113,8 @@ def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
         optimizer.zero_grad()
 
     def details() -> dict[str, float]:
-        found = optimizer.metrics()
-        names = ("step_s", "predicted_step_s", "resident_share")
-        kept = {name: found[name] for name in names if name in found}
         plan = optimizer.plan.plan
-        return kept | {"gpu_share": gpu_share(plan), "planned_host_bytes": plan.host_bytes}
+        return told(optimizer.metrics(), plan) | {"planned_host_bytes": plan.host_bytes}
 
     return Contender(model, torch.Tensor.backward, step, optimizer.close, details)
 
@@ -177,17 +134,10 @@ def fitting_rates(file: str, paths: Sequence[str] = ()) -> tuple[str, str]:
     return file, ""
 
 
-def simulated_adamw() -> Any:
-    """Return `offload.AdamW` for weights that lie in host memory and count as lying on a device."""
-    from world import SimulatedDevice
-
-    import offload
-
-    class AdamW(offload.AdamW):
-        def _find_device(self, parameters: list[torch.Tensor]) -> SimulatedDevice:
-            return SimulatedDevice(1 << 30)
-
-    return AdamW
+def told(metrics: dict[str, float], plan: Any) -> dict[str, float]:
+    """Return what ours say of their steps."""
+    names = ("step_s", "predicted_step_s", "resident_share")
+    return {name: metrics[name] for name in names if name in metrics} | {"gpu_share": gpu_share(plan)}
 
 
 def gpu_share(plan: Any) -> float:
@@ -202,7 +152,7 @@ def torchao(model: Any, spec: Specification) -> Contender:
         from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
         raise NotRun(f"torchao: {error}") from error
-    if spec.place == "cpu":
+    if spec.device == "cpu":
         raise NotRun("torchao: its CPUOffloadOptimizer needs a GPU")
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
 
@@ -234,12 +184,9 @@ def deepspeed(
     """
     if spec.device == "cpu":
         raise NotRun("deepspeed: compared on a GPU only, where its offload is meant to run")
-    if spec.device == "simulated":
-        os.environ["DS_ACCELERATOR"] = "cpu"
     alone()
     try:
         import deepspeed as package
-        import deepspeed.ops as ops
     except ImportError as error:
         raise NotRun(f"deepspeed: {error}") from error
     settings: dict[str, Any] = {
@@ -256,57 +203,46 @@ def deepspeed(
         },
         "steps_per_print": 10**9,
     }
-    client = None
-    if spec.device == "simulated":  # nothing native is built
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        settings["zero_optimization"]["offload_optimizer"].pop("pin_memory")
-        settings |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-        if ours is None:
-            client = torch.optim.AdamW(model.parameters(), **SETTINGS)
-            del settings["optimizer"]
     if ours is not None:
-        from offload.integrations.deepspeed import common, enable
+        from offload.integrations.deepspeed import enable
 
-        if spec.device == "simulated":
-            from world import SimulatedDevice
-
-            common.find_device = lambda weights: SimulatedDevice(1 << 30)
-            ours = {"subgroup_numel": 1 << 15, **ours}  # so that there are some to share out
         settings["multi_tier_offload"] = {"rates": fitting_rates(spec.rates)[0], **ours}
         enable()
-    parameters = model.parameters() if client is None else None
-    engine, *_ = package.initialize(model=model, model_parameters=parameters, optimizer=client, config=settings)
+    engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def details() -> dict[str, float]:
-        if ours is None:
-            return {}
-        found = engine.optimizer.metrics()
-        kept = {name: found[name] for name in ("step_s", "predicted_step_s", "resident_share") if name in found}
-        return kept | {"gpu_share": gpu_share(engine.optimizer.plan)}
+        return {} if ours is None else told(engine.optimizer.metrics(), engine.optimizer.plan)
 
     return Contender(engine, engine.backward, engine.step, engine.destroy, details)
 
 
 MAKERS: dict[str, Callable[[Any, Specification], Contender]] = {
+    # torch.optim.AdamW(fused=True) on fp32 masters, weights cast from them.
     "in-memory": in_memory,
     "offload-host": offloaded,
     "offload-disk": lambda model, spec: offloaded(
         model, spec, host_memory=0, paths=[tempfile.mkdtemp(dir=spec.folder)]
     ),
+    # The planner's share of updates on the GPU, but for "half".
     "offload-deepspeed": lambda model, spec: deepspeed(model, spec, ours={}),
     "offload-deepspeed-half": lambda model, spec: deepspeed(model, spec, ours={"placement": 0.5}),
     "offload-deepspeed-zero2": lambda model, spec: deepspeed(model, spec, stage=2, ours={}),
     "offload-deepspeed-zero1": lambda model, spec: deepspeed(model, spec, stage=1, ours={}),
+    # Its masters are the bf16 weights and its moments are bf16; it does not clip.
     "torchao": torchao,
     "deepspeed-zero3": deepspeed,
     "deepspeed-zero2": lambda model, spec: deepspeed(model, spec, stage=2),
     "deepspeed-twinflow": lambda model, spec: deepspeed(model, spec, ratio=0.5),
     "deepspeed-superoffload": lambda model, spec: deepspeed(model, spec, super_offload=True),
-    # What its documentation begins with, so that half of a step's gradients are not a measure of speed.
+    # What its documentation begins with: all but the largest gradients are applied every fourth step. Compared with
+    # nobody.
     "deepspeed-zenflow": lambda model, spec: deepspeed(
         model, spec, stage=2, zenflow={"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
     ),
 }
+
+
+CONTENDERS = tuple(MAKERS)
 
 
 def train(name: str, spec: Specification) -> dict[str, Any]:
@@ -315,16 +251,16 @@ def train(name: str, spec: Specification) -> dict[str, Any]:
     from offload.cli.text import VOCABULARY
 
     shape = choose_shape(int(spec.params))
-    model = build_model(shape, seq=spec.seq, dtype=torch.bfloat16, device=spec.place, seed=0)
+    model = build_model(shape, seq=spec.seq, dtype=torch.bfloat16, device=spec.device, seed=0)
     numel = sum(parameter.numel() for parameter in model.parameters())
     weights = dict(model.named_parameters())
-    if spec.place != "cpu":
+    if spec.device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     contender = MAKERS[name](model, spec)
     losses, ends_s = [], []
     for number in range(spec.warm_up + spec.iterations):
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(VOCABULARY, (spec.batch, spec.seq), generator=generator).to(spec.place)
+        tokens = torch.randint(VOCABULARY, (spec.batch, spec.seq), generator=generator).to(spec.device)
         loss = contender.model(input_ids=tokens, labels=tokens).loss
         contender.backward(loss)
         contender.step()
@@ -335,8 +271,8 @@ def train(name: str, spec: Specification) -> dict[str, Any]:
         "parameters": numel,
         "losses": losses,
         "iteration_s": [after - before for before, after in itertools.pairwise(ends_s)],
-        "peak_gpu_bytes": 0 if spec.place == "cpu" else torch.cuda.max_memory_allocated(),
-        "peak_gpu_reserved_bytes": 0 if spec.place == "cpu" else torch.cuda.max_memory_reserved(),
+        "peak_gpu_bytes": 0 if spec.device == "cpu" else torch.cuda.max_memory_allocated(),
+        "peak_gpu_reserved_bytes": 0 if spec.device == "cpu" else torch.cuda.max_memory_reserved(),
         "peak_host_bytes": memory()["peak_bytes"],
         "details": contender.details(),
     }
@@ -358,7 +294,7 @@ def digest(tensors: Any) -> str:
     return f"{total:016x}"
 
 
-def run(name: str, spec: Specification, limit_s: float) -> dict[str, Any]:
+def run_contender(name: str, spec: Specification, limit_s: float) -> dict[str, Any]:
     """Run a contender in a process of its own; what it cannot do is under "not_run"."""
     command = [sys.executable, str(Path(__file__).resolve()), name, json.dumps(asdict(spec))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -3,6 +3,10 @@
 A script has sections: functions that are given a `Run`, do so much work as its options and size say, note their
 targets in it and return what the report has of them. `main` does all around them. A script that measures in processes
 of its own has a `child`, which `in_process` starts and hands a request.
+
+A contender is a function of no arguments that does one round of work. Rounds are interleaved and begin with
+another contender each time, so that whatever else the machine does falls on all alike; figures are medians,
+and a comparison is the median of ratios taken within a round.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Kept, Target, arguments, end_with_parent, environment, progress, report
+from _common import Kept, end_with_parent, environment, progress
 from _needs import Need, require
 
+from offload.cli.values import Parser
 from offload.errors import ConfigError
 
 Row = dict[str, Any]
@@ -102,7 +107,7 @@ class Run:
     kept: Kept
     folder: Path = Path()
     results: Row = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[Row] = field(default_factory=list)
     checksums: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -113,11 +118,14 @@ class Run:
 
     def at_least(self, name: str, value: float | None, target: float, note: str = "") -> None:
         """Note a promise that a value is `target` or more; None if it was not measured (`note` says why)."""
-        self.targets.append(Target.at_least(name, value, target, note))
+        self._promise(name, value, target, None if value is None else value >= target, note)
 
     def at_most(self, name: str, value: float | None, target: float, note: str = "") -> None:
         """Note a promise that a value is `target` or less."""
-        self.targets.append(Target.at_most(name, value, target, note))
+        self._promise(name, value, target, None if value is None else value <= target, note)
+
+    def _promise(self, name: str, value: float | None, target: float, met: bool | None, note: str) -> None:
+        self.targets.append({"name": name, "value": value, "target": target, "met": met, "note": note})
 
     def same(self, what: str, digests: Iterable[Any]) -> Any:
         """Return what all digests are.
@@ -176,7 +184,7 @@ def main(
     if child is not None and sys.argv[1:2] == ["--child"]:
         print(json.dumps(child(json.loads(sys.argv[2]))))
         return
-    parser = arguments(question, path=path, picture=picture is not None, runs=runs, sections=sections)
+    parser = _parser(question, path, picture is not None, runs, list(sections))
     for option in options:
         option.add(parser)
     args = parser.parse_args()
@@ -204,9 +212,64 @@ def main(
     if picture is not None and args.picture:
         picture(args.picture, run.results)
     checksum = "-".join(run.checksums) or "none of the chosen sections computes"
-    report(args, described, run.results, checksum, run.targets)
+    _report(run, checksum)
     if run.failed:
         raise SystemExit(f"failed: {', '.join(run.failed)}")
+
+
+def _parser(
+    question: str | None, path: bool, picture: bool, runs: bool, sections: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has; see `main`."""
+    program = os.environ.get("OFFLOAD_PROG")  # how a command that runs this script is called
+    parser = Parser(prog=program, description=question, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
+    what = "go on without what is not installed to compare with"
+    parser.add_argument("--allow-missing", action="store_true", help=what)
+    files = {"json": "write the report there"}
+    if path:
+        what = "directory on the disk to measure (default: the temporary folder)"
+        parser.add_argument("--path", type=Path, metavar="DIRECTORY", help=what)
+    if picture:
+        files["picture"] = "draw the results there"
+    if runs:
+        files["runs"] = "keep there what each part has found; go on from what is there of the same commit and sizes"
+    for name, what in files.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+    if sections:
+
+        def chosen(text: str) -> list[str]:
+            names = text.split(",")
+            unknown = [name for name in names if name not in sections]
+            if unknown:
+                raise argparse.ArgumentTypeError(f"{unknown[0]!r} cannot be used; there are {', '.join(sections)}")
+            return names
+
+        what = f"which to run, separated by commas (default: {','.join(sections)})"
+        parser.add_argument("--sections", type=chosen, default=sections, metavar="NAMES", help=what)
+    return parser
+
+
+def _report(run: Run, checksum: str) -> None:
+    """Print the targets, which mean nothing at smoke size, and write the JSON if it was asked for.
+
+    The checksum is of what was computed, so that nobody makes it faster by computing something else.
+    """
+    progress("")
+    for target in run.targets:
+        if target["value"] is None:
+            print(f"{target['name']}: not measured ({target['note']})")
+        else:
+            verdict = "met" if target["met"] else "MISSED"
+            print(f"{target['name']}: {target['value']:.3f}, target {target['target']:g}: {verdict}")
+    print(f"checksum {checksum}")
+    if run.args.json:
+        document = {"environment": run.described, "smoke": run.smoke, "results": run.results}
+        document |= {"checksum": checksum, "targets": run.targets}
+        # Whoever reads it finds the old content or the new one, whenever this process ends.
+        draft = run.args.json.with_name(f".{run.args.json.name}.draft")
+        draft.write_text(json.dumps(document, indent=2) + "\n")
+        draft.replace(run.args.json)
 
 
 def in_process(script: str, request: Any, **variables: str) -> Any:

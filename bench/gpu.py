@@ -4,16 +4,14 @@
     b  the GPU's kernels against the CPU's and the reference, bit by bit, on 1e9 random elements with NaN, infinities
        and subnormals
     c  update time against the share that the GPU updates: 0 to 100%, and the planner's choice; predicted and measured
-    d  iteration time of a Llama with bf16 weights, beside no offload at all and beside other offloaders, each in a
-       process of its own on the same batches, losses compared (`--contenders` runs some of them)
-    e  peak GPU and host memory of those that ran in d
+    d  iteration time and peak memory of a Llama with bf16 weights, beside no offload at all and beside other
+       offloaders, each in a process of its own on the same batches (`--contenders` runs some of them)
     p  steps at every share as predicted for published machines; for a node with one H100 beside their bounds, and
        with parts of the engine changed; needs no GPU
 
-`python bench/gpu.py --section b --json FILE` keeps the other sections that FILE holds; each section says on what
-machine, from what commit and by what command it was run. FILE gets a Markdown file beside it. Without a CUDA device
-nothing but that fact is reported; `--simulated` puts a simulated device in a GPU's place, at smoke sizes, to see that
-everything runs. `bench/gpu/once.sh` runs this on a machine without a package index.
+`python bench/gpu.py --sections b --json FILE` keeps the other sections that FILE holds; each section says on what
+machine, from what commit and by what command it was run. Without a CUDA device nothing but that fact is reported.
+`bench/gpu/once.sh` runs this on a machine without a package index.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,22 +35,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the smoke run's kernels; read when Triton is imported
 
-from _common import Target, arguments, cores, environment, progress, report, write_whole
-from _gpu_node import node
-from _gpu_runs import (
-    ABOUT,
-    CONTENDERS,
-    IN_DEEPSPEED,
-    OURS,
-    PEERS,
-    Specification,
-    fitting_rates,
-    gpu_share,
-    iteration_s,
-    run,
-    simulated_adamw,
-)
-from _needs import NATIVE, TORCHAO, Need, require
+from _common import cores, progress
+from _gpu_node import budgets_of, layout_of, node
+from _gpu_runs import CONTENDERS, PEERS, Specification, fitting_rates, gpu_share, iteration_s, run_contender
+from _harness import Option, Run, main
+from _needs import NATIVE, TORCHAO
 from kernel import Buffers
 
 import offload
@@ -63,23 +49,19 @@ from offload.formats import EXACT_ADAMW
 from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
 from offload.kernels.table import segment_table as kernel_table
-from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.measure import find_rates
 from offload.measure.gpu import gpu_probe
-from offload.plan import Budgets, choose_plan, choose_subgroup_numel, estimate
-from offload.plan.budget import GPU_STAGING_SLOTS
+from offload.plan import choose_plan, estimate
 from offload.predict import predict
 from offload.protocols import SegmentFlag
 from offload.units import format_seconds
 
 NO_DEVICE = "no CUDA device: not run"
-SIMULATED = "SIMULATED DEVICE: NO GPU WAS USED, NO FIGURE MEANS ANYTHING"
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 STATE = EXACT_ADAMW.rule.names
 UPDATE_BYTES = 28  # an element's state, gradient and weight, read and written
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
-SECTIONS = ("a", "b", "c", "d", "e", "p")
 MACHINES = ("h100-node", "a100-node")
 PREDICTED_ELEMENTS = (10**9, 3 * 10**9)
 NODE_ELEMENTS = 7 * 10**9
@@ -128,8 +110,8 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> fl
 # Section a
 
 
-def section_rates(args: argparse.Namespace, device: torch.device | None) -> Found:
-    numel, rounds = (1 << 14, 1) if args.smoke else (1 << 26, 5)
+def section_rates(run: Run, device: torch.device | None) -> Found:
+    numel, rounds = (1 << 14, 1) if run.smoke else (1 << 26, 5)
     buffers = Buffers(numel)
     values = reference.scalars(4, decoupled=True, grad_scale=0.37, **SETTINGS)
     table = segment_table([buffers.segment(4, whole=True)])
@@ -155,24 +137,7 @@ def section_rates(args: argparse.Namespace, device: torch.device | None) -> Foun
     there = {name: getattr(buffers, name).to(device) for name in (*STATE, "gradient", "weight")}
     row = row_of(there, ACTIVE | DECOUPLED, values)
     gpu = GpuUpdateKernel(device)
-    update_s = seconds(lambda: gpu.update(gpu.send(row)), device, rounds)
-    found["gpu update, elements/s"] = numel / update_s
-    found["gpu update, bytes/s"] = numel * UPDATE_BYTES / update_s
-    source, slot = there["gradient"], torch.empty_like(there["gradient"])
-    blocks = torch.empty(blocks_numel(numel), dtype=torch.float64, device=device)
-    for name, add in (("gather", False), ("gather and accumulate", True)):
-        code = dtype_of(source)
-        took_s = seconds(
-            lambda add=add, code=code: gpu.gather(
-                source.data_ptr(), code, numel, blocks.data_ptr(), slot.data_ptr(), code, accumulate=add
-            ),
-            device,
-            rounds,
-        )
-        found[f"gpu {name}, elements/s"] = numel / took_s
-    target = torch.empty_like(there["master"])
-    copied_s = seconds(lambda: target.copy_(there["master"]), device, rounds)
-    found["gpu memory copy, bytes/s read and written"] = 2 * 4 * numel / copied_s
+    found["gpu update, elements/s"] = numel / seconds(lambda: gpu.update(gpu.send(row)), device, rounds)
     return found
 
 
@@ -226,13 +191,14 @@ def rounds_of_tests(total: int, chunk: int) -> Iterator[tuple[int, int, torch.dt
         yield number, min(chunk, total - first), *next(every)
 
 
-def section_bits(args: argparse.Namespace, device: torch.device | None) -> Found:
+def section_bits(run: Run, device: torch.device | None) -> Found:
     where = device or torch.device("cpu")
     try:
         gpu = GpuUpdateKernel(where)
     except ConfigError as error:
         return {"not_run": str(error)}
-    total, chunk = (60_000, 5_003) if args.smoke else (args.elements, 1 << 23)
+    args = run.args
+    total, chunk = (60_000, 5_003) if run.smoke else (args.elements, 1 << 23)
     found: Found = {"elements": 0, "different": {}, "with": {"NaN": 0, "infinity": 0, "fp32 subnormal": 0}}
     counts: dict[str, int] = {}
     digest = hashlib.sha256()
@@ -312,10 +278,10 @@ def gathered(
 # Section c
 
 
-def section_shares(args: argparse.Namespace, device: torch.device | None) -> Found:
+def section_shares(run: Run, device: torch.device | None) -> Found:
     """Steps of one set of parameters with given gradients, at every share; the same weights come out of all."""
-    where = device or torch.device("cpu")
-    tensors, each, warm_up, steps = (4, 1 << 14, 1, 2) if args.smoke else (64, args.elements_c // 64, 4, 5)
+    args, where = run.args, device or torch.device("cpu")
+    tensors, each, warm_up, steps = (4, 1 << 14, 1, 2) if run.smoke else (64, args.elements_c // 64, 4, 5)
     generator = torch.Generator(where).manual_seed(0)
     starts = [patterns(each, torch.bfloat16, "plain", generator) for _ in range(tensors)]
     gradients = [patterns(each, torch.bfloat16, "plain", generator) for _ in range(tensors)]
@@ -323,10 +289,9 @@ def section_shares(args: argparse.Namespace, device: torch.device | None) -> Fou
     found["rates"], unfit = fitting_rates(args.rates)
     if unfit:
         found["rates"] += f" ({unfit})"
-    kind = simulated_adamw() if args.simulated else offload.AdamW
     first: list[torch.Tensor] | None = None
     ends_s = time.monotonic() + args.limit
-    for share in SHARES if device is not None or args.simulated else ("cpu",):
+    for share in SHARES if device is not None else ("cpu",):
         progress(f"share {share}")
         if time.monotonic() > ends_s:
             found["shares"][str(share)] = {"not_run": "no time left in this call"}
@@ -337,7 +302,7 @@ def section_shares(args: argparse.Namespace, device: torch.device | None) -> Fou
         try:
             # All state lies in host memory.
             config = offload.OffloadConfig(placement=share, gpu_memory=0, rates=fitting_rates(args.rates)[0])
-            optimizer = kind(weights, offload=config, **SETTINGS)
+            optimizer = offload.AdamW(weights, offload=config, **SETTINGS)
         except offload.OffloadError as error:
             found["shares"][str(share)] = {"not_run": str(error)}
             continue
@@ -361,7 +326,7 @@ def section_shares(args: argparse.Namespace, device: torch.device | None) -> Fou
         entry["same_weights"] = all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
         found["shares"][str(share)] = entry
     if device is None:
-        found["not_run"] = SIMULATED if args.simulated else f"shares on a GPU: {NO_DEVICE}"
+        found["not_run"] = f"shares on a GPU: {NO_DEVICE}"
     return found
 
 
@@ -385,72 +350,57 @@ def bound_s(rates: Found, elements: int, share: float) -> float | None:
 # Section p
 
 
-def section_predictions(args: argparse.Namespace) -> Found:
+def section_predictions(run: Run, device: torch.device | None) -> Found:
     """Predict section c for machines that others have measured: the scheduler's own steps on simulated lanes."""
     found: Found = {"machines": {}}
-    for machine, elements in itertools.product(MACHINES, PREDICTED_ELEMENTS[: 1 if args.smoke else None]):
+    for machine, elements in itertools.product(MACHINES, PREDICTED_ELEMENTS[: 1 if run.smoke else None]):
         rates = replace(find_rates(machine).rates, paths=())
-        parameters = [Parameter(f"p{n}", elements // 64, DtypeCode.BFLOAT16, 0) for n in range(64)]
-        layout = extend_layout(Layout((), ()), parameters, choose_subgroup_numel(elements), MAX_TILE_BYTES)
-        staging_bytes = GPU_STAGING_SLOTS * max(layout.subgroup_bytes)
-        budgets = Budgets(layout.state_bytes, gpu_staging_bytes=staging_bytes, weights_on_gpu=True)
+        layout = layout_of([elements // 64] * 64)
+        budgets = budgets_of(layout, keep_grads=False)
         rows = {}
         for share in SHARES:
             plan = choose_plan(layout, budgets, rates, share)
             step_s, least_s = predict(plan, rates).step_s, estimate(plan, rates).bound_s
             rows[str(share)] = {"gpu_share": gpu_share(plan), "step_s": step_s, "bound_s": least_s}
         found["machines"][f"{machine}, {elements:.0e} parameters"] = rows
-    found["node"] = node(10**9 if args.smoke else NODE_ELEMENTS, bound_s, 10 if args.smoke else 100)
+    found["node"] = node(10**9 if run.smoke else NODE_ELEMENTS, bound_s, 10 if run.smoke else 100)
     return found
 
 
-# Sections d and e
+# Section d
 
 
-def section_training(args: argparse.Namespace, device: torch.device | None, before: Found) -> Found:
+def section_training(run: Run, device: torch.device | None) -> Found:
     """Run the contenders that were asked for, as long as there is time; keep what others found before."""
-    with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        if args.smoke:
-            place = "simulated" if args.simulated else "cpu" if device is None else "cuda"
-            spec = Specification(2e5, 2, 32, 1, 2, place, folder, args.rates)
+    args, before = run.args, run.results.get("d", {})
+    if run.smoke:
+        spec = Specification(2e5, 2, 32, 1, 2, "cuda" if device else "cpu", str(run.folder), args.rates)
+    else:
+        sizes = args.params, args.batch, args.seq, 3, args.iterations
+        spec = Specification(*sizes, "cuda", str(run.folder), args.rates)
+    asked = {"parameters": spec.params, "batch": spec.batch, "seq": spec.seq, "clip": spec.clip}
+    contenders = dict(before["contenders"]) if before.get("asked") == asked else {}
+    ends_s = time.monotonic() + args.limit
+    for name in args.contenders:
+        left_s = ends_s - time.monotonic()
+        progress(name)
+        if run.smoke and "deepspeed" in name:
+            entry: Found = {"not_run": "left out of the smoke run: its native part takes a minute to build"}
+        elif left_s < 30:
+            entry = {"not_run": f"no time left in this call; use --sections d --contenders {name}"}
         else:
-            spec = Specification(args.params, args.batch, args.seq, 3, args.iterations, "cuda", folder, args.rates)
-        asked = {"parameters": spec.params, "batch": spec.batch, "seq": spec.seq, "clip": spec.clip}
-        found = before if before.get("asked") == asked else {"asked": asked, "contenders": {}}
-        ends_s = time.monotonic() + args.limit
-        for name in args.contenders:
-            left_s = ends_s - time.monotonic()
-            progress(name)
-            if args.smoke and "deepspeed" in name and not args.simulated:
-                entry: Found = {"not_run": "left out of the smoke run: its native part takes a minute to build"}
-            elif left_s < 30:
-                entry = {"not_run": f"no time left in this call; use --section d --contenders {name}"}
-            else:
-                entry = run(name, spec, left_s)
-            if "not_run" not in entry or "iteration_s" not in found["contenders"].get(name, {}):
-                found["contenders"][name] = entry
-    return found
-
-
-def ran(section: Found) -> dict[str, Found]:
-    """Return the contenders that have run."""
-    return {name: entry for name, entry in section.get("contenders", {}).items() if "iteration_s" in entry}
-
-
-def section_memory(training: Found) -> Found:
-    """Return the peaks of what ran in section d."""
-    found: Found = {}
-    for name, entry in training.get("contenders", {}).items():
-        kept = ("peak_gpu_bytes", "peak_gpu_reserved_bytes", "peak_host_bytes", "not_run")
-        found[name] = {key: entry[key] for key in kept if key in entry}
-    return {"contenders": found} if found else {"not_run": "section d has not been run"}
+            entry = run_contender(name, spec, left_s)
+        if "not_run" not in entry or "iteration_s" not in contenders.get(name, {}):
+            contenders[name] = entry
+    return {"asked": asked, "contenders": contenders}
 
 
 # The report
 
 
-def targets_of(results: dict[str, Found]) -> list[Target]:
-    """Return the promises; None where nothing was measured, with the reason."""
+def judge(run: Run) -> None:
+    """Note the promises; None where nothing was measured, with the reason."""
+    results = run.results
 
     def why(section: str) -> str:
         return str(results.get(section, {}).get("not_run", f"section {section} has not been run, or not whole"))
@@ -460,149 +410,55 @@ def targets_of(results: dict[str, Found]) -> list[Target]:
     if bits.get("elements") and bits.get("on") == "the GPU":
         wrong = sum(bits["different"].values())
         share = max(0.0, 1.0 - wrong / bits["elements"])
-    targets = [Target.at_least("GPU kernels: elements with the reference's bits", share, 1.0, why("b"))]
+    run.at_least("GPU kernels: elements with the reference's bits", share, 1.0, why("b"))
 
     section = results.get("c", {})
     shares = {name: entry for name, entry in section.get("shares", {}).items() if "step_s" in entry}
     whole = {str(one) for one in SHARES} <= shares.keys()
     same = min((float(entry["same_weights"]) for entry in shares.values()), default=None) if whole else None
-    targets.append(Target.at_least("shares with the weights of share 0, all of them", same, 1.0, why("c")))
+    run.at_least("shares with the weights of share 0, all of them", same, 1.0, why("c"))
     chosen = shares["auto"]["step_s"] / min(entry["step_s"] for entry in shares.values()) if whole else None
-    targets.append(Target.at_most("planner's share beside the best share", chosen, 1.05, why("c")))
+    run.at_most("planner's share beside the best share", chosen, 1.05, why("c"))
     over = None
     if whole:
         auto = shares["auto"]
         least_s = bound_s(results.get("a", {}), section["elements"], auto["gpu_share"])
         over = None if least_s is None else auto["step_s"] / least_s
     note = why("c") if not whole else why("a")
-    targets.append(Target.at_most("step with host-resident state over its bound", over, 1.15, note))
+    run.at_most("step with host-resident state over its bound", over, 1.15, note)
 
-    found = ran(results.get("d", {}))
-    ours = min((iteration_s(found[name]) for name in OURS[:1] if name in found), default=None)
+    trained = results.get("d", {}).get("contenders", {})
+    taken_s = {name: iteration_s(entry) for name, entry in trained.items() if "iteration_s" in entry}
     zero3 = "deepspeed-zero3"
-    times = iteration_s(found[zero3]) / ours if ours and zero3 in found else None
-    reason = results.get("d", {}).get("contenders", {}).get(zero3, {}).get("not_run", why("d"))
-    targets.append(Target.at_least("iteration, times as fast as DeepSpeed ZeRO-3 CPU offload", times, 2.5, reason))
-    inside = iteration_s(found[IN_DEEPSPEED[0]]) if IN_DEEPSPEED[0] in found else None
-    times = iteration_s(found[zero3]) / inside if inside and zero3 in found else None
-    name = "iteration of ours in DeepSpeed ZeRO-3, times as fast as its CPU offload"
-    targets.append(Target.at_least(name, times, 2.5, reason))
-    others = [iteration_s(found[name]) for name in PEERS if name in found and name != zero3]
-    best = min(others) / ours if ours and others else None
-    targets.append(Target.at_least("iteration, times as fast as the fastest other peer", best, 1.0, why("d")))
+    reason = trained.get(zero3, {}).get("not_run", why("d"))
+    for ours, name in (
+        ("offload-host", "iteration, times as fast as DeepSpeed ZeRO-3 CPU offload"),
+        ("offload-deepspeed", "iteration of ours in DeepSpeed ZeRO-3, times as fast as its CPU offload"),
+    ):
+        times = taken_s[zero3] / taken_s[ours] if {ours, zero3} <= taken_s.keys() else None
+        run.at_least(name, times, 2.5, reason)
+    others = [taken_s[name] for name in PEERS if name in taken_s and name != zero3]
+    best = min(others) / taken_s["offload-host"] if others and "offload-host" in taken_s else None
+    run.at_least("iteration, times as fast as the fastest other peer", best, 1.0, why("d"))
     predicted = results.get("p", {}).get("machines", {}).values()
     over = max((rows["auto"]["step_s"] / rows["auto"]["bound_s"] for rows in predicted), default=None)
     name = "predicted for published machines: step with host-resident state over its bound"
-    targets.append(Target.at_most(name, over, 1.15, why("p")))
+    run.at_most(name, over, 1.15, why("p"))
     best = [rows["auto"]["step_s"] / min(row["step_s"] for row in rows.values()) for rows in predicted]
     name = "predicted for published machines: planner's share beside the best share"
-    targets.append(Target.at_most(name, max(best, default=None), 1.05, why("p")))
+    run.at_most(name, max(best, default=None), 1.05, why("p"))
     there = results.get("p", {}).get("node", {})
     for placed in ("all on the CPU", "all on the GPU", "auto"):
         step = there.get("steps", {}).get(placed)
         over = step["step_s"] / step["bound_s"] if step else None
-        targets.append(Target.at_most(f"predicted for an H100: step, {placed}, over its bound", over, 1.05, why("p")))
+        run.at_most(f"predicted for an H100: step, {placed}, over its bound", over, 1.05, why("p"))
     over = there["steps"]["auto"]["step_s"] / there["best"]["step_s"] if there else None
     name = "predicted for an H100: planner's share beside the best share"
-    targets.append(Target.at_most(name, over, 1.03, why("p")))
-    return targets
+    run.at_most(name, over, 1.03, why("p"))
 
 
-def markdown(results: dict[str, Found], targets: list[Target]) -> str:
-    """Return the report for people."""
-    lines = ["# GPU", ""]
-    if any(section.get("environment", {}).get("gpu") == SIMULATED for section in results.values()):
-        lines += [f"**{SIMULATED}**", ""]
-    for target in targets:
-        value = f"not measured ({target.note})" if target.value is None else f"{target.value:.3f}"
-        verdict = "" if target.met is None else ", met" if target.met else ", MISSED"
-        sign = "at most" if "over its bound" in target.name or "beside the best" in target.name else "at least"
-        lines.append(f"* {target.name}: {value}; target {sign} {target.target:g}{verdict}")
-    for name, section in sorted(results.items()):
-        ran_on = section.get("environment", {})
-        lines += ["", f"## Section {name}", ""]
-        if ran_on:
-            machine = f"{ran_on['gpu'] or 'no GPU'}, {ran_on['cpu']} ({ran_on['cores']} cores)"
-            versions = ", ".join(f"{key} {ran_on[key]}" for key in ("python", "torch", "cuda", "triton", "driver"))
-            lines += [
-                f"{ran_on['date']}, commit {ran_on['commit']}: `{ran_on['command']}`  ",
-                f"{machine}; {versions}",
-            ]
-            if section.get("smoke"):
-                lines.append("\nSmoke sizes: the figures mean nothing.")
-        if "not_run" in section:
-            lines += ["", f"**{section['not_run']}**"]
-        table = table_of(name, section)
-        lines += ["", *table] if table else []
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def table_of(name: str, section: Found) -> list[str]:
-    """Return one section as a Markdown table."""
-    head: tuple[str, ...] = ("", "")
-    rows: list[tuple[str, ...]] = []
-    if name == "c":
-        head = ("share", "GPU's part", "step, ms", "predicted, ms", "same weights")
-        for share, entry in section.get("shares", {}).items():
-            if "not_run" in entry:
-                rows.append((share, entry["not_run"], "", "", ""))
-                continue
-            times = (f"{1e3 * entry[key]:.1f}" for key in ("step_s", "predicted_s"))
-            rows.append((share, f"{entry['gpu_share']:.2f}", *times, "yes" if entry["same_weights"] else "NO"))
-    elif name == "d":
-        head = ("contender", "iteration, ms", "last loss", "largest difference of loss", "weights", "")
-        found = ran(section)
-        plain = found.get("in-memory", {}).get("losses")
-        for contender, entry in section.get("contenders", {}).items():
-            if contender not in found:
-                rows.append((contender, "not run", "", "", "", f"{ABOUT[contender]}: {entry['not_run']}"))
-                continue
-            apart = f"{max(abs(a - b) for a, b in zip(entry['losses'], plain, strict=True)):.2e}" if plain else ""
-            shown = (f"{1e3 * iteration_s(entry):.1f}", f"{entry['losses'][-1]:.4f}", apart)
-            rows.append((contender, *shown, entry.get("weights", ""), ABOUT[contender]))
-    elif name == "p":
-        head = ("machine", "share", "GPU's part", "step, ms", "over its bound")
-        for machine, shares in section.get("machines", {}).items():
-            for share, entry in shares.items():
-                times = (f"{1e3 * entry['step_s']:.1f}", f"{entry['step_s'] / entry['bound_s']:.3f}")
-                rows.append((machine, share, f"{entry['gpu_share']:.2f}", *times))
-        there = section.get("node", {})
-        for placed, entry in there.get("steps", {}).items():
-            over = f"{entry['step_s'] / entry['bound_s']:.3f}"
-            machine = f"an H100, {there['elements']:.0e} parameters"
-            rows.append((machine, placed, f"{entry['gpu_share']:.2f}", f"{1e3 * entry['step_s']:.1f}", over))
-    elif name == "e":
-        head = ("contender", "peak GPU, GiB", "reserved, GiB", "peak host, GiB")
-        for contender, entry in section.get("contenders", {}).items():
-            kept = ("peak_gpu_bytes", "peak_gpu_reserved_bytes", "peak_host_bytes")
-            sizes = ("not run", "", "") if "not_run" in entry else (f"{entry[key] / 2**30:.2f}" for key in kept)
-            rows.append((contender, *sizes))
-    else:
-        own = ("environment", "smoke", "not_run", "checksum")
-        for key, value in section.items():
-            if isinstance(value, dict) and key not in own:
-                rows += [(f"{key}: {inner}", f"{number:,}") for inner, number in value.items()]
-            elif key not in own:
-                rows.append((key, f"{value:,.6g}" if isinstance(value, float) else f"{value}"))
-    if not rows:
-        return []
-    lines = [" | ".join(("", *row, "")).strip() for row in (head, ("---",) * len(head), *rows)]
-    if name == "p" and "node" in section:
-        lines += ["", *parts_of_node(section["node"])]
-    return lines
-
-
-def parts_of_node(there: Found) -> list[str]:
-    """Return what each part of the engine changes on the node, as a Markdown table."""
-    lines = ["| changed | updates on | GPU's part | step, ms | over the engine's as it is |", "|---|---|---|---|---|"]
-    for row in there["parts"]:
-        figures = f"{row['gpu_share']:.2f} | {1e3 * row['step_s']:.1f} | {row['over']:.3f}"
-        lines.append(f"| {row['what']} | {row['updates']} | {figures} |")
-    return lines
-
-
-def described(simulated: bool = False) -> dict[str, Any]:
-    """Return the environment with what matters on a GPU."""
+def described() -> Found:
+    """Return what matters on a GPU of versions and the device."""
 
     def version(package: str) -> str | None:
         try:
@@ -610,7 +466,7 @@ def described(simulated: bool = False) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    found = environment() | {"cuda": torch.version.cuda, "driver": None}
+    found: Found = {"cuda": torch.version.cuda, "driver": None}
     found |= {name: version(name) for name in ("triton", "torchao", "deepspeed", "transformers")}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -618,92 +474,73 @@ def described(simulated: bool = False) -> dict[str, Any]:
         found["gpu_capability"] = f"{properties.major}.{properties.minor}"
         driver = Path("/proc/driver/nvidia/version")
         found["driver"] = driver.read_text().splitlines()[0] if driver.exists() else None
-    if simulated:
-        found["gpu"] = SIMULATED
     return found
 
 
-def parsed() -> argparse.Namespace:
-    parser = arguments(__doc__, path=True)
-    parser.add_argument(
-        "--section", action="append", choices=SECTIONS, help="only this one; may be given several times"
-    )
-    parser.add_argument(
-        "--contenders", type=lambda text: text.split(","), default=list(CONTENDERS), help="of section d"
-    )
-    parser.add_argument("--params", type=float, default=1e9, help="of section d's model")
-    parser.add_argument("--batch", type=int, default=4, help="sequences of an iteration")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--iterations", type=int, default=10, help="iterations that count")
-    parser.add_argument("--elements", type=lambda text: int(float(text)), default=10**9, help="of section b")
-    parser.add_argument("--elements-c", type=lambda text: int(float(text)), default=10**9, help="of section c")
-    parser.add_argument("--reference-rounds", type=int, default=2, help="rounds of section b with the reference too")
-    parser.add_argument(
-        "--limit", type=float, default=440.0, help="seconds of sections b, c and d each, after which no more is begun"
-    )
-    parser.add_argument(
-        "--rates", metavar="FILE", default="auto", help="what `offload probe` wrote, for ours in c and d"
-    )
-    parser.add_argument(
-        "--simulated", action="store_true", help="a simulated device in the GPU's place, at smoke sizes: does it run?"
-    )
-    args = parser.parse_args()
-    if args.simulated and torch.cuda.is_available():
-        parser.error("--simulated: there is a CUDA device")
-    args.smoke = args.smoke or args.simulated
-    unknown = set(args.contenders) - set(CONTENDERS)
-    if unknown:
-        parser.error(f"--contenders: {', '.join(sorted(unknown))} cannot be run; there are {', '.join(CONTENDERS)}")
-    return args
+SECTIONS: dict[str, Callable[[Run, torch.device | None], Found]] = {
+    "a": section_rates,
+    "b": section_bits,
+    "c": section_shares,
+    "d": section_training,
+    "p": section_predictions,
+}
 
 
-def needs(contender: str) -> Sequence[Need]:
-    """Return what has to be installed for a contender of section d."""
-    return NATIVE if "deepspeed" in contender else (TORCHAO,) if contender == "torchao" else ()
-
-
-def main() -> None:
+def measure(run: Run) -> None:
     """Run the sections that were asked for and add them to the report."""
-    args = parsed()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    if device is not None and "d" in (args.section or SECTIONS):
-        require(args, {name: needs(name) for name in args.contenders})
-    surroundings = described(args.simulated)
-    results: dict[str, Found] = {}
-    if args.json is not None and args.json.exists():
-        document = json.loads(args.json.read_text())
-        results = document["results"]
-        if document["smoke"] is not args.smoke:
-            raise SystemExit(
-                f"{args.json} holds a run of another size (smoke: {document['smoke']}); name another file"
-            )
-    sections: dict[str, Callable[[], Found]] = {
-        "a": lambda: section_rates(args, device),
-        "b": lambda: section_bits(args, device),
-        "c": lambda: section_shares(args, device),
-        "d": lambda: section_training(args, device, dict(results.get("d", {}))),
-        "e": lambda: section_memory(results.get("d", {})),
-        "p": lambda: section_predictions(args),
-    }
-    for name in args.section or SECTIONS:
-        if device is None and not args.smoke and name != "p":
+    run.described |= described()
+    file = run.args.json
+    if file is not None and file.exists():
+        document = json.loads(file.read_text())
+        run.results = document["results"]
+        if document["smoke"] is not run.smoke:
+            raise SystemExit(f"{file} holds a run of another size (smoke: {document['smoke']}); name another file")
+    for name in run.args.sections:
+        if device is None and not run.smoke and name != "p":
             print(f"section {name}: {NO_DEVICE}")
             found: Found = {"not_run": NO_DEVICE}
-            if "not_run" not in results.get(name, found):
+            if "not_run" not in run.results.get(name, found):
                 continue  # what a GPU has found is kept
         else:
             started_s = time.monotonic()
-            found = sections[name]()
+            found = SECTIONS[name](run, device)
             print(f"section {name}: {format_seconds(time.monotonic() - started_s)}")
-        results[name] = found | {"environment": surroundings, "smoke": args.smoke}
-    targets = targets_of(results)
-    if args.simulated:
-        targets = [Target(target.name, None, target.target, None, SIMULATED) for target in targets]
-    kept = json.dumps({name: found.get("checksum") for name, found in sorted(results.items())})
-    report(args, surroundings, results, hashlib.sha256(kept.encode()).hexdigest()[:16], targets)
-    if args.json is not None:
-        write_whole(args.json.with_suffix(".md"), markdown(results, targets))
+        run.results[name] = found | {"environment": run.described, "smoke": run.smoke}
+    judge(run)
+    kept = json.dumps({name: found.get("checksum") for name, found in sorted(run.results.items())})
+    run.checksums.append(hashlib.sha256(kept.encode()).hexdigest()[:16])
+
+
+def parse_names(option: str, text: str) -> list[str]:
+    """Return names of contenders, which are separated by commas."""
+    for name in text.split(","):
+        if name not in CONTENDERS:
+            raise ConfigError(option, name, f"there are {', '.join(CONTENDERS)}")
+    return text.split(",")
+
+
+COUNT = {"type": lambda text: int(float(text))}
+OPTIONS = (
+    Option("contenders", ",".join(CONTENDERS), help="of section d", read=parse_names),
+    Option("params", 1e9, help="of section d's model"),
+    Option("batch", 4, help="sequences of an iteration"),
+    Option("seq", 2048, help="tokens of a sequence"),
+    Option("iterations", 10, help="iterations that count"),
+    Option("elements", 10**9, help="of section b", more=COUNT),
+    Option("elements_c", 10**9, help="of section c", more=COUNT),
+    Option("reference_rounds", 2, help="rounds of section b with the reference too"),
+    Option("limit", 440.0, help="seconds of sections b, c and d each, after which no more is begun"),
+    Option("rates", "auto", help="what `offload probe` wrote, for ours in c and d", more={"metavar": "FILE"}),
+)
+
+
+def needs(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what has to be installed for the contenders of section d, where that runs."""
+    if not torch.cuda.is_available() or "d" not in args.sections:
+        return {}
+    return {name: NATIVE if "deepspeed" in name else (TORCHAO,) * (name == "torchao") for name in args.contenders}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, sections=tuple(SECTIONS), options=OPTIONS, path=True, needs=needs)

@@ -16,26 +16,27 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
-from _gpu_backward import AddedAtOnce, Calls, LeavesAlways, backward, passing_s
-from _gpu_node import NODE, changed
+from _gpu_backward import AddedAtOnce, Calls, LeavesAlways, backward_s, passing_s
+from _gpu_node import NODE, budgets_of, changed, layout_of
 from _gpu_runs import gpu_share
 from _harness import Row, Run, main
 
 import offload.predict.timing as timing
 from offload.cli.machine import USUAL_CORES
-from offload.dtypes import ITEM_BYTES, DtypeCode
-from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
+from offload.dtypes import ITEM_BYTES
+from offload.layout import Layout
 from offload.limits import Limits
 from offload.measure import observe, typical
-from offload.memory import touching
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, choose_subgroup_numel
-from offload.plan.budget import GPU_STAGING_SLOTS, HIDDEN_PIECE_BYTES
+from offload.memory.touching import MOST_THREADS
+from offload.plan import GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan
+from offload.plan.budget import HIDDEN_PIECE_BYTES
 from offload.plan.cost import CALLS
 from offload.predict import Prediction
 from offload.predict.predict import with_backward_s
@@ -65,7 +66,7 @@ DRIVES = (PathRates(3.4e9, 3.4e9, read_alone_bytes_per_s=6.8e9, write_alone_byte
 """For parts that are about streamed state: NVMe drives of PCIe 4, each of one bandwidth for both ways. A DGX H100 has
 eight."""
 
-USUAL, SLOW = Calls(), Calls(copy_s=15e-6, launch_s=40e-6)
+USUAL = Calls()
 TOKENS = 8192
 """Of a backward pass."""
 
@@ -78,12 +79,6 @@ PIN_BYTES_PER_S = 511 * 2**30 / 55
 
 MOST_STEPS = 24
 """Steps within which a placement has settled."""
-
-
-def llama() -> list[int]:
-    """Return the sizes of the tensors of Llama 3 8B."""
-    layer = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *3 * [14336 * 4096], 4096, 4096]
-    return [128256 * 4096, *32 * layer, 4096, 128256 * 4096]
 
 
 @dataclass(frozen=True)
@@ -107,13 +102,22 @@ class Model:
     @cached_property
     def layout(self) -> Layout:
         """Its layout, as a session would have it."""
-        parameters = [Parameter(f"p{n}", size, DtypeCode.BFLOAT16, 0) for n, size in enumerate(self.sizes)]
-        return extend_layout(Layout((), ()), parameters, choose_subgroup_numel(sum(self.sizes)), MAX_TILE_BYTES)
+        return layout_of(self.sizes)
 
     @property
     def backward_s(self) -> float:
         """What the GPU computes in a backward pass: twice what forward takes."""
         return 4 * sum(self.sizes) * TOKENS / self.rates.compute_flops_per_s
+
+
+LAYER = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *3 * [14336 * 4096], 4096, 4096]
+LLAMA = (128256 * 4096, *32 * LAYER, 4096, 128256 * 4096)
+"""The tensors of Llama 3 8B."""
+MODELS = (
+    Model("8B, H100", LLAMA, H100, True),
+    Model("8B, RTX 4090", LLAMA, RTX_4090, False, 0.25),
+    Model("4,000 tensors, H100", (1 << 16,) * 4000, H100, True),
+)
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,7 @@ class Case:
     @property
     def rates(self) -> Rates:
         """What the node does."""
-        gpu = replace(self.model.rates.gpu, call_s=self.calls.copy_s)
-        return replace(self.model.rates, gpu=gpu)
+        return replace(self.model.rates, gpu=replace(self.model.rates.gpu, call_s=self.calls.copy_s))
 
     @property
     def known(self) -> Rates:
@@ -147,16 +150,8 @@ class Case:
         rates = self.rates
         return replace(rates, cpu_bytes_per_s=self.cpu * rates.cpu_bytes_per_s, gpu=rates.gpu.times(self.link))
 
-    def plan(
-        self, *, keep_grads: bool | None = None, streamed: float = 0.0, placement: str | float | None = None
-    ) -> Plan:
-        """Return the plan of a session; `streamed` is the part of its state at home on drives, not in host memory."""
-        keeps = self.model.keep_grads if keep_grads is None else keep_grads
-        return plan_of(self, keeps, streamed, self.model.placement if placement is None else placement)
-
-    def step(self, plan: Plan, *, first: bool = False, gathers: bool = True, kind: Any = None, **how: Any) -> float:
-        """Return what a step takes, or the first one."""
-        return self.predicted(plan, first=first, gathers=gathers, kind=kind, **how).step_s
+    def step(self, plan: Plan, **how: Any) -> float:
+        return self.predicted(plan, **how).step_s
 
     def predicted(
         self, plan: Plan, *, first: bool = False, gathers: bool = True, kind: Any = None, **how: Any
@@ -170,22 +165,19 @@ class Case:
 
 
 @cache
-def plan_of(case: Case, keep_grads: bool, streamed: float, placement: str | float) -> Plan:
-    layout, drives = case.model.layout, DRIVES if streamed else ()
-    budgets = Budgets(
-        int((1 - streamed) * layout.state_bytes),
+def plan_of(case: Case, keep_grads: bool | None = None, streamed: float = 0.0, placement: str | float = "") -> Plan:
+    """Return the plan of a session; `streamed` is the part of its state at home on drives, not in host memory."""
+    model, drives = case.model, DRIVES if streamed else ()
+    budgets = replace(
+        budgets_of(model.layout, model.keep_grads if keep_grads is None else keep_grads),
+        host_bytes=int((1 - streamed) * model.layout.state_bytes),
         paths=tuple(PathBudget(f"/nvme{number}", 1 << 50) for number in range(len(drives))),
-        gpu_staging_bytes=GPU_STAGING_SLOTS * max(layout.subgroup_bytes),
-        weights_on_gpu=True,
-        gradients_on_gpu=keep_grads,
         speculates=True,
     )
-    return choose_plan(layout, budgets, replace(case.known, paths=drives), placement)
+    return choose_plan(model.layout, budgets, replace(case.known, paths=drives), placement or model.placement)
 
 
-@cache
-def passing(plan: Plan, sizes: tuple[int, ...], calls: Calls, rates: Rates, gathers: bool) -> tuple[float, float]:
-    return passing_s(plan, sizes, calls, rates, gathers=gathers)
+passing = cache(passing_s)
 
 
 class CountedCalls(timing.TimingExecutor):
@@ -193,16 +185,14 @@ class CountedCalls(timing.TimingExecutor):
 
     def __init__(self, plan: Plan, rates: Rates, *, calls: Calls, gathers: bool, **how: Any) -> None:
         super().__init__(plan, rates, **how)
-        self._each, self._gathers = calls, gathers
+        self._each = calls
         self._costly, self._call_s = True, 1.0  # `_calls` returns seconds
-        self._passing: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._passing = cache(lambda sizes: passing(plan, sizes, calls, rates, gathers))
 
     def _passing_s(self, subgroup: int) -> tuple[float, float]:
         segments = self._plan.layout.subgroups[subgroup]
         sizes = tuple(segment.numel * int(ITEM_BYTES[segments.dtype]) for segment in segments.segments)
-        if sizes not in self._passing:
-            self._passing[sizes] = passing(self._plan, sizes, self._each, self._rates, self._gathers)
-        return self._passing[sizes]
+        return self._passing(sizes)
 
     def _calls(self, operation: Operation) -> Any:
         each = self._each
@@ -210,9 +200,8 @@ class CountedCalls(timing.TimingExecutor):
             return 2 * each.event_s + self._passing_s(operation.subgroup)[operation.lane == "h2d"]
         if isinstance(operation, Transfer):
             return each.copy_s + (CALLS - 1) * each.event_s
-        return (
-            each.launch_s + (CALLS - 1) * each.event_s if isinstance(operation, Update) and operation.visit.gpu else 0
-        )
+        on_gpu = isinstance(operation, Update) and operation.visit.gpu
+        return each.launch_s + (CALLS - 1) * each.event_s if on_gpu else 0
 
     def _fetch(self, subgroup: int, ready_s: float) -> float:
         nbytes = self._to_bring.pop(subgroup)
@@ -239,7 +228,8 @@ def of_steps(case: Case, plan: Plan, *changes: Any, **without: Any) -> Iterator[
 
 
 def pieces(case: Case) -> Iterator[Times]:
-    yield from of_steps(case, case.plan(), gathers=False)
+    """small tensors share copies; else each is copied alone"""
+    yield from of_steps(case, plan_of(case), gathers=False)
 
 
 class User(CountedCalls):
@@ -262,7 +252,10 @@ class User(CountedCalls):
 
 
 def hidden_pieces(case: Case) -> Iterator[Times]:
-    plan = case.plan()
+    """copies of a hidden step are cut, the user's get in between; else whole copies; what the user waits for a
+    batch and a loss counts
+    """
+    plan = plan_of(case)
     step_s = case.step(plan)
     waits = []
     for piece_bytes in (HIDDEN_PIECE_BYTES, None):
@@ -274,47 +267,59 @@ def hidden_pieces(case: Case) -> Iterator[Times]:
 
 def of_backward(case: Case, with_how: dict[str, Any], without_how: dict[str, Any]) -> Iterator[Times]:
     """Yield two backward passes of gradients that leave, over a step and over the first one."""
-    plan = case.plan(keep_grads=False)
+    plan = plan_of(case, keep_grads=False)
     with_s, without_s = (
-        backward(plan, case.rates, case.calls, case.model.backward_s, **how).pass_s for how in (with_how, without_how)
+        backward_s(plan, case.rates, case.calls, case.model.backward_s, **how) for how in (with_how, without_how)
     )
     for name, first in ((STEP, False), (FIRST, True)):
         yield name, with_s, without_s, case.step(plan, first=first)
 
 
 def additions(case: Case) -> Iterator[Times]:
+    """gradients of further passes are added in host memory behind backward; else backward waits for each buffer"""
     yield from of_backward(case, {"passes": 2}, {"passes": 2, "additions": AddedAtOnce})
 
 
 def accumulations(case: Case) -> Iterator[Times]:
-    """What the GPU updates from host memory comes back there over the link."""
-    plan = case.plan(keep_grads=False)
+    """gradients of further passes are added on the GPU where they have stayed for it; else they are added in host
+    memory, and brought back in the step
+
+    What the GPU updates from host memory comes back there over the link.
+    """
+    plan = plan_of(case, keep_grads=False)
     back_s = gpu_share(plan) * 2 * sum(case.model.sizes) / case.rates.gpu.h2d_bytes_per_s
     for of, with_s, without_s, step_s in of_backward(case, {"passes": 2}, {"passes": 2, "kind": LeavesAlways}):
         yield of, with_s, without_s + back_s, step_s
 
 
 def buckets(case: Case) -> Iterator[Times]:
+    """small gradients leave together; else each leaves alone"""
     yield from of_backward(case, {}, {"limits": Limits(bucket_bytes=0)})
 
 
 def ahead(case: Case) -> Iterator[Times]:
-    yield from of_steps(case, case.plan(), (timing, "BROUGHT_AHEAD", 0))
+    """gradients are fetched ahead of their visits; else a visit's are fetched as it begins"""
+    yield from of_steps(case, plan_of(case), (timing, "BROUGHT_AHEAD", 0))
 
 
 def coming(case: Case) -> Iterator[Times]:
-    """A fifth of the state is streamed, over so many drives that the step is not bound by them.
+    """gradients of streamed state are fetched as that comes; else in the order of visits
+
+    A fifth of the state is streamed, over so many drives that the step is not bound by them.
 
     What is resident fills the waits, so visits of streamed state come before their turn. With a drive, or four, or
     with all state streamed, nothing is saved.
     """
-    plan = case.plan(streamed=0.2)
+    plan = plan_of(case, streamed=0.2)
     yield from of_steps(case, plan, (CountedCalls, "_coming", lambda self, subgroup, ready_s: ready_s))
 
 
 def review(case: Case) -> Iterator[Times]:
-    """Steps teach rates, as a session's do, and the product's review chooses by them."""
-    plan = case.plan(placement="auto")
+    """the placement is chosen again by what steps show; else the first choice stays
+
+    Steps teach rates, as a session's do, and the product's review chooses by them.
+    """
+    plan = plan_of(case, placement="auto")
     parts: Any = SimpleNamespace(
         plan=plan,
         rates=case.known,
@@ -333,195 +338,86 @@ def review(case: Case) -> Iterator[Times]:
     yield STEP, with_s, case.step(plan), with_s
 
 
-def touch(case: Case) -> Iterator[Times]:
-    """The session is opened before the first step, and counts as part of it."""
-    plan, rates = case.plan(), case.rates
+def touching(case: Case) -> Iterator[Times]:
+    """memory is touched by many threads before it is pinned; else who pins it touches it, on one thread
+
+    The session is opened before the first step, and counts as part of it.
+    """
+    plan, rates = plan_of(case), case.rates
     first_s, nbytes = case.step(plan, first=True), plan.host_bytes
     pinned_s = nbytes / PIN_BYTES_PER_S + first_s
-    many = min(min(touching.MOST_THREADS, USUAL_CORES) * TOUCHED_BYTES_PER_S, rates.memory_bytes_per_s / 2)
+    many = min(min(MOST_THREADS, USUAL_CORES) * TOUCHED_BYTES_PER_S, rates.memory_bytes_per_s / 2)
     with_s = nbytes / many + pinned_s
     yield FIRST, with_s, nbytes / TOUCHED_BYTES_PER_S + pinned_s, with_s
 
 
 def speculation(case: Case) -> Iterator[Times]:
-    """All state is streamed. What the engine's thread does for updates in backward it does meanwhile, too."""
-    plan = case.plan(streamed=1.0)
+    """gradients that stay on the GPU are updated from in backward; else with `keep_grads=True` streamed state is
+    updated in the step alone; with False the same is saved
+
+    All state is streamed. What the engine's thread does for updates in backward it does meanwhile, too.
+    """
+    plan = plan_of(case, streamed=1.0)
     found = case.predicted(plan)
     found = replace(found, busy_s={lane: busy_s for lane, busy_s in found.busy_s.items() if lane != ENGINE})
-    backward_s, rates = case.model.backward_s, replace(case.rates, paths=DRIVES)
-    forward_s = backward_s / 2
-    with_s = with_backward_s(found, plan, rates, forward_s, backward_s, follows=False)
-    yield STEP, with_s, forward_s + backward_s + found.step_s, found.step_s
+    forward_s, passed_s = case.model.backward_s / 2, case.model.backward_s
+    with_s = with_backward_s(found, plan, replace(case.rates, paths=DRIVES), forward_s, passed_s, follows=False)
+    yield STEP, with_s, forward_s + passed_s + found.step_s, found.step_s
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the engine.
-
-    Attributes:
-        what: What it does.
-        where: Its code.
-        without: What is instead.
-        expected: What it was expected to save, before this was first run.
-        times: Yields what it makes of a case.
-        needs: Says whether a model can have it.
-    """
-
-    what: str
-    where: str
-    without: str
-    expected: str
-    times: Callable[[Case], Iterator[Times]]
-    needs: Callable[[Model], bool] = lambda model: True
-
-
-PARTS = {
-    "pieces": Part(
-        "small tensors share copies",
-        "offload/device/pieces.py",
-        "each is copied alone",
-        "8B: less than 1%; 4,000 tensors: half of a step and more",
-        pieces,
-    ),
-    "hidden pieces": Part(
-        "copies of a hidden step are cut, the user's get in between",
-        "HIDDEN_PIECE_BYTES",
-        "whole copies; what the user waits for a batch and a loss counts",
-        "1% of a step; more where engines stay with a stream",
-        hidden_pieces,
-    ),
-    "additions": Part(
-        "gradients of further passes are added in host memory behind backward",
-        "offload/gradients/additions.py",
-        "backward waits for each buffer",
-        "8B: a fifth of a step and more",
-        additions,
-    ),
-    "accumulations": Part(
-        "gradients of further passes are added on the GPU where they have stayed for it",
-        "GpuGradients._accumulate",
-        "they are added in host memory, and brought back in the step",
-        "8B: a tenth of a step",
-        accumulations,
-    ),
-    "buckets": Part(
-        "small gradients leave together",
-        "offload/gradients/gpu.py",
-        "each leaves alone",
-        "8B: less than 1%; 4,000 tensors: as much as a step",
-        buckets,
-    ),
-    "ahead": Part(
-        "gradients are fetched ahead of their visits",
-        "BROUGHT_AHEAD",
-        "a visit's are fetched as it begins",
-        "a tenth of a step where engines stay with a stream; else nothing",
-        ahead,
-        lambda model: model.keep_grads,
-    ),
-    "coming": Part(
-        "gradients of streamed state are fetched as that comes",
-        "GpuGradients.coming",
-        "in the order of visits",
-        "less than 1%",
-        coming,
-        lambda model: model.keep_grads,
-    ),
-    "review": Part(
-        "the placement is chosen again by what steps show",
-        "offload/session/placement_review.py",
-        "the first choice stays",
-        "a twentieth with rates read too low; nothing with those a tenth too high",
-        review,
-    ),
-    "touching": Part(
-        "memory is touched by many threads before it is pinned",
-        "offload/memory/touching.py",
-        "who pins it touches it, on one thread",
-        "as long as the first step and more",
-        touch,
-    ),
-    "speculation": Part(
-        "gradients that stay on the GPU are updated from in backward",
-        "GpuGradients.bring_final",
-        "with `keep_grads=True` streamed state is updated in the step alone; with False the same is saved",
-        "a twentieth of a step",
-        speculation,
-        lambda model: model.keep_grads,
-    ),
-}
-
+PARTS = (pieces, hidden_pieces, additions, accumulations, buckets, ahead, coming, review, touching, speculation)
+"""Each with what it does and what is instead."""
+KEEPS = (ahead, coming, speculation)
+"""Those that are there only where gradients may stay on the GPU."""
 
 GONE: Row = {
     "large": {
         "what": "a gradient of 8 MiB or more leaves at once",
-        "where": "Limits.large_gradient_bytes",
         "without": "it waits for its bucket to fill, as others do; one pass, and a second one that is added",
-        "expected": "nothing",
-        "seen": "2026-11-28",
-        "saves": {
-            "8B, H100": {"as it is": 0.0, "most": 0.0, "least": -0.017},
-            "8B, RTX 4090": {"as it is": 0.0, "most": 0.0, "least": 0.0},
-            "4,000 tensors, H100": {"as it is": 0.0, "most": 0.0, "least": 0.0},
-        },
+        "saves": {each.name: {"as it is": 0.0, "most": 0.0} for each in MODELS},
     },
 }
-"""What was found of parts before they went, of all cases."""
+"""What was found of parts before they went, of all cases (2026-11-28)."""
 
 
 def cases(smoke: bool) -> list[Case]:
     """Return all cases."""
-    models = [
-        Model("8B, H100", tuple(llama()), H100, True),
-        Model("8B, RTX 4090", tuple(llama()), RTX_4090, False, 0.25),
-        Model("4,000 tensors, H100", (1 << 16,) * 4000, H100, True),
-    ]
-    return [
-        case
-        for model in (models[2:] if smoke else models)
-        for case in (
-            Case(model, "as it is"),
-            Case(model, "15 us a copy, 40 us a launch", SLOW),
-            Case(model, "engines stay with a stream", order=Order.STAYS),
-            Case(model, "CPU read 20% too low", cpu=0.8),
-            Case(model, "CPU read 10% too high", cpu=1.1),
-            Case(model, "link read 20% too low", link=0.8),
-            Case(model, "link read 10% too high", link=1.1),
-        )
-    ]
-
-
-def rows_of(name: str, part: Part, every: Sequence[Case]) -> Iterator[Row]:
-    for case in every:
-        if part.needs(case.model):
-            for of, with_s, without_s, step_s in part.times(case):
-                saves = (without_s - with_s) / step_s
-                row = {"part": name, "model": case.model.name, "case": case.name, "of": of, "saves": saves}
-                yield row | {"with_s": with_s, "without_s": without_s, "step_s": step_s}
-
-
-def summary(rows: Sequence[Row]) -> Row:
-    """Return for each model what a part saves of a step as it is, and where most."""
-    found: Row = {}
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == model]
-        best = max(mine, key=lambda row: row["saves"])
-        found[model] = {"as it is": mine[0]["saves"], "most": best["saves"], "case": best["case"], "of": best["of"]}
-    return found
+    circumstances: dict[str, Row] = {
+        "as it is": {},
+        "15 us a copy, 40 us a launch": {"calls": Calls(copy_s=15e-6, launch_s=40e-6)},
+        "engines stay with a stream": {"order": Order.STAYS},
+        "CPU read 20% too low": {"cpu": 0.8},
+        "CPU read 10% too high": {"cpu": 1.1},
+        "link read 20% too low": {"link": 0.8},
+        "link read 10% too high": {"link": 1.1},
+    }
+    chosen = MODELS[2:] if smoke else MODELS
+    return [Case(model, name, **how) for model in chosen for name, how in circumstances.items()]
 
 
 def measure(run: Run) -> None:
-    every, rows, parts = cases(run.smoke), [], {}
-    for name, part in PARTS.items():
-        found = list(rows_of(name, part, every))
-        rows += found
-        parts[name] = {key: getattr(part, key) for key in ("what", "where", "without", "expected")}
-        parts[name]["saves"] = summary(found)
-        for model, saves in parts[name]["saves"].items():
-            most = f"most {saves['most']:.1%} of a {saves['of']} ({saves['case']})"
-            print(f"{name:<14} {model:<20} {saves['as it is']:>8.1%}; {most}", flush=True)
-        most_saved = max(row["saves"] for row in found)
-        run.at_least(f"{part.what}: saves of a step, at most", most_saved, WORTH)
+    rows, parts = [], {}
+    for part in PARTS:
+        name = part.__name__.replace("_", " ")
+        what, without = " ".join(str(part.__doc__).partition("\n\n")[0].split()).split("; else ")
+        saves: Row = {}
+        for case in cases(run.smoke):
+            model = case.model.name
+            if part in KEEPS and not case.model.keep_grads:
+                continue
+            for of, with_s, without_s, step_s in part(case):
+                saved = (without_s - with_s) / step_s
+                rows.append({"part": name, "model": model, "case": case.name, "of": of, "saves": saved})
+                rows[-1] |= {"with_s": with_s, "without_s": without_s, "step_s": step_s}
+                best = saves.setdefault(model, {"as it is": saved, "most": -math.inf})
+                if saved > best["most"]:
+                    best |= {"most": saved, "case": case.name, "of": of}
+        for model, found in saves.items():
+            most = f"most {found['most']:.1%} of a {found['of']} ({found['case']})"
+            print(f"{name:<14} {model:<20} {found['as it is']:>8.1%}; {most}", flush=True)
+        parts[name] = {"what": what, "without": without, "saves": saves}
+        most_saved = max(found["most"] for found in saves.values())
+        run.at_least(f"{what}: saves of a step, at most", most_saved, WORTH)
     run.results |= {"parts": parts, "gone": GONE, "rows": rows}
     run.checksums.append(hashlib.sha256(json.dumps([row["of"] for row in rows]).encode()).hexdigest()[:16])
 

@@ -296,6 +296,7 @@ class Interleaved:
         row: The row.
     """
 
+    columns: ClassVar = ("fwd_s", "bwd_s", "update_s", "iter_s")
     table: str
     machine: str
     model: str
@@ -310,9 +311,16 @@ class Interleaved:
         """Samples that a rank works through in an iteration."""
         return _needed(self.row, "global_batch") / _needed(self.row, "dp")
 
-    def update_s(self, node: Node) -> float:
+    def step_s(self, values: Mapping[str, float]) -> float:
         """Return the seconds of its update."""
+        node = node_of(self.machine, values)
         return simulated_update_s(node, self.numels, self.stride, self.ranks, self.cpu_ratio)
+
+    def rest(self, values: Mapping[str, float]) -> tuple[float, float, float] | None:
+        """Return the seconds of forward, of backward and the rest of an iteration; None where not known."""
+        if self.table != "interleaved_iterations" or "forward_flops_per_s" not in values:
+            return None
+        return forward_s(self, values)[0], backward_s(self, values), other_s(self, values)
 
 
 def campaign(testbed: str, ranks: int, micro_batch: float) -> str:
@@ -355,8 +363,7 @@ def fit_node(machine: str, rows: Sequence[Interleaved], rounds: int) -> dict[str
     """Return the constants of a machine's updates, fitted on these rows."""
 
     def residuals(values: dict[str, float]) -> list[float]:
-        node = node_of(machine, values)
-        return [row.update_s(node) / _needed(row.row, "update_s") - 1 for row in rows]
+        return [row.step_s(values) / _needed(row.row, "update_s") - 1 for row in rows]
 
     return fit(node_constants(machine), residuals, rounds)
 
@@ -418,15 +425,6 @@ def fit_iterations(machine: str, rows: Sequence[Interleaved], values: Mapping[st
     return values
 
 
-def predict_interleaved(row: Interleaved, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a row by column."""
-    found = {"update_s": row.update_s(node_of(row.machine, values))}
-    if row.table == "interleaved_iterations" and "forward_flops_per_s" in values:
-        found |= {"fwd_s": forward_s(row, values)[0], "bwd_s": backward_s(row, values)}
-        found["iter_s"] = sum(found.values()) + other_s(row, values)
-    return found
-
-
 # Several storage paths ----------------------------------------------------------------------------------------------
 
 RANKS_PER_NODE = 4
@@ -452,6 +450,7 @@ class Paths:
     """A row of the table of several storage paths, understood; `multi` says which system."""
 
     table: ClassVar[str] = "multipath_iterations"
+    columns: ClassVar = Interleaved.columns
     machine: ClassVar[str] = "storage paths of the 4xH100 nodes"
     model: str
     numels: tuple[int, ...]
@@ -473,6 +472,18 @@ class Paths:
             return streamed_update(self.numels, [range(count)], [nvme], cpu, 0, read_scale=16 / 12)
         members = [[n for n in range(count) if n % 3], list(range(0, count, 3))]
         return streamed_update(self.numels, members, [nvme, remote], cpu, self.cached)
+
+    def step_s(self, values: Mapping[str, float]) -> float:
+        """Return the seconds of its update."""
+        return self.streamed(values).update_s
+
+    def rest(self, values: Mapping[str, float]) -> tuple[float, float, float]:
+        """Return the seconds of forward, of backward and of the rest of an iteration."""
+        params = _needed(self.row, "num_params")
+        backward_s = params / values["backward_params_per_s"]
+        if not self.multi:
+            backward_s += 4 * params / values["gradient_write_bytes_per_s"]
+        return params / values["forward_params_per_s"], backward_s, params / values["other_params_per_s"]
 
 
 def paths_rows(tables: Tables, known: Sequence[Tables]) -> list[Paths]:
@@ -523,38 +534,22 @@ def fit_paths(rows: Sequence[Paths], waits_s: Sequence[float], rounds: int) -> d
             found += [(a - b) / scale for a, b in zip(ours, theirs, strict=True)]
         return found
 
-    values = fit(PATHS, residuals, rounds)
+    return fit(PATHS, residuals, rounds) | fit_rest(rows, PATHS_REST)
 
-    def rest(tried: dict[str, float]) -> list[float]:
+
+def fit_rest(rows: Sequence[Paths | Memory], constants: Mapping[str, Constant]) -> dict[str, float]:
+    """Return the constants of an iteration besides the step, fitted on these rows."""
+
+    def residuals(tried: dict[str, float]) -> list[float]:
         found = []
         for row in rows:
-            predicted = paths_rest(row, tried)
-            measured = {name: _needed(row.row, f"{name}_s") for name in ("fwd", "bwd", "update", "iter")}
-            measured["other"] = measured["iter"] - measured["fwd"] - measured["bwd"] - measured["update"]
-            found += [predicted[name] / measured[name] - 1 for name in ("fwd", "bwd")]
-            found.append((predicted["other"] - measured["other"]) / measured["bwd"])
+            measured = [_needed(row.row, name) for name in row.columns]
+            predicted = row.rest(tried)
+            found += [predicted[n] / measured[n] - 1 for n in range(2)]
+            found.append((predicted[2] - (measured[3] - sum(measured[:3]))) / measured[1])
         return found
 
-    return values | fit(PATHS_REST, rest, 40)
-
-
-def paths_rest(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of an iteration besides the update."""
-    params = _needed(row.row, "num_params")
-    backward_s = params / values["backward_params_per_s"]
-    if not row.multi:
-        backward_s += 4 * params / values["gradient_write_bytes_per_s"]
-    return {
-        "fwd": params / values["forward_params_per_s"],
-        "bwd": backward_s,
-        "other": params / values["other_params_per_s"],
-    }
-
-
-def predict_paths(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
-    """Return what a row says, by column."""
-    update_s, rest = row.streamed(values).update_s, paths_rest(row, values)
-    return {"update_s": update_s, "fwd_s": rest["fwd"], "bwd_s": rest["bwd"], "iter_s": update_s + sum(rest.values())}
+    return fit(constants, residuals, 40)
 
 
 # Kinds of memory ----------------------------------------------------------------------------------------------------
@@ -585,6 +580,7 @@ class Memory:
     """A row of the table of kinds of memory, understood."""
 
     table: ClassVar[str] = "cxl_runs"
+    columns: ClassVar = ("forward_s", "backward_s", "step_s", "iteration_s")
     machine: ClassVar[str] = "the node with CXL memory"
     model: str
     memory: str
@@ -604,6 +600,13 @@ class Memory:
             return drives_update_s(self.numel // ranks, ddr / ranks, values["drives_bytes_per_s"] / ranks)
         in_ddr = self.numel if self.memory == DDR else min(self.numel, int(values["ddr_params"]))
         return nodes_update_s(in_ddr, self.numel - in_ddr, ddr, values["cxl_params_per_s"])
+
+    def rest(self, values: Mapping[str, float]) -> tuple[float, float, float]:
+        """Return the seconds of forward, of backward and of the rest of an iteration."""
+        backward_s = self.numel / values["backward_params_per_s"]
+        if self.memory != DRIVES:
+            backward_s += self.numel / values["gradient_params_per_s"]
+        return self.numel / values["forward_params_per_s"], backward_s, values["other_s"]
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -644,15 +647,6 @@ def memory_rows(tables: Tables) -> list[Memory]:
     return found
 
 
-def memory_rest(row: Memory, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of an iteration besides the step."""
-    backward_s = row.numel / values["backward_params_per_s"]
-    if row.memory != DRIVES:
-        backward_s += row.numel / values["gradient_params_per_s"]
-    forward_s = row.numel / values["forward_params_per_s"]
-    return {"forward_s": forward_s, "backward_s": backward_s, "other_s": values["other_s"]}
-
-
 @functools.cache
 def _fit_steps(rows: tuple[Memory, ...], rounds: int, known: tuple[tuple[str, float], ...] = ()) -> dict[str, float]:
     """Return constants fitted on steps: those of memory, or with these known those of drives."""
@@ -668,25 +662,7 @@ def fit_memory(rows: Sequence[Memory], rounds: int) -> dict[str, float]:
     values = _fit_steps(tuple(row for row in rows if row.memory != DRIVES), rounds)
     known = tuple(values.items())
     values = values | _fit_steps(tuple(row for row in rows if row.memory == DRIVES), rounds, known)
-
-    def rest(tried: dict[str, float]) -> list[float]:
-        found = []
-        for row in rows:
-            predicted = memory_rest(row, tried)
-            measured = {name: _needed(row.row, name) for name in ("forward_s", "backward_s", "step_s", "iteration_s")}
-            other_s = measured["iteration_s"] - sum(measured[name] for name in list(measured)[:3])
-            found += [predicted[name] / measured[name] - 1 for name in ("forward_s", "backward_s")]
-            found.append((predicted["other_s"] - other_s) / measured["backward_s"])
-        return found
-
-    return values | fit(MEMORY_REST, rest, 40)
-
-
-def predict_memory(row: Memory, values: Mapping[str, float]) -> dict[str, float]:
-    """Return what a row says, by column."""
-    rest, step_s = memory_rest(row, values), row.step_s(values)
-    found = {"forward_s": rest["forward_s"], "backward_s": rest["backward_s"], "step_s": step_s}
-    return found | {"iteration_s": sum(found.values()) + rest["other_s"]}
+    return values | fit_rest(rows, MEMORY_REST)
 
 
 # All of it ----------------------------------------------------------------------------------------------------------
@@ -733,9 +709,10 @@ Judged = dict[str, Any]
 
 def judge(row: AnyRow, values: Mapping[str, float]) -> Judged:
     """Return a row with its prediction, what was measured, and the error of the update in percent."""
-    kinds: dict[type, Callable[..., dict[str, float]]]
-    kinds = {Interleaved: predict_interleaved, Paths: predict_paths, Memory: predict_memory}
-    predicted = kinds[type(row)](row, values)
+    forward, backward, step, whole = row.columns
+    predicted, rest = {step: row.step_s(values)}, row.rest(values)
+    if rest is not None:
+        predicted |= {forward: rest[0], backward: rest[1], whole: sum(rest) + predicted[step]}
     measured = {name: _number(row.row, name) for name in predicted}
     errors = {name: 100 * (predicted[name] / value - 1) for name, value in measured.items() if value}
     return {

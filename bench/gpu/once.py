@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -343,33 +344,29 @@ def section_of(file: Path, name: str) -> Callable[[str], Found]:
 def parts_of(out: Path, accelerator: str) -> list[Part]:
     """Return all parts, the most telling first."""
     on = ["--accelerator", accelerator]
-    tests = [
-        sys.executable,
-        *["-P", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--rootdir"],
-        str(ROOT),
-    ]
-    tests += ["-c", str(ROOT / "pyproject.toml"), "-m", "gpu"]
+    tests = [sys.executable, "-P", "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    tests += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-m", "gpu"]
 
-    def link(name: str, limit_s: float, decides: str, **more: Any) -> Part:
-        title, alone = more.pop("title", name), {"torch_alone": True, "cuda": False}
-        return Part(
-            title, [sys.executable, str(GPU / "links.py"), name, *on], limit_s, decides, last_json, **(alone | more)
-        )
+    def micro(name: str, limit_s: float, decides: str, script: str = "micro.py", **more: Any) -> Part:
+        command = [sys.executable, str(GPU / script), name, *on]
+        return Part(more.pop("title", name), command, limit_s, decides, last_json, **{"cuda": False} | more)
 
-    def micro(name: str, limit_s: float, decides: str) -> Part:
-        return Part(name, [sys.executable, str(GPU / "micro.py"), name, *on], limit_s, decides, last_json, cuda=False)
+    link = partial(micro, script="links.py", torch_alone=True)
 
     def section(name: str, limit_s: float, decides: str, *options: str) -> Part:
         file = out / "gpu.json"
-        command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--allow-missing", "--section", name]
+        command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--allow-missing", "--sections", name]
         command += ["--limit", "{limit}", "--json", str(file), "--path", tempfile.gettempdir(), *options]
         title = {"b": "bits", "c": "shares", "d": "train"}[name]
         return Part(title, command, limit_s, decides, section_of(file, name))
 
-    sessions = "(recorded and bfloat16) or homes or pinned or marks or free_their or default_device"
+    chosen = "(recorded and bfloat16) or homes or pinned or marks or free_their or default_device"
+    sessions = [*tests, str(ROOT / "tests" / "e2e" / "test_real_gpu.py"), "-k", chosen]
+    streams = partial(link, "streams", 20, cuda=True)
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     memcheck += [*tests, str(ROOT / "tests" / "kernels" / "test_gpu.py"), "-k", "one_table or large_and_small"]
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each allocation by itself, so that what lies beyond one is seen
     training = ["--contenders", "in-memory,offload-host", "--params", "1.5e9", "--batch", "2", "--iterations", "4"]
     return [
         link("machine", 60, "does host memory grow as it is used?"),
@@ -377,17 +374,9 @@ def parts_of(out: Path, accelerator: str) -> list[Part]:
         link("duplex", 40, "what the link gives alone, both ways, beside products"),
         link("behind", 40, "does a small copy wait for large ones of another stream?"),
         link("host", 30, "what calls cost the host, and when a queue is full"),
-        link("streams", 20, "streams that share a connection", title="streams of 8", cuda=True),
-        link(
-            "streams", 20, "the same with 32 connections", title="streams of 32", cuda=True, environment=connections
-        ),
-        Part(
-            "sessions",
-            [*tests, str(ROOT / "tests" / "e2e" / "test_real_gpu.py"), "-k", sessions],
-            80,
-            "are bits, homes, pinning and times of a session right?",
-            tests_of,
-        ),
+        streams("streams that share a connection", title="streams of 8"),
+        streams("the same with 32 connections", title="streams of 32", environment=connections),
+        Part("sessions", sessions, 80, "are bits, homes, pinning and times of a session right?", tests_of),
         section("b", 70, "has the GPU's update the CPU's bits?", "--elements", "4e8"),
         micro("update", 50, "how much of the memory's bandwidth an update reaches"),
         micro("calls", 50, "what the device's calls cost the engine's thread"),
@@ -395,15 +384,7 @@ def parts_of(out: Path, accelerator: str) -> list[Part]:
         micro("forward", 60, "does a step behind forward slow it down?"),
         section("d", 100, "an iteration beside one in memory", *training),
         micro("leaving", 40, "streams and priorities for gradients that leave"),
-        # Each allocation by itself, so that what lies beyond one is seen.
-        Part(
-            "memcheck",
-            memcheck,
-            70,
-            "do kernels read beyond their memory?",
-            sanitized,
-            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        ),
+        Part("memcheck", memcheck, 70, "do kernels read beyond their memory?", sanitized, apart),
     ]
 
 
