@@ -120,7 +120,7 @@ class Choices:
         Gradients of what the GPU updates stay there until the step.
         """
         size = scenario.machine.rates.gpu.memory_bytes
-        if not (size and scenario.model.on_gpu):
+        if not (size and scenario.model.weights_on_gpu):
             return self._with_budgets(scenario)
         if size < scenario.least_gpu_bytes:
             least = 0 if scenario.machine.rates.paths else self._host_room(scenario)
@@ -147,7 +147,7 @@ class Choices:
         if self.host_memory:
             scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
         # Of activations nothing is known without tokens.
-        if self.gpu_memory and gpu and scenario.model.on_gpu and scenario.beside:
+        if self.gpu_memory and gpu and scenario.model.weights_on_gpu and scenario.beside:
             scenario = scenario.given(gpu_memory=_fitted(scenario, "gpu_memory", gpu_room(gpu)))
             if self.host_memory and scenario.gpu_memory:
                 scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
@@ -254,7 +254,9 @@ class Setting:
         machine, memory = answer.scenario.machine, answer.scenario.machine.memory_bytes
         image_bytes = machine.ranks * (answer.use.host_bytes + answer.ahead.host_bytes - answer.plan.host_bytes)
         no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, machine.ranks)
-        if machine.all_ranks > 1 and answer.scenario.model.on_gpu:  # what ranks exchange there is not predicted
+        if (
+            machine.all_ranks > 1 and answer.scenario.model.weights_on_gpu
+        ):  # what ranks exchange there is not predicted
             hidden = {}
         # Where little is streamed, both together are predicted to hide what waits for the norm.
         if no_room or hidden.get("backward", math.inf) > (1 - WORTH) * answer.iteration_s:
@@ -277,7 +279,7 @@ class Setting:
 def _words(scenario: Scenario) -> str:
     """Return a setting in words, without its budgets."""
     words = [f"state {scenario.state_format.name}{' (rounded)' * scenario.state_format.rounds}"]
-    if scenario.model.on_gpu:
+    if scenario.model.weights_on_gpu:
         words.append("keep_grads" if scenario.config.keep_grads else "keep_grads=False")
     if scenario.placement != "auto":
         words.append(f"placement {scenario.placement}")
@@ -294,12 +296,12 @@ def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
     nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in scenario.config.node_bytes.items()}
     host_bytes = _used(answer, "HOST", scenario.host_memory, answer.use.host_bytes)
     found: dict[str, Any] = {"host_memory": nodes or budget_text(host_bytes)}
-    if scenario.model.on_gpu:
+    if scenario.model.weights_on_gpu:
         gpu_bytes = _used(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)
         found["gpu_memory"] = budget_text(gpu_bytes)
     if scenario.machine.rates.paths:
         found["paths"] = [path.path for path in scenario.config.path_configs]
-    if scenario.model.on_gpu and not scenario.config.keep_grads and scenario.machine.all_ranks == 1:
+    if scenario.model.weights_on_gpu and not scenario.config.keep_grads and scenario.machine.all_ranks == 1:
         found["keep_grads"] = False
     if scenario.gradients_leave:
         found["gradient_memory"] = budget_text(scenario.gradient_memory or 0)
@@ -443,7 +445,7 @@ def to_paste(setting: Setting) -> str:
     # Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
     trainer = (
         'output_dir="out", optim="offload_adamw", save_total_limit=1'
-        + ", use_cpu=True" * (not model.on_gpu)
+        + ", use_cpu=True" * (not model.weights_on_gpu)
         + f", {checkpointing}=True" * model.recompute
     )
     if model.tokens is not None:

@@ -347,7 +347,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
         params=params,
         exact_params=exact_params,
         shape=shape,
-        on_gpu=(arguments.weights_on or rates.gpu.weights_on) == "gpu",
+        weights_on_gpu=(arguments.weights_on or rates.gpu.weights_on) == "gpu",
         **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
     )
     machine = Machine(
@@ -359,11 +359,12 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
         file=file,
     )
     alone, placement = machine.all_ranks == 1, arguments.placement
-    if model.on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
+    if model.weights_on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
         if placement not in ("auto", "cpu", 0):
             combinations.GRADIENTS_ON_PATHS.refuse("--placement", placement, least='"cpu"')
         placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
-    keep_grads = alone if arguments.keep_grads is None else arguments.keep_grads
+    keep = arguments.keep_grads
+    keep_grads = alone if keep is None else keep
     known_nodes = [f"node{each.node}" for each in rates.nodes]
     for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
         if name not in known_nodes:
@@ -388,11 +389,13 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
         host_memory=arguments.host_memory is None,
         gpu_memory=arguments.gpu_memory is None,
         state_formats=tuple(STATE_FORMATS) if form is None else (form,),
-        keep_grads=(True, False) if model.on_gpu and alone and arguments.keep_grads is None else (keep_grads,),
+        keep_grads=(True, False)
+        if model.weights_on_gpu and alone and arguments.keep_grads is None
+        else (keep_grads,),
         recompute=(False, True) if scenario.beside and not model.recompute else (model.recompute,),
         gradient_memory=(
             (None, 0)
-            if scenario.gradient_memory is None and rates.paths and not model.on_gpu
+            if scenario.gradient_memory is None and rates.paths and not model.weights_on_gpu
             else (scenario.gradient_memory,)
         ),
     )

@@ -183,7 +183,7 @@ class Scenario:
         found = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
         if self.machine.all_ranks > 1:
             found["gathered weights"] = model.shape.gathered_bytes
-        if model.on_gpu:
+        if model.weights_on_gpu:
             found["driver"] = DRIVER_BYTES
             if not self.config.keep_grads:  # the largest gradient leaves when all of it is there
                 found["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
@@ -308,7 +308,7 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
             PathBudget(machine.path_name(n), 1 << 60 if path.max_bytes is None else path.max_bytes)
             for n, path in enumerate(config.path_configs)
         ],
-        on_gpu=model.on_gpu,
+        on_gpu=model.weights_on_gpu,
         gpu_bytes=scenario.gpu_memory,
         gpu_staging_bytes=gpu_staging if scenario.gpu_staging is None else scenario.gpu_staging,
         gradient_bytes=GRADIENT_BYTES * numel,
@@ -328,7 +328,7 @@ def rank_rates(scenario: Scenario) -> Rates:
     rates, gpus = scenario.machine.rates.shared_by(scenario.machine.ranks), scenario.machine.gpus
     if gpus is None or scenario.machine.ranks <= gpus:
         return rates
-    if scenario.model.on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu"):
+    if scenario.model.weights_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu"):
         rates.gpu.check_used(planned=True)
         allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
         raise ConfigError("--ranks", scenario.machine.ranks, allowed)
@@ -341,10 +341,10 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
 
     layout, budgets = _budgets(scenario)
     plan = choose_plan(layout, budgets, rates, scenario.placement)
-    if scenario.model.on_gpu:  # gradients of what the GPU updates stay there
+    if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there
         on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
-    return plan.counting_buffers(int(scenario.model.on_gpu))
+    return plan.counting_buffers(int(scenario.model.weights_on_gpu))
 
 
 def _ahead(plan: Plan) -> Plan:
@@ -399,7 +399,7 @@ def ask(
     step_s = prediction.step_s if prediction else cost.step_s
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
-        on_cpu = not scenario.model.on_gpu
+        on_cpu = not scenario.model.weights_on_gpu
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
         if not plan.gradient_buffers:
             ahead = _ahead(plan)
@@ -416,7 +416,7 @@ def _forward_backward_s(scenario: Scenario, rates: Rates, plan: Plan) -> tuple[f
     unit_s = scenario.model.params * scenario.model.tokens / rates.compute_flops_per_s
     forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
     backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if scenario.model.recompute else 0.0)
-    if scenario.model.on_gpu and not scenario.config.keep_grads:
+    if scenario.model.weights_on_gpu and not scenario.config.keep_grads:
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
@@ -444,7 +444,7 @@ def least(scenario: Scenario) -> Use | None:
     few = bisect.bisect_left(range(len(ends)), True, key=works)
     if few == len(ends):
         return None
-    if not scenario.model.on_gpu:  # else what the GPU updates has its gradients there
+    if not scenario.model.weights_on_gpu:  # else what the GPU updates has its gradients there
         return use_of(planned(few).counting_buffers(0), scenario.beside)
     return use(scenario.with_host_memory(ends[few]))
 

@@ -92,7 +92,7 @@ class Model:
         params: All its parameters.
         exact_params: How many of them have exact state where that of others is stored in blocks.
         shape: None where only its size is known. Activations are counted if it and `tokens` are.
-        on_gpu: Whether its weights lie on GPUs.
+        weights_on_gpu: Whether its weights lie on GPUs.
         rule: Name of the update rule.
         tokens: Of one rank in an iteration; None to predict the step alone.
         accumulate: Micro-steps that the tokens come in.
@@ -102,7 +102,7 @@ class Model:
     params: int
     exact_params: int = 0
     shape: Shape | None = None
-    on_gpu: bool = False
+    weights_on_gpu: bool = False
     rule: str = "adam"
     tokens: int | None = None
     accumulate: int = 1

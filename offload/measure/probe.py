@@ -118,7 +118,7 @@ def quick_probe(
                 sizes = map(format_bytes, (numel * trial_bytes(spec), cache_bytes()))
                 log.info("%s, by passes over %s; last-level caches hold %s", reached, *sizes)
             measured |= _known[key]
-            if state_format is EXACT:
+            if state_format == formats[0]:  # exact state, of which the GPU's rates are
                 gpu = lanes.rated(partial(_gpu_rates, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
     for tier in tiers:

@@ -17,6 +17,7 @@ import torch
 from offload.config import OVERLAPS
 from offload.optim.pace import Pace
 from offload.session.engine import Engine
+from offload.units import format_seconds
 
 log = logging.getLogger("offload")
 
@@ -129,6 +130,6 @@ class AutoOverlap:
         if not is_looked_at_again:
             tried_s = {name: self._tried_s[name] for name in OVERLAPS if name in possible}
             now = next(name for name in tried_s if tried_s[name] * (1 - LEAST_GAIN) <= min(tried_s.values()))
-            found = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in tried_s.items())
+            found = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in tried_s.items())
             log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', now, found)
         return names.index(now), 2 * self._seen

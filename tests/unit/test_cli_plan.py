@@ -177,7 +177,7 @@ def test_the_gpu_takes_its_part(rates, capsys):
 @pytest.mark.slow
 def test_advice_is_what_planning_again_says():
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9), 300e9)
-    model = Model(params=8 * GB, on_gpu=True)
+    model = Model(params=8 * GB, weights_on_gpu=True)
     answer = ask(Scenario.of(model, Machine(rates=rates)))
     found = dict(advice(answer))
     two = ask(Scenario.of(model, Machine(rates=Rates(40e9, rates.paths * 2, rates.gpu, 300e9))))
@@ -192,7 +192,7 @@ def test_advice_is_what_planning_again_says():
 def test_hidden_steps_that_paths_bind_take_what_the_paths_take() -> None:
     """Of a rank with some state at home in memory: what is left of its step goes over no path."""
     machine = Machine(rates=Rates(20e9, (PathRates(1e9, 1e9),), GpuRates(1e12, 50e9, 50e9), 50e9, 200e12))
-    model = Model(params=1_600_000_000, on_gpu=True, tokens=4096)
+    model = Model(params=1_600_000_000, weights_on_gpu=True, tokens=4096)
     answer = ask(Scenario.of(model, machine, host_memory=6 * GIB))
     streamed_bytes = sum(s.state_bytes for s in answer.plan.layout.subgroups if answer.ahead.may_speculate(s.index))
     floor_s = streamed_bytes / 1e9
@@ -451,7 +451,7 @@ def test_the_least_budget_is_the_least_that_works(node):
 def test_advice_gives_no_more_than_the_node_has():
     """Nor what the system, and the process beside its plan, should have."""
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9, memory_bytes=4 * GIB), 300e9)
-    scenario = Scenario.of(Model(params=GB, on_gpu=True), Machine(rates=rates, memory_bytes=8 * GIB, gpus=1))
+    scenario = Scenario.of(Model(params=GB, weights_on_gpu=True), Machine(rates=rates, memory_bytes=8 * GIB, gpus=1))
     answer = ask(scenario, simulate=False)
     found = dict(advice(answer))
     room = [line for line in found if line.startswith("host budget")]
