@@ -24,7 +24,7 @@ IO_BACKENDS = ("auto", "io_uring", "threads", "asyncio")
 
 # Measured (bench/reports/2026-11-27-paths.json, "sweep" and "depth"): fewer or smaller pieces in flight lose
 # throughput, more or larger gain none.
-DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2, "asyncio": 2}
+DEFAULT_DEPTHS = {"io_uring": 4, "threads": 4, "asyncio": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
