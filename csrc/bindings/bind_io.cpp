@@ -15,7 +15,6 @@
 #include "../io/crc32c.h"
 #include "../io/header.h"
 #include "../io/io_threads.h"
-#include "../io/io_uring.h"
 #include "../io/store_file.h"
 #include "../runtime/completion_queue.h"
 #include "bindings.h"
@@ -245,12 +244,6 @@ void bind_files(nb::module_& module) {
                                   "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h.")
       .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
            "checksum"_a, nb::keep_alive<1, 2>());
-
-  nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>())
-      .def_static("refusal", &IoUring::refusal,
-                  "0 where this process may use io_uring, else the errno that says why not.");
 }
 
 }  // namespace
