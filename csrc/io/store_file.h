@@ -1,7 +1,7 @@
 // The one data file of a store on a path: its descriptor and how it grows.
 //
 // Invariants: allocated_bytes never shrinks; used_bytes <= allocated_bytes unless the file
-// system cannot preallocate. Thread-safe. Not done here: transfers (an I/O engine's business)
+// system cannot preallocate. Thread-safe. Not done here: transfers (those of io_threads.h)
 // and which slot holds what (the caller's).
 #pragma once
 
