@@ -244,7 +244,7 @@ class Bounds:
 
         small = request["settings"]["smoke"]
         self.stack = contextlib.ExitStack()
-        disk = opened(request["settings"]["path"], io_backend="io_uring", checksum=False)
+        disk = opened(request["settings"]["path"], io_backend="threads", checksum=False)
         tile, self.tiles = (MIB, 4) if small else (4 * MIB, 48)
         self.moved = 2 * tile * self.tiles
         self.mixer = Mixer(*self.stack.enter_context(disk), tile, 4, 16)

@@ -2,9 +2,7 @@
 
 Sections, each of which can be run alone (`--sections single,sum`):
 
-  single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
-  backends      io_uring beside threads, by tile size: reads and writes mixed, with checksums taken and checked by the
-                backend's own threads; and steps of the engine, whose updates do that
+  single        one path, reads and writes mixed, against fio at the same block size and depth
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
@@ -30,7 +28,7 @@ from typing import Any
 
 import torch
 from _common import cores
-from _harness import Run, digest, interleaved, main, medians, ratio
+from _harness import Run, digest, interleaved, main, medians
 from _needs import FIO
 from _sessions import MB, MIB, Configuration, Model, Pace, Session, sessions
 
@@ -43,8 +41,7 @@ from offload.tiers import StoreOptions, open_tier
 from offload.units import format_seconds
 
 SLOT_HEADER = 4096
-BACKENDS = ("threads", "io_uring")
-THREADS = {"offload-update": "update", "offload-ring": "I/O", "offload-read": "I/O", "offload-write": "I/O"}
+THREADS = {"offload-update": "update", "offload-read": "I/O", "offload-write": "I/O"}
 """What a session's threads are for, by their names without numbers; the engine's and the caller's are Python's."""
 
 
@@ -146,10 +143,10 @@ def single(run: Run) -> dict[str, Any]:
 
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Callable[[], object]] = {}
-        for backend, checksum in itertools.product(BACKENDS, (True, False)):
-            tier, queue = stack.enter_context(opened(run.folder, io_backend=backend, checksum=checksum))
+        for checksum in (True, False):
+            tier, queue = stack.enter_context(opened(run.folder, io_backend="threads", checksum=checksum))
             mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
-            contenders[f"{backend}, {'' if checksum else 'no '}checksum"] = partial(mixer.run, tiles)
+            contenders[f"threads, {'' if checksum else 'no '}checksum"] = partial(mixer.run, tiles)
         theirs = {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
         times = interleaved(contenders | theirs, rounds)
     found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in contenders}
@@ -160,54 +157,6 @@ def single(run: Run) -> dict[str, Any]:
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
     run.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed")
-    return found
-
-
-RING = "io_uring, depth 4"
-WAYS = {RING: ("io_uring", 4)} | {f"threads, depth {depth}": ("threads", depth) for depth in (2, 3, 4)}
-
-
-def backends(run: Run) -> dict[str, Any]:
-    """Compare seconds and CPU seconds with those of io_uring in the same round."""
-    found: dict[str, Any] = {}
-    total, rounds = (8 * MIB, 2) if run.smoke else (384 * MIB, 9)
-    for tile_mib in (1,) if run.smoke else (1, 4, 16):
-        tile = tile_mib * MIB
-        cpu_s: dict[str, list[float]] = {}
-
-        def timed(name: str, work: Callable[[], object], cpu_s: dict[str, list[float]] = cpu_s) -> None:
-            started_s = time.process_time()  # of all threads, the tier's included
-            work()
-            cpu_s.setdefault(name, []).append(time.process_time() - started_s)
-
-        numel = tile // int(EXACT_ADAMW.item_bytes) // 1024 * 1024
-        with contextlib.ExitStack() as stack:
-            contenders: dict[str, dict[str, Callable[[], object]]] = {"tiles": {}, "steps": {}}
-            for way, (backend, depth) in WAYS.items():
-                tier, queue = stack.enter_context(opened(run.place(), io_backend=backend, depth=depth))
-                mixer = Mixer(tier, queue, tile, 4, 64 if tile_mib == 1 else 16)
-                name = f"tiles of {tile_mib} MiB, {way}"
-                contenders["tiles"][name] = partial(timed, name, partial(mixer.run, max(1, total // tile // 2)))
-                config = offload.OffloadConfig(
-                    paths=[{"path": str(run.place()), "depth": depth}], io_backend=backend, subgroup_numel=numel,
-                    host_memory=0, staging_memory=8 * int(EXACT_ADAMW.item_bytes) * numel,
-                )  # fmt: skip
-                weights = [torch.nn.Parameter(torch.ones(numel).bfloat16()) for _ in range(max(2, total // tile))]
-                for weight in weights:
-                    weight.grad = torch.ones_like(weight)
-                optimizer = stack.enter_context(offload.AdamW(weights, lr=1e-3, offload=config))
-                name = f"steps, tiles of {tile_mib} MiB, {way}"
-                contenders["steps"][name] = partial(timed, name, optimizer.step)
-            for kind, every in contenders.items():
-                times = interleaved(every, rounds)
-                base = next(iter(every))
-                for name in every:
-                    found[name] = {
-                        "bytes_per_s": 2 * total * (0.5 if kind == "tiles" else 1) / statistics.median(times[name]),
-                        "of_io_uring": ratio(times[name], times[base]),
-                        "cpu_of_io_uring": ratio(cpu_s[name][-rounds:], cpu_s[base][-rounds:]),
-                    }
-                    print(f"  {name:<42} {', '.join(f'{key} {value:.3g}' for key, value in found[name].items())}")
     return found
 
 
@@ -345,7 +294,6 @@ if __name__ == "__main__":
         __doc__,
         sections={
             "single": single,
-            "backends": backends,
             "sum": several,
             "traffic": traffic,
             "overlap": overlap,

@@ -238,9 +238,8 @@ class OffloadConfig:
             training: a self-contained one, in a folder of the same name. The plan makes room for one more checkpoint
             on the paths, which is kept while it is copied. Where several are committed meanwhile, the newest is next.
             Checkpoints that are copies anyway are not mirrored.
-        io_backend: How directories are read and written: "io_uring" (an error where the system refuses it),
-            "threads", "asyncio" (through aiofiles), or "auto": io_uring where it works, else threads, and asyncio on
-            network file systems without O_DIRECT.
+        io_backend: How directories are read and written: "threads", "asyncio" (through aiofiles), or "auto": threads,
+            and asyncio on network file systems without O_DIRECT. "io_uring", of earlier versions, is "threads".
         path_lock: Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a
             time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
             pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm; object
@@ -326,7 +325,8 @@ class OffloadConfig:
         self._check_gradient_memory()
         if self.borrows and self.overlaps_forward:
             combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
-        _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
+        if self.io_backend != "io_uring":  # of earlier versions: taken as threads where a path is opened
+            _check_choice("io_backend", self.io_backend, ("auto", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
         else:

@@ -15,7 +15,6 @@
 #include "../io/crc32c.h"
 #include "../io/header.h"
 #include "../io/io_threads.h"
-#include "../io/io_uring.h"
 #include "../io/store_file.h"
 #include "../runtime/completion_queue.h"
 #include "bindings.h"
@@ -182,12 +181,14 @@ void bind_files(nb::module_& module) {
           "free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
           "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");
 
-  nb::class_<IoEngine>(module, "IoEngine",
-                       "What every way of reading and writing slots can do; see csrc/io/engine.h. Submit and close\n"
-                       "from one thread.")
+  nb::class_<IoThreads>(module, "IoThreads",
+                        "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h. Submit and\n"
+                        "close from one thread.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
+           "checksum"_a, nb::keep_alive<1, 2>())
       .def(
           "read",
-          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
+          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
              std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
              std::optional<std::uint32_t> checksum, bool verify) {
             IoRequest request =
@@ -201,7 +202,7 @@ void bind_files(nb::module_& module) {
           "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
       .def(
           "write",
-          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
+          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
              std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
              std::optional<std::uint32_t> checksum) {
             IoRequest request =
@@ -214,7 +215,7 @@ void bind_files(nb::module_& module) {
           "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
-          [](IoEngine& self, const SharedFile& file, std::uint64_t op) {
+          [](IoThreads& self, const SharedFile& file, std::uint64_t op) {
             IoRequest request;
             request.kind = IoKind::kSync;
             request.op = op;
@@ -222,13 +223,13 @@ void bind_files(nb::module_& module) {
             self.submit(std::move(request));
           },
           "file"_a, "op"_a, "Make every write that was submitted before durable (fdatasync).")
-      .def("set_depth", &IoEngine::set_depth, "depth"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("set_depth", &IoThreads::set_depth, "depth"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Have at most so many requests of each direction in flight from now on; nothing is in flight meanwhile.")
-      .def("close", &IoEngine::close, nb::call_guard<nb::gil_scoped_release>(),
+      .def("close", &IoThreads::close, nb::call_guard<nb::gil_scoped_release>(),
            "Finish what is in flight and join the threads; idempotent.")
       .def(
           "inject",
-          [](IoEngine& self, const std::string& kind, std::uint64_t nth, int error, std::size_t limit_bytes) {
+          [](IoThreads& self, const std::string& kind, std::uint64_t nth, int error, std::size_t limit_bytes) {
             if (nth < 1) throw std::invalid_argument("nth counts from 1");
             FaultList::Fault fault;
             fault.kind = kind_named(kind);
@@ -240,17 +241,6 @@ void bind_files(nb::module_& module) {
           "kind"_a, "nth"_a = 1, "error"_a = 0, "limit_bytes"_a = 0,
           "For tests: the nth next system call of kind (read, write, sync, allocate) fails with errno error, or\n"
           "moves at most limit_bytes (rounded up to whole sectors with O_DIRECT) where error is 0.");
-
-  nb::class_<IoThreads, IoEngine>(module, "IoThreads",
-                                  "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>());
-
-  nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>())
-      .def_static("refusal", &IoUring::refusal,
-                  "0 where this process may use io_uring, else the errno that says why not.");
 }
 
 }  // namespace

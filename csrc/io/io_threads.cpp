@@ -1,14 +1,19 @@
 #include "io_threads.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
+#include <cstdlib>
 #include <deque>
+#include <limits>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -16,10 +21,127 @@
 #include <vector>
 
 #include "crc32c.h"
-#include "transfer.h"
 
 namespace offload {
 namespace {
+
+// What a transfer came to: 0, an errno or a kError code, and where.
+struct Outcome {
+  std::int32_t error = 0;
+  std::uint32_t checksum = 0;
+  std::uint64_t offset = 0;
+};
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using HeaderBuffer = std::unique_ptr<SlotHeader, FreeDeleter>;
+
+// Memory for one header, aligned for O_DIRECT; throws std::bad_alloc.
+HeaderBuffer make_header_buffer() {
+  void* memory = std::aligned_alloc(kSectorBytes, sizeof(SlotHeader));
+  if (memory == nullptr) throw std::bad_alloc();
+  return HeaderBuffer(static_cast<SlotHeader*>(memory));
+}
+
+// What is still to be moved between at most two pieces of memory, one after the other, and one
+// range of a file.
+class Span {
+ public:
+  Span(void* first, std::size_t first_bytes, void* second, std::size_t second_bytes, std::uint64_t offset)
+      : parts_{{first, first_bytes}, {second, second_bytes}}, offset_(offset) {}
+
+  bool done() const { return parts_[0].iov_len + parts_[1].iov_len == 0; }
+  std::uint64_t offset() const { return offset_; }
+
+  // The memory of one system call that moves at most limit_bytes; returns how many parts it has.
+  int call(std::size_t limit_bytes, iovec call[2]) const {
+    int count = 0;
+    for (const iovec& part : parts_) {
+      const std::size_t length = std::min(part.iov_len, limit_bytes);
+      if (length == 0) continue;
+      call[count++] = {part.iov_base, length};
+      limit_bytes -= length;
+    }
+    return count;
+  }
+
+  // Take note that moved bytes have been moved. Returns 0, or an error where that was too little
+  // to go on.
+  std::int32_t advance(std::size_t moved, IoKind kind, bool direct) {
+    // O_DIRECT goes on at sector boundaries only. What is left of a sector is either the end of a
+    // file that was cut, or will be moved again.
+    if (direct) moved -= moved % kSectorBytes;
+    if (moved == 0) return kind == IoKind::kRead ? kErrorShort : EIO;
+    offset_ += moved;
+    for (iovec& part : parts_) {
+      const std::size_t used = std::min(part.iov_len, moved);
+      part.iov_base = static_cast<char*>(part.iov_base) + used;
+      part.iov_len -= used;
+      moved -= used;
+    }
+    return 0;
+  }
+
+ private:
+  iovec parts_[2];
+  std::uint64_t offset_;
+};
+
+// How a slot is cut for system calls. Piece 0 has the header in front and exists always.
+class Pieces {
+ public:
+  Pieces(const IoRequest& request, std::size_t piece_bytes)
+      : payload_(static_cast<char*>(request.address)),
+        nbytes_(request.identity.nbytes),
+        offset_(request.offset),
+        piece_bytes_(piece_bytes) {}
+
+  std::size_t count() const { return nbytes_ == 0 ? 1 : (nbytes_ + piece_bytes_ - 1) / piece_bytes_; }
+  char* payload(std::size_t index) const { return payload_ + index * piece_bytes_; }
+  std::size_t payload_bytes(std::size_t index) const {
+    return std::min<std::uint64_t>(piece_bytes_, nbytes_ - index * piece_bytes_);
+  }
+  Span span(std::size_t index, SlotHeader* header) const {
+    if (index == 0) return Span(header, sizeof *header, payload(0), payload_bytes(0), offset_);
+    const std::uint64_t offset = offset_ + sizeof *header + index * piece_bytes_;
+    return Span(nullptr, 0, payload(index), payload_bytes(index), offset);
+  }
+
+ private:
+  char* payload_;
+  std::uint64_t nbytes_;
+  std::uint64_t offset_;
+  std::size_t piece_bytes_;
+};
+
+// End of the slot that a request is about.
+std::uint64_t slot_end(const IoRequest& request) {
+  return request.offset + sizeof(SlotHeader) + request.identity.nbytes;
+}
+
+// 0 where a header that was read is the one that was asked for, else a kError code.
+std::int32_t admit(const SlotHeader& header, const IoRequest& request) {
+  if (check_header(header, request.identity) != 0) return kErrorHeader;
+  return request.has_expected_crc && request.expected_crc != header.payload_crc ? kErrorChecksum : 0;
+}
+
+// What one system call may do: fail at once with error, or move limit_bytes at most.
+struct PlannedCall {
+  int error = 0;
+  std::size_t limit_bytes = std::numeric_limits<std::size_t>::max();
+};
+PlannedCall planned_call(FaultList& faults, IoKind kind, bool direct) {
+  PlannedCall planned;
+  FaultList::Fault fault;
+  if (!faults.due(kind, &fault)) return planned;
+  planned.error = fault.error;
+  if (fault.error == 0) {
+    planned.limit_bytes = fault.limit_bytes;
+    if (direct) planned.limit_bytes = (fault.limit_bytes + kSectorBytes - 1) / kSectorBytes * kSectorBytes;
+  }
+  return planned;
+}
 
 // One direction: its requests, and which of them is on each thread.
 struct Lane {
@@ -38,6 +160,27 @@ struct Lane {
   bool closing = false;
   std::vector<HeaderBuffer> headers;
   std::vector<std::thread> threads;
+};
+
+void check_depth(std::size_t depth) {
+  if (depth < 1 || depth > kMostDepth)
+    throw std::invalid_argument("depth must be from 1 to " + std::to_string(kMostDepth));
+}
+
+// Blocks all signals in threads that are started while this lives: they go to Python's main thread.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
 };
 
 }  // namespace

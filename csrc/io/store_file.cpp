@@ -29,40 +29,35 @@ StoreFile::StoreFile(int fd, bool direct, const std::array<std::uint8_t, 16>& st
 StoreFile::~StoreFile() { ::close(fd_); }
 
 int StoreFile::reserve(std::uint64_t end, bool exact) {
-  std::lock_guard<std::mutex> lock(growth_mutex_);
-  Growth growth = begin_growth(end, exact);
-  while (growth.nbytes != 0) growth = finish_growth(end, growth, allocate(fd_, growth.offset, growth.nbytes));
-  return growth.error;
-}
-
-StoreFile::Growth StoreFile::begin_growth(std::uint64_t end, bool exact) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (max_bytes_ != 0 && end > max_bytes_) return {ENOSPC, 0, 0};
-  if (end <= allocated_bytes_ || !preallocate_) {
-    used_bytes_ = std::max(used_bytes_, end);
-    return {};
+  std::lock_guard<std::mutex> growth(growth_mutex_);
+  std::uint64_t target = end;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (max_bytes_ != 0 && end > max_bytes_) return ENOSPC;
+    if (end <= allocated_bytes_ || !preallocate_) {
+      used_bytes_ = std::max(used_bytes_, end);
+      return 0;
+    }
+    if (!exact) target = std::max(end, allocated_bytes_ + extent_bytes_);
+    if (max_bytes_ != 0) target = std::min(target, max_bytes_);
   }
-  std::uint64_t target = exact ? end : std::max(end, allocated_bytes_ + extent_bytes_);
-  if (max_bytes_ != 0) target = std::min(target, max_bytes_);
-  return {0, allocated_bytes_, target - allocated_bytes_};
-}
-
-StoreFile::Growth StoreFile::finish_growth(std::uint64_t end, const Growth& tried, int error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const std::uint64_t target = tried.offset + tried.nbytes;
+  int error = allocate(fd_, allocated_bytes_, target - allocated_bytes_);
   // Without room for a whole extent take just what is needed now; EFBIG likewise, where a limit
   // on file sizes lies inside the extent.
-  if ((error == ENOSPC || error == EDQUOT || error == EFBIG) && target > end)
-    return {0, tried.offset, end - tried.offset};
+  if ((error == ENOSPC || error == EDQUOT || error == EFBIG) && target > end) {
+    target = end;
+    error = allocate(fd_, allocated_bytes_, target - allocated_bytes_);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
   if (error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) {
     preallocate_ = false;  // this file system cannot; its writes report a full disk themselves
   } else if (error != 0) {
-    return {error, 0, 0};
+    return error;
   } else {
-    allocated_bytes_ = std::max(allocated_bytes_, target);
+    allocated_bytes_ = target;
   }
   used_bytes_ = std::max(used_bytes_, end);
-  return {};
+  return 0;
 }
 
 int StoreFile::sync(int injected_error) {
@@ -70,14 +65,8 @@ int StoreFile::sync(int injected_error) {
   while (error == 0 && fdatasync(fd_) != 0) {
     if (errno != EINTR) error = errno;
   }
-  return note_sync(error);
-}
-
-int StoreFile::note_sync(int error) {
-  if (error != 0) {
-    int none = 0;
-    sync_error_.compare_exchange_strong(none, error);
-  }
+  int none = 0;
+  if (error != 0) sync_error_.compare_exchange_strong(none, error);
   return sync_error_.load();
 }
 

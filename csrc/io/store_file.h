@@ -1,7 +1,7 @@
 // The one data file of a store on a path: its descriptor and how it grows.
 //
 // Invariants: allocated_bytes never shrinks; used_bytes <= allocated_bytes unless the file
-// system cannot preallocate. Thread-safe. Not done here: transfers (an I/O engine's business)
+// system cannot preallocate. Thread-safe. Not done here: transfers (those of io_threads.h)
 // and which slot holds what (the caller's).
 #pragma once
 
@@ -32,23 +32,9 @@ class StoreFile {
   // beyond that is allocated.
   int reserve(std::uint64_t end, bool exact = false);
 
-  // The same in two halves, for who allocates by other means than a call that blocks. What
-  // begin_growth and then each finish_growth return has to be allocated next; with nbytes 0 there
-  // is nothing more to do, and error is what reserve would have returned. One growth at a time.
-  struct Growth {
-    int error = 0;
-    std::uint64_t offset = 0;
-    std::uint64_t nbytes = 0;
-  };
-  Growth begin_growth(std::uint64_t end, bool exact = false);
-  Growth finish_growth(std::uint64_t end, const Growth& tried, int error);
-
   // fdatasync. A failure stays: the kernel reports lost pages once only, so a later success
   // would be a lie. Returns 0 or an errno.
   int sync(int injected_error);
-
-  // The same for who has called fdatasync by other means: note its errno or 0, return what sync would.
-  int note_sync(int error);
 
   // Bytes by which slots may grow beyond the furthest that was reserved; the lesser of the
   // file system's room and max_bytes.
@@ -62,8 +48,8 @@ class StoreFile {
   const std::array<std::uint8_t, 16> store_;
   const std::uint64_t max_bytes_;
   const std::uint64_t extent_bytes_;
-  std::mutex growth_mutex_;  // held while reserve allocates
-  mutable std::mutex mutex_;
+  std::mutex growth_mutex_;   // held while reserve allocates
+  mutable std::mutex mutex_;  // of what follows, which changes under both
   std::uint64_t allocated_bytes_ = 0;
   std::uint64_t used_bytes_ = 0;
   bool preallocate_ = true;

@@ -14,7 +14,7 @@ from offload.protocols import Tier
 from offload.tiers.buckets import Bucket
 from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, Turns, slot_bytes, tier_error
 from offload.tiers.directories import Directory
-from offload.tiers.file import FileTier, choose_io_backend
+from offload.tiers.file import FileTier
 from offload.tiers.filesystem import file_system, identity, lock_holder
 from offload.tiers.objects import RetryPolicy, S3Client
 from offload.tiers.place import Place
@@ -32,7 +32,6 @@ __all__ = [
     "StoreOptions",
     "Turns",
     "check_places",
-    "choose_io_backend",
     "file_system",
     "free_bytes",
     "identity",

@@ -1,7 +1,7 @@
 """How a file of slots is read and written through asyncio and aiofiles.
 
-For mounts where neither O_DIRECT nor io_uring works: through the page cache, with one event loop on one thread that
-keeps a bounded number of transfers going.
+For network mounts without O_DIRECT: through the page cache, with one event loop on one thread that keeps a
+bounded number of transfers going.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class AsyncIo:
-    """What a `FileTier` moves slots with, in the place of a `_native.IoEngine`, whose methods it has.
+    """What a `FileTier` moves slots with, in the place of `_native.IoThreads`, whose methods it has.
 
     Args:
         queue: Where completions go; must outlive it.
@@ -99,17 +99,17 @@ class AsyncIo:
             self._ends = undo.pop_all()
 
     def read(self, file: StoreFile, op: int, *slot: Any) -> None:
-        """See `IoEngine.read`."""
+        """See `IoThreads.read`."""
         request = _request(op, *slot)
         self._start(lambda: self._answer(op, request.offset, self._read(request)))
 
     def write(self, file: StoreFile, op: int, *slot: Any) -> None:
-        """See `IoEngine.write`."""
+        """See `IoThreads.write`."""
         request = _request(op, *slot)
         self._start(lambda: self._answer(op, request.offset, self._write(file, request)), writes=True)
 
     def sync(self, file: StoreFile, op: int) -> None:
-        """See `IoEngine.sync`; once failed, it fails for good."""
+        """See `IoThreads.sync`; once failed, it fails for good."""
         self._start(lambda: self._answer(op, 0, self._sync(frozenset(self._writing))))
 
     def set_depth(self, depth: int) -> None:

@@ -70,12 +70,12 @@ class StoreOptions:
         depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
         checksum: Compute payload checksums on write and verify them on read. Without, completions report 0, headers
             are still verified, and only the index tells a finished write from a torn one.
-        turns: Take turns on the path with other processes (with io_uring or threads only; a warning says where that
-            is not so); None for no lock.
-        io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
-            that works, with asyncio for network and parallel file systems without O_DIRECT.
+        turns: Take turns on the path with other processes (with threads only; a warning says where that is not
+            so); None for no lock.
+        io_backend: How directories are read and written: "threads", "asyncio", or "auto": threads, with asyncio for
+            network and parallel file systems without O_DIRECT. "io_uring" is taken as "threads".
         used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
-            cut into slots already; `close` leaves it in place. With io_uring or threads only. None for a new store.
+            cut into slots already; `close` leaves it in place. With threads only. None for a new store.
     """
 
     max_bytes: int | None = None

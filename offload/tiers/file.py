@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import cast
 
-from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile
+from offload._native import CompletionQueue, IoThreads, StoreFile
 from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.asyncfile import AsyncIo
@@ -19,50 +19,38 @@ from offload.tiers.common import DEFAULTS, Owned, StoreOptions, check_depth, che
 from offload.tiers.filesystem import open_regular
 from offload.tiers.store import Store
 
-IO_BACKENDS = ("auto", "io_uring", "threads", "asyncio")
-"""Ways to read and write; "auto" is the best that works on local file systems here."""
+IO_BACKENDS = ("auto", "threads", "asyncio")
+"""Ways to read and write; "auto" is "threads" on local file systems."""
 
 # Measured (bench/reports/2026-11-27-paths.json, "sweep" and "depth"): fewer or smaller pieces in flight lose
-# throughput, more or larger gain none.
-DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2, "asyncio": 2}
+# throughput, more or larger gain little.
+DEFAULT_DEPTHS = {"threads": 4, "asyncio": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
 
 
-def _say_once(message: str) -> None:
+def _say_once(message: str, level: int = logging.INFO) -> None:
     """Log what is true of the whole process and need not be repeated for every path."""
     if message not in _said:
         _said.add(message)
-        logging.getLogger("offload").info("%s", message)
+        logging.getLogger("offload").log(level, "%s", message)
 
 
 def choose_io_backend(wanted: str = "auto") -> str:
-    """Return "io_uring", "threads" or "asyncio": what `wanted` comes to in this process.
+    """Return "threads" or "asyncio": what `wanted` comes to. "io_uring" of earlier versions is taken as "threads".
 
     Raises:
-        ConfigError: `wanted` is unknown, or is "io_uring" and the system refuses it.
+        ConfigError: `wanted` is unknown.
     """
-    if wanted not in IO_BACKENDS:
+    if wanted == "io_uring":
+        _say_once('io_backend "io_uring" is taken as "threads", which are as fast (said once)', logging.WARNING)
+    elif wanted not in IO_BACKENDS:
         raise ConfigError("io_backend", wanted, "use " + " or ".join(f'"{name}"' for name in IO_BACKENDS))
-    if wanted == "asyncio":
-        _say_once("storage I/O by asyncio")
-        return wanted
-    refusal = IoUring.refusal() if wanted != "threads" else 0
-    reason = f"{errno.errorcode.get(refusal, refusal)}: {os.strerror(refusal)}"
-    if wanted == "io_uring" and refusal:
-        raise ConfigError(
-            "io_backend",
-            wanted,
-            f'the system refuses it ({reason}), as many containers do: use "auto" or "threads", or allow the '
-            "io_uring system calls",
-        )
-    if wanted == "threads" or refusal:
-        _say_once(f"storage I/O by threads ({f'io_uring: {reason}' if refusal else 'as asked for'})")
-        return "threads"
-    _say_once("storage I/O by io_uring")
-    return "io_uring"
+    chosen = "asyncio" if wanted == "asyncio" else "threads"
+    _say_once(f"storage I/O by {chosen}")
+    return chosen
 
 
 class FileTier(Owned):
@@ -78,13 +66,13 @@ class FileTier(Owned):
         path: An existing, writable directory.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        options: How; the depth is of pieces (with io_uring), tiles (with threads) or system calls (with asyncio), by
-            default `DEFAULT_DEPTHS`, and the backend one of `IO_BACKENDS`.
+        options: How; the depth is of tiles (with threads) or system calls (with asyncio), by default
+            `DEFAULT_DEPTHS`, and the backend one of `IO_BACKENDS`.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         direct: Try O_DIRECT; False for the page cache, through which asyncio goes anyway.
 
     Attributes:
-        io_backend: What that came to: "io_uring", "threads" or "asyncio".
+        io_backend: What that came to: "threads" or "asyncio".
         direct: Whether the file is open with O_DIRECT.
         store_path: The store's directory.
         data_path: The file with the slots.
@@ -128,9 +116,9 @@ class FileTier(Owned):
                 raise OSError(error, os.strerror(error))
             how = queue, self.depth, piece_bytes, options.checksum
             if self.io_backend == "asyncio":
-                self._engine = cast(IoEngine, AsyncIo(*how, self.data_path, store.bytes))
+                self._engine = cast(IoThreads, AsyncIo(*how, self.data_path, store.bytes))
             else:
-                self._engine = IoUring(*how) if self.io_backend == "io_uring" else IoThreads(*how)
+                self._engine = IoThreads(*how)
             undo.callback(self._engine.close)
             undo.pop_all()
 
@@ -191,7 +179,7 @@ class FileTier(Owned):
         if not self.ends_here():
             return
         self._engine.close()
-        # Nothing is in flight any more: descriptors go now, and with the ring what the kernel pinned of the memory.
+        # Nothing is in flight any more: descriptors go now.
         used_bytes = self._file.used_bytes
         del self._engine, self._file
         if self.kept is not None:

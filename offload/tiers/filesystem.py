@@ -160,7 +160,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         _check_regular(os.fstat(descriptor), path)
-        os.set_blocking(descriptor, True)  # io_uring would not wait for the disk either
+        os.set_blocking(descriptor, True)  # only opening is not to wait
         return descriptor  # here, so that an interrupt at this line closes it
     except BaseException:
         if descriptor >= 0:

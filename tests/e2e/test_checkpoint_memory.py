@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from offload._native import IoUring
-
 PROGRAM = Path(__file__).with_name("checkpoint_memory.py")
 NOISE_BYTES = 4 << 20
 """What interpreter, torch and allocator take besides: a sixth of a subgroup's state there."""
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "io_uring": ("bfloat16", {"host_memory": 0, "io_backend": "io_uring"}),
+    "streamed": ("bfloat16", {"host_memory": 0, "io_backend": "threads"}),
     "partly resident": ("bfloat16", {"host_memory": "50MB", "io_backend": "threads"}),
     "masters are weights": ("float32", {"host_memory": 0, "io_backend": "asyncio"}),
 }
@@ -29,8 +27,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_checkpoints_keep_to_the_plan(kind: str, tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("this system does not tell peaks")
-    if kind == "io_uring" and IoUring.refusal():
-        pytest.skip("no io_uring here")
     dtype, settings = KINDS[kind]
     command = [
         sys.executable,

@@ -27,7 +27,6 @@ from settling import settle
 
 import offload
 from offload import waits
-from offload._native import IoUring
 from offload.protocols import WAKE
 from offload.session import setup
 from offload.tiers import open_tier
@@ -36,7 +35,7 @@ LONG_S = 120.0
 
 Hasty = limited(offload.AdamW, settle_s=0.05, unwind_s=0.05)
 """Waits for what has been given up as long as these tests like."""
-BACKENDS = ["threads", "io_uring", "asyncio"]
+BACKENDS = ["threads", "asyncio"]
 
 overlapping = pytest.mark.parametrize("overlaps", [False, True], ids=["waited for", "behind"])
 """Whether steps go on behind their caller, into the next pass over all layers."""
@@ -363,16 +362,10 @@ def fuse(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
             subprocess.run(["umount", "--lazy", point], check=True)
 
 
-def need(backend: str) -> None:
-    if backend == "io_uring" and IoUring.refusal():
-        pytest.skip("no io_uring here")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_server_that_stops(fuse: tuple[Path, Callable[[int], None]], backend: str) -> None:
     """What lanes have asked for is answered long after the session has gone, and harms nobody."""
-    need(backend)
     path, send = fuse
     training = Training(path, io_backend=backend)
     training.step()
@@ -424,7 +417,6 @@ print("over", flush=True)
 def test_an_interpreter_exits_beside_a_hung_device(
     fuse: tuple[Path, Callable[[int], None]], backend: str, closes: str
 ) -> None:
-    need(backend)
     path, send = fuse
     python = prepared.python() if closes == "closes" else sys.executable
     command = [python, "-c", CHILD, str(path), backend, closes]
@@ -474,7 +466,6 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
 @overlapping
 def test_a_frozen_file_system(frozen: tuple[Path, Callable[[str], None]], backend: str, overlaps: bool) -> None:
     """Not even a signal ends what waits there: reads go on, writes and deletions do not."""
-    need(backend)
     path, freeze = frozen
     training = Training(path, overlaps=overlaps, io_backend=backend)
     training.step()

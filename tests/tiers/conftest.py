@@ -15,7 +15,7 @@ from _throttled import ThrottledTier
 from faulty import FaultyTier
 from memory_tier import MemoryTier
 from s3_server import BUCKET
-from tier_harness import KINDS, Build, Harness, gather, need_io_uring
+from tier_harness import KINDS, Build, Harness, gather
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
@@ -30,14 +30,6 @@ def tmpfs() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="offload-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(params=["threads", "io_uring"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each way of reading and writing files in turn."""
-    if request.param == "io_uring":
-        need_io_uring()
-    return str(request.param)
 
 
 @pytest.fixture
@@ -64,15 +56,12 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 inner = MemoryTier(store, inner_queue, **options)  # type: ignore[arg-type]
                 tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=1e10, write_bytes_per_s=1e10)
             else:
-                place, _, backend = kind.partition("/")
-                if backend == "io_uring":
-                    need_io_uring()
-                folder = request.getfixturevalue("tmpfs") if place == "file-tmpfs" else tmp_path
-                options.setdefault("direct", place == "file-direct")
+                folder = request.getfixturevalue("tmpfs") if kind == "file-tmpfs" else tmp_path
+                options.setdefault("direct", kind == "file-direct")
                 options.setdefault("piece_bytes", 64 << 10)
-                options.setdefault("io_backend", backend or "auto")
+                options.setdefault("io_backend", "threads")
                 tier = FileTier(folder, store, queue, **gather(options))
-                if place == "file-direct" and not tier.direct:
+                if kind == "file-direct" and not tier.direct:
                     tier.close()
                     pytest.skip("no O_DIRECT on the file system of the temporary folder")
                 stack.callback(tier.close)

@@ -21,10 +21,10 @@ import pytest
 import torch
 from leftovers import clear, open_files
 from memory_tier import MemoryTier
-from tier_harness import FILE_KINDS, Build, Harness, gather, need_io_uring
+from tier_harness import FILE_KINDS, Build, Harness, gather
 
 import offload
-from offload._native import CompletionQueue, IoThreads, IoUring, StoreFile
+from offload._native import CompletionQueue, IoThreads, StoreFile
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.memory.arenas import Arena
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, Completion, TileId
@@ -252,10 +252,9 @@ def test_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_threads_take_no_signals(tmp_path: Path, backend: str) -> None:
-    tier = open_file(tmp_path, depth=3, io_backend=backend)
-    threads = [f"offload-{way}{i}" for way in ("read", "write") for i in range(3)]
-    expected = threads if backend == "threads" else ["offload-ring"]
+def test_threads_take_no_signals(tmp_path: Path) -> None:
+    tier = open_file(tmp_path, depth=3)
+    expected = [f"offload-{way}{i}" for way in ("read", "write") for i in range(3)]
     blocked: dict[str, int] = {}
     deadline_s = time.monotonic() + 60.0
     while sorted(blocked) != expected and time.monotonic() < deadline_s:  # one that was joined may still be shown
@@ -272,26 +271,24 @@ def test_threads_take_no_signals(tmp_path: Path, backend: str) -> None:
     tier.close()
 
 
-def test_files_close_on_exec(tmp_path: Path, backend: str) -> None:
-    tier = open_file(tmp_path, io_backend=backend)
+def test_files_close_on_exec(tmp_path: Path) -> None:
+    tier = open_file(tmp_path)
     out = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
     assert str(tier.store_path) not in out.stdout
-    assert "io_uring" not in out.stdout
-    assert "eventfd" not in out.stdout
     tier.close()
 
 
-def test_no_descriptor_is_left(tmp_path: Path, backend: str) -> None:
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
     clear()
     before = open_files()
-    open_file(tmp_path, io_backend=backend).close()
+    open_file(tmp_path).close()
     with pytest.raises(ConfigError):
         open_file(tmp_path / "missing")
     assert open_files().items() <= before.items()  # what others have left may go meanwhile
 
 
-def test_waiting_leaves_the_interpreter_free(build: Build, backend: str) -> None:
-    harness = build(f"file-buffered/{backend}")
+def test_waiting_leaves_the_interpreter_free(build: Build) -> None:
+    harness = build("file-buffered")
     queue = harness.queue
     arrived: list[list[tuple[int, int, int, float, float, int]]] = []
     waiter = threading.Thread(target=lambda: arrived.append(queue.wait(60.0)))
@@ -303,9 +300,9 @@ def test_waiting_leaves_the_interpreter_free(build: Build, backend: str) -> None
 
 
 @pytest.mark.parametrize("nbytes", [4096, NBYTES])
-def test_checksums_are_the_callers_where_it_has_them(build: Build, backend: str, nbytes: int) -> None:
+def test_checksums_are_the_callers_where_it_has_them(build: Build, nbytes: int) -> None:
     """What an update takes in the processor's cache is not taken again from memory."""
-    harness = build(f"file-direct/{backend}")
+    harness = build("file-direct")
     harness.fill(nbytes)
     assert harness.write(harness.request(0, nbytes, checksum=5)).checksum == 5
     request = harness.request(0, nbytes, at=TARGET, checksum=5)
@@ -318,8 +315,8 @@ def test_checksums_are_the_callers_where_it_has_them(build: Build, backend: str,
 # Growth
 
 
-def test_the_file_grows_by_extents_up_to_its_limit(build: Build, backend: str) -> None:
-    harness = build(f"file-direct/{backend}", max_bytes=300 << 20)
+def test_the_file_grows_by_extents_up_to_its_limit(build: Build) -> None:
+    harness = build("file-direct", max_bytes=300 << 20)
     harness.fill(4096)
     data = tier_of(harness).data_path
     assert os.stat(data).st_size == 0
@@ -331,10 +328,10 @@ def test_the_file_grows_by_extents_up_to_its_limit(build: Build, backend: str) -
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [("tmpfs", 0), ("ext4", 4 << 20)])
-def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int, backend: str) -> None:
+def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int) -> None:
     path = mounted(kind, "size=4m" if kind == "tmpfs" else "defaults", nbytes=nbytes)
     queue = CompletionQueue()
-    tier = FileTier(path, uuid.uuid4(), queue, StoreOptions(io_backend=backend))
+    tier = FileTier(path, uuid.uuid4(), queue)
     harness = Harness(tier, queue)
     size = 512 << 10
     data = harness.fill(size)
@@ -361,12 +358,10 @@ def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int, backe
     assert [name for name in os.listdir(path) if name != "lost+found"] == []
 
 
-@pytest.mark.parametrize("backend", ["threads", "io_uring", "asyncio"])
+@pytest.mark.parametrize("backend", ["threads", "asyncio"])
 def test_a_file_system_without_direct_io_that_does_not_say_its_size(
     mounted: Callable[..., Path], backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if backend == "io_uring":
-        need_io_uring()
     path = mounted("ramfs")
     assert free_bytes([str(path)]) == [UNLIMITED_BYTES]
     queue = CompletionQueue()
@@ -504,9 +499,9 @@ def test_faults_are_checked(files: Harness) -> None:
         tier_of(files).inject("read", 0)
 
 
-def test_a_torn_write_is_noticed(build: Build, backend: str) -> None:
+def test_a_torn_write_is_noticed(build: Build) -> None:
     # A process that dies while it overwrites a slot that nothing refers to any more.
-    harness = build(f"file-buffered/{backend}", depth=1)
+    harness = build("file-buffered", depth=1)
     data_path = tier_of(harness).data_path
 
     def stored() -> bytes:
@@ -553,11 +548,11 @@ def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
     assert out.stdout.endswith("[]\n")
 
 
-def test_threads_never_need_the_interpreter(tmp_path: Path, backend: str) -> None:
+def test_threads_never_need_the_interpreter(tmp_path: Path) -> None:
     queue, memory, store = CompletionQueue(), Arena(1 << 20), uuid.uuid4()
     descriptor = os.open(tmp_path / "tiles", os.O_RDWR | os.O_CREAT)
     file = StoreFile(descriptor, False, store.bytes, 0, 1 << 20)
-    engine = (IoUring if backend == "io_uring" else IoThreads)(queue, 4, 64 << 10, True)
+    engine = IoThreads(queue, 4, 64 << 10, True)
     for index in range(50):
         where = index * slot_bytes(64 << 10), memory.address, 64 << 10
         engine.write(file, index, 0, 0, index, 7, *where, None)

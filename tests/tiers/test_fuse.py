@@ -11,20 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tier_harness import Harness, need_io_uring
+from tier_harness import Harness
 
 import offload
 from offload._native import CompletionQueue
-from offload.tiers import (
-    FileTier,
-    StoreOptions,
-    choose_io_backend,
-    file_system,
-    lock_holder,
-    open_tier,
-)
+from offload.tiers import FileTier, StoreOptions, file_system, lock_holder, open_tier
 
-BACKENDS = ["auto", "threads", "io_uring", "asyncio"]
+BACKENDS = ["auto", "threads", "asyncio"]
 
 
 @pytest.fixture(scope="module", params=[[], ["--forward-odirect=4096"]], ids=["cached", "direct"])
@@ -42,8 +35,6 @@ def fuse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_come_and_go(fuse: Path, backend: str) -> None:
-    if backend == "io_uring":
-        need_io_uring()
     assert file_system(fuse) == "fuse"
     queue = CompletionQueue()
     tier = open_tier(str(fuse), uuid.uuid4(), queue, options=StoreOptions(io_backend=backend))
@@ -63,7 +54,7 @@ def test_slots_come_and_go(fuse: Path, backend: str) -> None:
 
 def test_every_backend_gives_the_same_weights(fuse: Path) -> None:
     found = []
-    for backend in BACKENDS if choose_io_backend() == "io_uring" else ["threads", "asyncio"]:
+    for backend in ("threads", "asyncio"):
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(50_000))
         config = offload.OffloadConfig(host_memory=0, paths=[fuse], subgroup_numel=8192, io_backend=backend)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import pytest
 from _throttled import ThrottledTier
 from faulty import FaultyTier
 from memory_tier import MemoryTier
 
-from offload._native import CompletionQueue, IoUring
+from offload._native import CompletionQueue
 from offload.memory.arenas import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import FileTier, RemoteTier, StoreOptions, slot_bytes
@@ -22,12 +21,8 @@ from offload.tiers.objects import S3Client, split_url
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
-FILE_KINDS = [
-    f"{place}/{backend}"
-    for place in ("file-direct", "file-buffered", "file-tmpfs")
-    for backend in ("threads", "io_uring")
-]
-"""Place and backend of a directory's tier."""
+FILE_KINDS = ["file-direct", "file-buffered", "file-tmpfs"]
+"""Places of a directory's tier, with threads."""
 
 KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "asyncfile", "s3"]
 
@@ -37,12 +32,6 @@ def gather(options: Mapping[str, Any]) -> dict[str, Any]:
     shared = {field.name for field in dataclasses.fields(StoreOptions)}
     rest = {name: value for name, value in options.items() if name not in shared}
     return {"options": StoreOptions(**{name: options[name] for name in options if name in shared}), **rest}
-
-
-def need_io_uring() -> None:
-    """Skip the test where the system refuses io_uring."""
-    if IoUring.refusal():
-        pytest.skip(f"no io_uring here: {os.strerror(IoUring.refusal())}")
 
 
 class Harness:

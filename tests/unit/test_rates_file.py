@@ -127,6 +127,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "rates.json"]
 
 
+def test_rates_that_were_measured_with_io_uring_are_those_of_threads(tmp_path: Path) -> None:
+    facts = parse_place(str(tmp_path)).facts()
+    save_rates(tmp_path / "old.json", made(tmp_path, paths=({**facts, "io": "io_uring"},)))
+    save_rates(tmp_path / "new.json", made(tmp_path, paths=({**facts, "io": "threads"},)))
+    old, new = (load_rates(str(tmp_path / f"{name}.json")) for name in ("old", "new"))
+    assert old.paths[0]["io"] == "io_uring"
+    assert old.misfit() == ""
+    assert old.for_session([str(tmp_path)], 4, ALL_EXACT) == new.for_session([str(tmp_path)], 4, ALL_EXACT)
+
+
 def test_threads_in_between_are_interpolated() -> None:
     found = made()
     assert [found.cpu_rate(ALL_EXACT, count) / GB for count in (1, 2, 3, 4, 9)] == pytest.approx([10, 18, 24, 30, 30])
