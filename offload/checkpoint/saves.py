@@ -120,7 +120,13 @@ class PendingSave:
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, on the caller's thread, where a Ctrl-C is a way out; return whether it has."""
+        """Wait until it has ended, on the caller's thread, where a Ctrl-C is a way out; return whether it has.
+
+        Raises:
+            CheckpointError: The caller is what it waits for.
+        """
+        if threading.current_thread() is self.thread:
+            raise CheckpointError("on_commit is part of a checkpoint, and cannot wait for it: use on_done")
         return waits.wait_for(self.done.wait, self._awaited, timeout_s)
 
     def _awaited(self) -> str:

@@ -232,7 +232,7 @@ def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, 
         _check_room(path.parent, whole)
         content: Any = {"state": state, "param_groups": groups}
         content = content if around is None else {**around, "optimizer_states": [content]}
-        with replacing(path, f".{path.name[:100]}.partial") as file:
+        with replacing(path, f".{path.name[:100]}.partial", is_new=True) as file:
             _save_hollow(content, file)
             places = known(fill(file.name, content, hollow.values()), "a state dict that is not what was saved")
             for (name, tensor), empty in hollow.items():

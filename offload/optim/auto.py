@@ -63,6 +63,7 @@ class AutoOverlap:
         self._seen, self._next = 0, 2 * TRIAL  # steps, and those after which it is chosen
         self._latest_s: deque[float] = deque(maxlen=LATEST)
         self._tried_s: dict[str, float] = {}
+        self._possible: list[str] = []
 
     @property
     def goes_on(self) -> bool:
@@ -96,6 +97,10 @@ class AutoOverlap:
         if not math.isnan(took_s := self.pace.iteration_s):
             self._latest_s.append(took_s)
         possible = [name for name, hides in MODES.items() if hides[0] <= forward and hides[1] <= backward]
+        if self._possible not in ([], possible):  # iterations so far were others
+            self._next = max(self._next, self._seen + TRIAL)
+            self._latest_s.clear()
+        self._possible = possible
         if self._seen < self._next or len(possible) < 2:
             return
         now_in_forward, now_in_backward = MODES[self.mode]

@@ -59,11 +59,15 @@ class Checkpoints:
             request: Where to, and what goes beside the state.
 
         Raises:
+            ConfigError: Two parameters would have one name.
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
                 error is the cause; training may go on.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
         parts, folder = self._parts, open_folder(request.path)
+        names = [request.names.get(parameter.name, parameter.name) for parameter in parts.plan.layout.parameters]
+        if len({*names}) < len(names):
+            raise ConfigError("names", dict(request.names), "use another name for each parameter")
         request = replace(request, path=folder.path, copy=request.copy or not parts.config.paths)
         with self._thread.turn():
             if not request.copy and not parts.config.checkpoints:

@@ -117,28 +117,50 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, temporary: str) -> Iterator[IO[bytes]]:
+def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[IO[bytes]]:
     """Open a new file, which takes the place of `path`, durably, once it has been written.
 
     Args:
         path: The file to make or replace.
-        temporary: Name beside it until then; what was left under that name is overwritten.
+        temporary: Name beside it until then; what was left under that name is overwritten, but for what somebody
+            else is writing at the same time.
+        is_new: Whether `path` must not be there by then.
 
     Raises:
         OSError: It could not be done; what was there before is still there.
     """
     unfinished = path.with_name(temporary)
-    try:
-        with open(unfinished, "wb") as file:
+    with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666)) as file:
+        _write_alone(file.fileno(), unfinished)
+        try:
+            file.truncate()
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+            if is_new and os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "somebody else has written it meanwhile", str(path))
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
     sync_directory(path.parent)
+
+
+def _write_alone(descriptor: int, path: Path) -> None:
+    """Keep others from a file that has just been opened to be written, where the file system has locks.
+
+    Raises:
+        OSError: Another has it, or had.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, "somebody else is writing it", str(path)) from None
+    except OSError:
+        return
+    if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+        raise OSError(errno.EBUSY, "somebody else has been writing it", str(path))
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:

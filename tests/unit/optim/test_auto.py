@@ -120,3 +120,13 @@ def test_a_way_that_opens_later_is_tried_and_one_that_has_closed_is_left() -> No
     assert steps.mode == "both"
     steps._can["forward"] = False
     assert {*steps.take(80, SECONDS)} == {"backward"}
+
+
+def test_iterations_before_a_model_was_given_say_nothing_of_forward() -> None:
+    steps = Steps(forward=False, backward=False)
+    steps.take(80, SECONDS)
+    steps._can["forward"] = True
+    assert set(steps.take(TRIAL + 1, SECONDS)) == {"forward"}
+    assert set(steps.take(TRIAL, SECONDS)) == {"off"}
+    assert steps.auto._tried_s == {"forward": SECONDS["forward"], "off": SECONDS["off"]}
+    assert steps.mode == "forward"
