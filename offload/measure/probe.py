@@ -119,7 +119,7 @@ def quick_probe(
                 log.info("%s, by passes over %s; last-level caches hold %s", reached, *sizes)
             measured |= _known[key]
             if state_format == formats[0]:  # exact state, of which the GPU's rates are
-                gpu = lanes.rated(partial(_gpu_rates, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
+                gpu = lanes.rated(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
     for tier in tiers:
         with contextlib.ExitStack() as ends:
@@ -148,7 +148,7 @@ def _cpu_probe(
     return probe
 
 
-def _gpu_rates(
+def probe_gpu(
     lanes: GpuLanes, cpu: Callable[[], CpuProbe], key: tuple[object, ...], threads: int, plan: Plan
 ) -> GpuRates:
     """Measure copies, each way alone and both ways, the update on the GPU, and what copies leave of the CPU's.

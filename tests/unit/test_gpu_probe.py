@@ -195,7 +195,7 @@ def test_the_quick_probe_updates_more_than_caches_hold(
     monkeypatch.setattr(probe, "GpuProbe", make)
     lanes, plan = Lanes, Plan
     with pytest.raises(Made) as made:
-        probe._gpu_rates(lanes, pytest.fail, (), 1, plan)  # type: ignore[arg-type]
+        probe.probe_gpu(lanes, pytest.fail, (), 1, plan)  # type: ignore[arg-type]
     assert made.value.args == (expected,)
 
 

@@ -128,5 +128,4 @@ def test_iterations_before_a_model_was_given_say_nothing_of_forward() -> None:
     steps._can["forward"] = True
     assert set(steps.take(TRIAL + 1, SECONDS)) == {"forward"}
     assert set(steps.take(TRIAL, SECONDS)) == {"off"}
-    assert steps.auto._tried_s == {"forward": SECONDS["forward"], "off": SECONDS["off"]}
     assert steps.mode == "forward"
