@@ -426,7 +426,7 @@ def theirs_s(model: Published, multi: bool, constants: dict[str, float]) -> floa
     """Return the seconds of an iteration of their schedule, by constants that were fitted on all logs."""
     told = {"num_params": str(model.params)}
     row = published.Paths("", model.numels, RANKS, multi, model.cached if multi else 0, told)
-    return published.predict_paths(row, constants)["iter_s"]
+    return row.step_s(constants) + sum(row.rest(constants))
 
 
 def simulate(smoke: bool) -> dict[str, Any]:

@@ -398,8 +398,6 @@ VALUES = {
     'placement | give a stride of 1 or more, as in "stride:3"',
     "mirror | name a directory or s3://bucket/prefix, or none for no mirror",
     "mirror | name a place outside of {}, on another device",
-    'io_backend | the system refuses it ({}: {}), as many containers do: use "auto" or "threads", or allow the '
-    "io_uring system calls",
     'subgroup_numel | use at least {} elements, as state_format "{}" of {} needs',
     "eps | with state_format compact8 it divides zeros; give one above 1e-45",
 }

@@ -50,6 +50,7 @@ from offload import waits
 from offload.device.lanes import GpuLanes
 from offload.errors import OffloadError, StepAbortedError
 from offload.gradients import gpu as gpu_gradients
+from offload.optim import auto
 from offload.plan import Home, Placement, Plan
 from offload.predict import predict
 from offload.predict.predict import with_backward_s
@@ -197,7 +198,6 @@ def moved(training: OnGpu, rng: random.Random) -> None:
 REVOKING = [
     clipped,
     accumulated,
-    auto_changes,
     another_rate,
     weights_written,
     dropped,
@@ -667,6 +667,7 @@ def exchanged(plan: Plan) -> Plan:
 def test_a_device_that_fails_where_images_are_taken_anew_does_not_keep_a_session_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(auto, "MOST_TRIAL", auto.TRIAL)  # however short iterations are
     training = trained(tmp_path, overlap="auto", steps=11, placement=0.4)
     engine = training.optimizer.engine
     training.loss().backward()
@@ -677,8 +678,9 @@ def test_a_device_that_fails_where_images_are_taken_anew_does_not_keep_a_session
     assert not engine.speculates
 
 
-def test_memory_for_new_weights_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
+def test_memory_for_new_weights_is_that_of_the_plan_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the GPU has taken over updates of subgroups that had images, and given up those of others."""
+    monkeypatch.setattr(auto, "MOST_TRIAL", auto.TRIAL)
     training = trained(tmp_path, overlap="auto", steps=11, placement=0.4)
     engine, parts = training.optimizer.engine, training.optimizer.engine._parts
     plan = engine.plan

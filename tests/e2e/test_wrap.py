@@ -613,7 +613,7 @@ def test_ranks_with_all_state_each_save_once(tmp_path: Path) -> None:
     assert len(found) == 4
     for other in found[1:]:
         assert_same(found[0], other)
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"shard.*leave it out"):
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"shard.*give them unsharded"):
         spawn(2, tmp_path, sharded)
 
 
