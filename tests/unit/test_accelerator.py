@@ -405,7 +405,8 @@ def test_what_was_borrowed_is_not_used_again_before_any_lane_has_come_so_far(
             else:
                 device.copy(lane, found.data_ptr(), address, 4096)
             device.return_borrowed()
-            taken = [torch.full((4096,), 8, dtype=torch.uint8, device=here()) for _ in range(4)]
+            # More than what earlier tests have left free, so that what was borrowed would be among it.
+            taken = [torch.full((4096,), 8, dtype=torch.uint8, device=here()) for _ in range(1024)]
         torch.accelerator.synchronize()
         device.unpin(found.data_ptr())
         device.unpin(wanted.data_ptr())
