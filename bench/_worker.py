@@ -251,7 +251,7 @@ class Bounds:
         numel = 1 << 16 if small else 16_000_000
         self.buffers = Buffers(numel)
         self.kernel = CpuUpdateKernel(threads=cores())
-        self.table = segment_table([self.buffers.segment(4, whole=True)])
+        self.table = segment_table([self.buffers.segment(4)])
 
     def run(self) -> dict[str, float]:
         from kernel import BYTES_PER_PARAMETER

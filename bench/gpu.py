@@ -114,7 +114,7 @@ def section_rates(run: Run, device: torch.device | None) -> Found:
     numel, rounds = (1 << 14, 1) if run.smoke else (1 << 26, 5)
     buffers = Buffers(numel)
     values = reference.scalars(4, decoupled=True, grad_scale=0.37, **SETTINGS)
-    table = segment_table([buffers.segment(4, whole=True)])
+    table = segment_table([buffers.segment(4)])
     host = torch.device("cpu")
     found: Found = {"numel": numel, "threads": cores()}
     with CpuUpdateKernel() as kernel:

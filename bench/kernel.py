@@ -98,9 +98,7 @@ class Buffers:
             COMPACT8: (self.exp_avg8, self.exp_avg_sq8),
         }
 
-    def segment(
-        self, step: int, *, whole: bool, numel: int | None = None, state_format: StateFormat = EXACT
-    ) -> SegmentTensors:
+    def segment(self, step: int, *, numel: int | None = None, state_format: StateFormat = EXACT) -> SegmentTensors:
         """Return the buffers (or their first `numel` elements) as one segment."""
         cut = slice(numel)
         master, planes = self.master, {}
@@ -110,8 +108,8 @@ class Buffers:
         return SegmentTensors(
             master[cut],
             [moment[cut] for moment in self.moments()[state_format]],
-            self.gradient[cut] if whole else self.gradient32[cut],
-            self.weight[cut] if whole else None,
+            self.gradient[cut],
+            self.weight[cut],
             FLAGS,
             reference.scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
             state_format=state_format,
@@ -126,12 +124,12 @@ def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     digest = hashlib.sha256()
     for state_format in FORMATS:
         buffers.reset()
-        part = [buffers.segment(step, whole=True, numel=numel, state_format=state_format) for step in (1, 2, 3)]
+        part = [buffers.segment(step, numel=numel, state_format=state_format) for step in (1, 2, 3)]
         for segment in part:
             reference.update(segment)
         expected = {name: tensor.clone() for name, tensor in part[0].tensors().items()}
         buffers.reset()
-        all_of_it = [buffers.segment(step, whole=True, state_format=state_format) for step in (1, 2, 3)]
+        all_of_it = [buffers.segment(step, state_format=state_format) for step in (1, 2, 3)]
         for segment in all_of_it:
             kernel.run(segment_table([segment]))
         for name, tensor in expected.items():
@@ -185,7 +183,7 @@ def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
     A share is the median over rounds, the fastest of three streams in the same round being 1.
     """
     buffers = Buffers(numel)
-    tables = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in FORMATS}
+    tables = {kind: segment_table([buffers.segment(4, state_format=kind)]) for kind in FORMATS}
     found: dict[str, Any] = {}
     before = _native.prefetch_bytes()
     for name in instruction_sets()[1:]:
@@ -239,8 +237,8 @@ def measure(run: Run) -> None:
     kernel = CpuUpdateKernel(threads=threads)
     run.checksums.append(checked_checksum(kernel, buffers))
 
-    whole = segment_table([buffers.segment(4, whole=True)])
-    compact = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in COMPACT_BYTES}
+    whole = segment_table([buffers.segment(4)])
+    compact = {kind: segment_table([buffers.segment(4, state_format=kind)]) for kind in COMPACT_BYTES}
     one_core = CpuUpdateKernel(threads=1)
     contenders: dict[str, Callable[[], None] | str] = {
         "offload": lambda: kernel.run(whole),
@@ -266,7 +264,7 @@ def measure(run: Run) -> None:
         functions[f"offload/{kind.name}"] = partial(kernel.run, table)
     small = Buffers(CACHED_NUMEL)
     for kind in FORMATS:
-        row = segment_table([small.segment(4, whole=True, state_format=kind)])
+        row = segment_table([small.segment(4, state_format=kind)])
         functions[f"cached/{kind.name}"] = partial(one_core.run, np.repeat(row, numel // CACHED_NUMEL))
 
     times = interleaved(functions, rounds)
