@@ -296,9 +296,8 @@ def saved_in_place(page: Path) -> str:
 
 def over_fio(checksum: str) -> Find:
     def find(report: Report) -> list[float]:
-        rates = {name: rate for name, rate in report["results"]["single"].items() if "CPU-s" not in name}
-        fio = max(rate for name, rate in rates.items() if name.startswith("fio"))
-        return [max(rate for name, rate in rates.items() if name.endswith(f", {checksum}")) / fio]
+        rates = report["results"]["single"]
+        return [rates[f"threads, {checksum}"] / max(rate for name, rate in rates.items() if name.startswith("fio"))]
 
     return find
 
