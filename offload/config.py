@@ -171,7 +171,7 @@ class PathConfig:
             check_text(f"{field}.lock_path", lock_path)
         depth = value.get("depth")
         if depth is not None:
-            _check_int(f"{field}.depth", depth, 1, MAX_DEPTH)
+            check_int(f"{field}.depth", depth, 1, MAX_DEPTH)
         share = None if share is None else float(share)
         return cls(path=path, max_bytes=max_bytes, share=share, lock_path=lock_path, depth=depth)
 
@@ -314,7 +314,7 @@ class OffloadConfig:
         for field, least in (("subgroup_numel", 1024), ("threads", 1), ("checkpoints_kept", 0)):
             value = getattr(self, field)
             if value is not None:
-                _check_int(field, value, least)
+                check_int(field, value, least)
         if self.threads is not None and self.threads > MAX_THREADS:
             raise ConfigError("threads", self.threads, f"use at most {MAX_THREADS}, and no more than there are CPUs")
         _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
@@ -328,7 +328,7 @@ class OffloadConfig:
         if self.io_backend != "io_uring":  # of earlier versions: taken as threads where a path is opened
             _check_choice("io_backend", self.io_backend, ("auto", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
-            _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
+            check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
         else:
             _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
@@ -344,7 +344,7 @@ class OffloadConfig:
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise ConfigError("exact_names", names, 'give a list of patterns like "*embed*"')
         self._set("exact_names", tuple(names))
-        _check_int("seed", self.seed, 0)
+        check_int("seed", self.seed, 0)
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
         self._set("rates", os.path.expanduser(os.fspath(self.rates)))
@@ -527,7 +527,12 @@ class OffloadConfig:
         return json.dumps(dataclasses.asdict(self))
 
 
-def _check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:
+def check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:
+    """Refuse what is no integer from `least` to `most`.
+
+    Raises:
+        ConfigError: It is none; names `field`.
+    """
     number = value if isinstance(value, int) and not isinstance(value, bool) else least - 1
     if not least <= number <= most:
         allowed = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"

@@ -42,14 +42,17 @@ MAX_PACKED_WORDS = 1 << 24
 MAX_DEPTH = 32
 """How deeply a caller's metadata may be nested: all functions that read it are recursive."""
 
-OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|(extra|model)-[0-9a-f]{32}-\d+\.bin")
+ID = "[0-9a-f]{32}"
+"""What the id of a save looks like."""
+
+OWN_FILE = re.compile(rf"manifest-{ID}-\d+\.json|(extra|model)-{ID}-\d+\.bin")
 """Names of the files in a checkpoint's folder that this package may delete."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
 Size = Annotated[int, Meta(ge=1, le=(1 << 62) - 1)]
 Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Checksum = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
-Id = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Id = Annotated[str, Meta(pattern=rf"\A{ID}\Z")]
 Dimensions = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from offload.checkpoint.manifest import ID, MAX_RANKS
+from offload.config import check_int
 from offload.errors import ConfigError, check_text
 
 FLAGS = ("copy", "mirrored", "replica")
-ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +57,21 @@ class SaveRequest:
     find_ended: Callable[[], Collection[int]] = tuple
 
     def __post_init__(self) -> None:
-        has_ranks = _is_count(self.ranks) and self.ranks >= 1
-        is_one = has_ranks and _is_count(self.rank) and 0 <= self.rank < self.ranks
         asked = (
             ("metadata", isinstance(self.metadata, Mapping), "use a dict of what JSON can hold"),
             ("extra", self.extra is None or isinstance(self.extra, bytes) or callable(self.extra), "use bytes"),
             *((name, isinstance(getattr(self, name), bool), "use true or false") for name in FLAGS),
             *((name, callable(getattr(self, name)), "use a function") for name in ("on_commit", "find_ended")),
             ("on_done", self.on_done is None or callable(self.on_done), "use a function"),
-            ("id", isinstance(self.id, str) and ID.fullmatch(self.id), "use 32 digits of 0-9 and a-f"),
-            ("ranks", has_ranks, "use 1 or more"),
-            ("rank", is_one, "use 0 up to one less than `ranks`"),
+            ("id", isinstance(self.id, str) and re.fullmatch(ID, self.id), "use 32 digits of 0-9 and a-f"),
             ("names", isinstance(self.names, Mapping), "use a dict of names"),
         )
         for name, is_right, allowed in asked:
             if not is_right:
                 raise ConfigError(name, getattr(self, name), allowed)
+        check_int("ranks", self.ranks, 1, MAX_RANKS)
+        check_int("rank", self.rank, 0, self.ranks - 1)
         for here, there in self.names.items():
             if not (isinstance(here, str) and isinstance(there, str) and there):
                 raise ConfigError("names", {here: there}, "use names of parameters, which are text")
             check_text("names", there, "use names that are UTF-8")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
