@@ -72,6 +72,6 @@ class SaveRequest:
         check_int("ranks", self.ranks, 1, MAX_RANKS)
         check_int("rank", self.rank, 0, self.ranks - 1)
         for here, there in self.names.items():
-            if not (isinstance(here, str) and isinstance(there, str) and there):
+            if not (isinstance(here, str) and isinstance(there, str)):
                 raise ConfigError("names", {here: there}, "use names of parameters, which are text")
             check_text("names", there, "use names that are UTF-8")

@@ -43,7 +43,6 @@ def step(model: torch.nn.Module, optimizer: offload.AdamW) -> None:
         {"extra": 3},
         {"names": [1]},
         {"names": {"a": 5}},
-        {"names": {"a": ""}},
         {"names": {"a": "\ud800"}},
         {"copy": "yes"},
         {"on_done": 5},
