@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,17 @@ WAKE = 0
 
 ACTIVATIONS = 1 << 16
 """The tensor that tiles of activations are numbered under, beyond those of state and of gradients."""
+
+
+ScratchKind = Literal["gradients", "activations"]
+"""What passes through buffers to the paths and back, and is forgotten when it has been used."""
+
+
+class Owner(NamedTuple):
+    """Whose scratch it is that lies in a buffer, and on the paths: of gradients a subgroup, of activations a tile."""
+
+    kind: ScratchKind
+    number: int
 
 
 class TileId(NamedTuple):

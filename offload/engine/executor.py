@@ -256,9 +256,9 @@ class LiveExecutor:
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
         """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify or (isinstance(operation, WriteTile) and operation.what != "state"):
+        if not self._verify or (isinstance(operation, WriteTile) and operation.owner is not None):
             return None, True
-        if isinstance(operation, ReadTile) and operation.what != "state":
+        if isinstance(operation, ReadTile) and operation.owner is not None:
             return operation.record.checksum, True
         if isinstance(operation, SaveTile):
             return self._seals.saving(operation), True
@@ -334,9 +334,9 @@ class LiveExecutor:
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
         if isinstance(operation, ReadTile | WriteTile):
-            if operation.what != "state":
-                buffer = known(operation.slot, f"{operation.what} without a buffer")
-                return self._buffer_address[operation.what](buffer) + operation.buffer_offset
+            if operation.owner is not None:
+                buffer = known(operation.slot, f"{operation.owner.kind} without a buffer")
+                return self._buffer_address[operation.owner.kind](buffer) + operation.buffer_offset
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
         source = self._source()
         if operation.buffer is None:

@@ -2,14 +2,15 @@
 
 Each gradient is copied to the buffers of its subgroups as it arrives, or added there to those of earlier passes, and
 its norm is gathered on the way. Which buffers there are, what leaves them and what comes back is decided elsewhere
-(`offload.schedule.buffers`); here a buffer is asked for (`fill`) and written to until another one is.
+(`offload.schedule.scratch`); here a buffer is asked for (`Filler`) and written to until another one is.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,22 +30,42 @@ from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL
 
 
+class Filler(Protocol):
+    """Gives `PathGradients` buffers to fill."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Return a scope in which nobody closes the session, or brings other gradients."""
+
+    def fill(self, subgroup: int) -> int:
+        """Return a subgroup's buffer, which belongs to the caller until the next call, a step, or `drop`.
+
+        Raises:
+            SessionBrokenError: The session was closed, or is broken.
+        """
+
+    def begin_step(self) -> None:
+        """Take in that the last buffer is filled; on the engine thread."""
+
+    def drop(self, dropped: Callable[[], None]) -> None:
+        """Have all gradients in buffers and on paths forgotten, then call `dropped`.
+
+        An interrupt comes before both or after both.
+        """
+
+
 class PathGradients(GradientStore):
     """The gradients of one session, as far as they are in memory; see the module.
 
     Args:
         parts: See `GradientStore`.
         lanes: The session's, by which gradients come to host memory.
-        fill: Returns the address of a subgroup's buffer, which belongs to the caller until the next call, or a step.
-        drop: Has all gradients forgotten, wherever they lie, and calls its argument with that.
+        filler: Gives buffers to fill.
     """
 
-    def __init__(
-        self, *parts: Any, lanes: Lanes, fill: Callable[[int], int], drop: Callable[[Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, *parts: Any, lanes: Lanes, filler: Filler) -> None:
         super().__init__(*parts)
         self._lanes = lanes
-        self._ask, self._drop = fill, drop
+        self._filler = filler
         # Of each parameter, with their subgroups; the last first.
         self._segments: list[list[tuple[int, Segment]]] = []
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -109,6 +130,10 @@ class PathGradients(GradientStore):
         Raises:
             ConfigError: It is wider than what is kept of gradients, or a pass was interrupted before.
         """
+        with self._filler.turn():
+            self._take_in(position, address, dtype)
+
+    def _take_in(self, position: int, address: int, dtype: DtypeCode) -> None:
         parameter = self._parameters[position]
         if parameter.name not in self._announced:
             self.announce(position)
@@ -159,7 +184,7 @@ class PathGradients(GradientStore):
     def _fill(self, subgroup: int) -> int:
         if self._filling is None or self._filling[0] != subgroup:
             self._filling = None
-            self._filling = subgroup, self._ask(subgroup)
+            self._filling = subgroup, self.buffer_address(self._filler.fill(subgroup))
         return self._filling[1]
 
     def _put(
@@ -199,6 +224,7 @@ class PathGradients(GradientStore):
 
     def begin_step(self, plan: Plan, visits: object) -> bool:
         """Take in that a step uses all gradients; those that arrive next are the first."""
+        self._filler.begin_step()
         self._reset()
         return False
 
@@ -211,7 +237,7 @@ class PathGradients(GradientStore):
     def forget(self) -> None:
         """Forget all gradients that no step has used."""
         if self.have_arrived():
-            self._drop(self._reset)
+            self._filler.drop(self._reset)
 
     def _check_whole(self) -> None:
         if self._torn:

@@ -16,7 +16,7 @@ from offload.errors import InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import ACTIVATIONS, SECTOR_BYTES, Owner, ScratchKind, TileId
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
@@ -119,6 +119,25 @@ class Placement(Enum):
 
     CPU = auto()
     GPU = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchBuffers:
+    """Buffers in host memory through which one kind of scratch passes.
+
+    Attributes:
+        count: How many there are.
+        alone: Of these, how many may hold what lies nowhere else.
+        staying: To how many that is brought down as soon as others can be written.
+        moving: Tiles that are read, and written, at once before there is need.
+        is_promised: Whether the plan counts the room on the paths; else it is what state and checkpoints leave.
+    """
+
+    count: int
+    alone: int
+    staying: int
+    moving: int
+    is_promised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +268,11 @@ class Plan:
         if self.is_resident(subgroup) or self.layout.subgroups[subgroup].state.rule.is_whole:
             return False
         return self.budgets.speculates or not self.updates_on_gpu(subgroup)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether backward may update state: there is some on paths, and gradients do not leave for them."""
+        return self.home_bytes[Home.STREAMED] > 0 and not self.gradient_buffers
 
     @property
     def _speculative(self) -> Iterable[Subgroup]:
@@ -386,6 +410,27 @@ class Plan:
         """Number of subgroups whose gradients may be in a buffer alone: all, or all buffers but the spare ones."""
         has_all = self.gradient_buffers >= len(self.layout.subgroups)
         return self.gradient_buffers if has_all else self.gradient_buffers - SPARE_BUFFERS
+
+    @cached_property
+    def scratch(self) -> dict[ScratchKind, ScratchBuffers]:
+        """The buffers of each kind of scratch."""
+        count, moving = self.activation_buffers, self.moving_activations
+        return {
+            "gradients": ScratchBuffers(
+                self.gradient_buffers, self.gradient_buffers, self.staying_gradients, 0, is_promised=True
+            ),
+            "activations": ScratchBuffers(count, count - moving, self.staying_activations, moving, is_promised=False),
+        }
+
+    def scratch_tiles(self, owner: Owner) -> tuple[tuple[TileId, int, int], ...]:
+        """Return the tiles of an owner's scratch, each with its offset in the owner's buffer and its size."""
+        if owner.kind == "gradients":
+            return self.gradient_tiles[owner.number]
+        return ((TileId(0, ACTIVATIONS, owner.number % (1 << 31)), 0, self.budgets.activation_tile_bytes),)
+
+    def gradients_of(self, subgroup: int) -> Owner | None:
+        """Return the owner of a subgroup's gradients, where these pass through buffers."""
+        return Owner("gradients", subgroup) if self.gradient_buffers else None
 
     @property
     def activation_buffers(self) -> int:

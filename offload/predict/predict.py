@@ -14,10 +14,11 @@ from offload.plan.cost import in_step, mix_of
 from offload.plan.planner import visit_order
 from offload.plan.rates import Rates
 from offload.predict.timing import TimingExecutor
+from offload.protocols import Owner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
-from offload.schedule.operations import Begin, Fill, Sweep
+from offload.schedule.operations import Begin, Ready, Sweep, Want
 from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_bytes, format_seconds
 
@@ -198,9 +199,10 @@ def predict(
 
     for number in range(1, steps + 1):
         executor.record_timeline, came_s = False, executor.now_s
-        for subgroup in reversed(everything) if plan.gradient_buffers else ():
-            machine.handle(Fill(subgroup))
-            pump(machine, executor, partial(_is_filling, subgroup))
+        for owner in filter(None, map(plan.gradients_of, reversed(everything))):
+            machine.handle(Want(owner, fills=True))
+            pump(machine, executor, partial(_may_fill, owner))
+            machine.handle(Ready(owner, fills=True))
         gradients_s = executor.now_s - came_s
         executor.record_timeline = timeline and number == steps
         begun_s = max(executor.now_s, executor.end_device())
@@ -223,5 +225,5 @@ def predict(
     return Prediction(step_s, busy_s, lane_bytes, bound_by, gradients_s, intervals)
 
 
-def _is_filling(subgroup: int, machine: Machine) -> bool:
-    return machine.gradients.is_filling(subgroup)
+def _may_fill(owner: Owner, machine: Machine) -> bool:
+    return machine.scratch[owner.kind].may_fill(owner.number)

@@ -8,7 +8,7 @@ given them decides the same operations.
 
 Books of their own stand beside it: `offload.schedule.staging` (phases of subgroups, the slots of staging memory),
 `offload.schedule.runs` (what visits wait for whose state is whole), `offload.schedule.saving` (what checkpoints add),
-`offload.schedule.buffers` (gradients and activations that pass through).
+`offload.schedule.scratch` (gradients and activations that pass through).
 
 A step may be *open* before its rows are known. Visits of an open sweep run once they are admitted, each makes a
 speculative version, beside the live one, and that is written to slots of its own at once. The live version stays
@@ -36,8 +36,7 @@ from dataclasses import dataclass, field
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
-from offload.protocols import TileId
-from offload.schedule.buffers import ActivationBuffers, GradientBuffers
+from offload.protocols import Owner, ScratchKind, TileId
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import (
     Admit,
@@ -48,20 +47,17 @@ from offload.schedule.operations import (
     Cut,
     Discard,
     Done,
-    Drop,
     Event,
     Extend,
     Failed,
-    Fill,
     GiveBack,
     GiveUp,
     Hold,
     Leave,
     Lend,
     Operation,
-    Pack,
-    Packed,
     ReadTile,
+    Ready,
     Release,
     Reshare,
     Run,
@@ -75,13 +71,13 @@ from offload.schedule.operations import (
     Taken,
     TakeOver,
     Transfer,
-    Unpack,
-    Unpacked,
     Visit,
+    Want,
     WriteTile,
 )
 from offload.schedule.runs import Runs
 from offload.schedule.saving import Saver
+from offload.schedule.scratch import Scratch
 from offload.schedule.staging import Phase, Staging, Subgroup
 
 MOST_MOVING = 4
@@ -110,8 +106,8 @@ def update_visits(
         weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not gpu else 0
         reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
         fetches = weight_bytes > 0 and reads
-        gradients = plan.gradient_buffers > 0
-        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=fetches, gradients=gradients))
+        owner = plan.gradients_of(number)
+        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=fetches, reads=owner))
     return tuple(visits)
 
 
@@ -185,11 +181,18 @@ class Machine:
         self._unfinished = 0
         self._new_op: Callable[[], int] = itertools.count(1).__next__
         self._decided: list[Operation] = []
-        self.gradients = GradientBuffers(
-            plan, index, self._new_op, self._issue, lambda tile: self._break(_full_error(tile))
+        self.scratch: dict[ScratchKind, Scratch] = {
+            kind: Scratch(kind, plan, index, self._new_op, self._issue, lambda tile: self._break(_full_error(tile)))
+            for kind in plan.scratch
+        }
+        """What passes through buffers, of each kind."""
+        self._runs = Runs(
+            plan,
+            self.staging,
+            self._new_op,
+            self._issue,
+            lambda owner: self.scratch[owner.kind].buffer_of(owner.number),
         )
-        self.activations = ActivationBuffers(plan, index, self._new_op, self._issue)
-        self._runs = Runs(plan, self.staging, self._new_op, self._issue, self.gradients.buffer_of)
         self.saver = Saver(index, self._new_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
@@ -279,22 +282,14 @@ class Machine:
                     self.is_on_hold = True
                 case Seal(confirmed, rest):
                     self._seal(confirmed, rest)
-                case Fill(subgroup):
-                    invariant(self.idle, "a gradient comes during a sweep")
-                    self.gradients.fill(subgroup)
-                case Drop():
-                    invariant(self.idle, "gradients are dropped during a sweep")
-                    self.gradients.drop()
-                case Pack(tile):
-                    self.activations.pack(tile)
-                case Packed(tile):
-                    self.activations.packed(tile)
-                case Unpack(tile):
-                    self.activations.unpack(tile)
-                case Unpacked(tile):
-                    self.activations.unpacked(tile)
-                case Discard(tile):
-                    self.activations.discard(tile)
+                case Want(owner, fills) | Ready(owner, fills):
+                    scratch = self.scratch[owner.kind]
+                    amid = not self.idle and fills and scratch.is_promised
+                    invariant(not amid, f"{owner.kind}, which visits read, are filled during a sweep")
+                    change = scratch.want if isinstance(event, Want) else scratch.ready
+                    change(owner.number, fills=fills)
+                case Discard(owner):
+                    self._discard(owner)
                 case BeginSave(save):
                     self._begin_save(save)
                 case GiveUp(error):
@@ -358,8 +353,8 @@ class Machine:
         self.staging.check(self.plan)
         self._runs.check(self._in_flight.values())
         if self.broken is None:
-            self.gradients.check(self._in_flight.values())
-            self.activations.check(self._in_flight.values())
+            for scratch in self.scratch.values():
+                scratch.check(self._in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
@@ -378,7 +373,7 @@ class Machine:
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
         waits = waits or (visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number))
-        waits = waits or (visit.gradients and not self.gradients.are_there(number))
+        waits = waits or not self._has_what_it_reads(visit)
         waits = waits or self.broken is not None  # then nobody is let on any more
         absent_line = self._returns if self.plan.is_resident(number) else self.staging.line
         queue = absent_line if phase is Phase.ABSENT else self._runs.queue_of(visit)
@@ -393,8 +388,8 @@ class Machine:
         self.index.allow(plan.slot_counts)
         self.staging.adopt(plan)
         self._runs.adopt(plan)
-        self.gradients.adopt(plan)
-        self.activations.adopt(plan)
+        for scratch in self.scratch.values():
+            scratch.adopt(plan)
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -408,12 +403,11 @@ class Machine:
         self._sweep = sweep
         self._unfinished = len(subgroups)
         self.moved, self.ended_visits = [*moved], []
-        self.gradients.stop_filling()
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
-            if visit.gradients and subgroup.phase is not Phase.ABSENT:
-                self.gradients.come(visit.subgroup)
+            if subgroup.phase is not Phase.ABSENT:
+                self._bring_scratch(visit)
             match subgroup.phase:
                 case Phase.RESIDENT if self.saver.blocks(visit.subgroup):
                     self.saver.hurry(visit.subgroup)
@@ -478,7 +472,7 @@ class Machine:
             if records is None:
                 self._flushes[subgroup].speculative = False
                 writes = (op for op in self._in_flight.values() if isinstance(op, WriteTile))
-                flying = (op.record for op in writes if op.what == "state" and op.tile.subgroup == subgroup)
+                flying = (op.record for op in writes if op.owner is None and op.tile.subgroup == subgroup)
                 for record in (*flying, *(record for _, record in self._flushes[subgroup].records)):
                     self.index.keep(record.location)
             else:
@@ -517,7 +511,6 @@ class Machine:
     def _forget_waiting(self) -> None:
         self._returns.clear()
         self._runs.clear()
-        self.gradients.forget_waiting()
         self.staging.forget_waiting()
         for subgroup in self._subgroups:
             subgroup.visit = None
@@ -636,13 +629,9 @@ class Machine:
         if isinstance(operation, WriteTile | SaveTile):
             self.index.written(operation.record.location)
         match operation:
-            case ReadTile(what="gradients") | WriteTile(what="gradients"):
-                number = operation.tile.subgroup
-                is_whole = self._subgroups[number].phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT)
-                if self.gradients.landed(operation, checksum) and is_whole and not self.saver.blocks(number):
-                    self._let_on(number)
-            case ReadTile(what="activations") | WriteTile(what="activations"):
-                self.activations.landed(operation, checksum)
+            case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
+                if self.scratch[owner.kind].landed(operation, checksum):
+                    self._scratch_came(operation.tile.subgroup, owner)
             case ReadTile(tile=tile):
                 fetched = self._subgroups[tile.subgroup]
                 fetched.unread -= 1
@@ -726,10 +715,35 @@ class Machine:
         """Let the visit run that waits for a subgroup's state, if there is one."""
         visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
         may_run = not self.is_open or (phase is Phase.READY and self.staging.is_admitted(number))
-        if visit is not None and visit.gradients and not self.gradients.are_there(number):
-            may_run = False
-        if visit is not None and may_run:
+        if visit is not None and may_run and self._has_what_it_reads(visit):
             self._runs.let_on(visit)
+
+    # Scratch
+
+    def _bring_scratch(self, visit: Visit) -> None:
+        """Have the scratch that a visit reads come to its buffer: the subgroup's state is there, or comes."""
+        if visit.reads is None:
+            return
+        scratch, owner = self.scratch[visit.reads.kind], visit.reads.number
+        invariant(not scratch.is_filling(owner), f"a visit reads {visit.reads}, which is being filled")
+        if not scratch.is_wanted(owner):
+            # Streamed state has a staging slot meanwhile, which others wait for.
+            scratch.want(owner, fills=False, hurries=not self.plan.is_resident(visit.subgroup))
+
+    def _has_what_it_reads(self, visit: Visit) -> bool:
+        return visit.reads is None or self.scratch[visit.reads.kind].is_there(visit.reads.number)
+
+    def _scratch_came(self, number: int, owner: Owner) -> None:
+        """Let the visit run that waits for no more than an owner's scratch, if there is one."""
+        subgroup = self._subgroups[number]
+        is_whole = subgroup.phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT) and not self.saver.blocks(number)
+        if is_whole and subgroup.visit is not None and subgroup.visit.reads == owner:
+            self._let_on(number)
+
+    def _discard(self, owner: Owner) -> None:
+        scratch = self.scratch[owner.kind]
+        invariant(not scratch.is_wanted(owner.number), f"{owner} is discarded while somebody is to read it")
+        scratch.discard(owner.number)
 
     def _ran(self, run: Run) -> None:
         visit, number = run.visit, run.visit.subgroup
@@ -740,8 +754,9 @@ class Machine:
                 self.speculative_versions[number] = None
                 self._flush(number, speculative=True)
             return
-        if visit.gradients:
-            self.gradients.used(number)
+        if visit.reads is not None:
+            self.scratch[visit.reads.kind].ready(visit.reads.number, fills=False)
+            self._discard(visit.reads)
         if visit.changes:
             subgroup = self._subgroups[number]
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
@@ -774,11 +789,11 @@ class Machine:
         if isinstance(operation, SaveOperation):
             self.saver.landed(operation, 0, error)
             return
-        if isinstance(operation, ReadTile | WriteTile) and operation.what == "activations":
-            self.activations.failed(operation, error)
-            return
-        if isinstance(operation, WriteTile) and operation.what == "gradients":
-            if not self._goes_elsewhere(operation, error):
+        if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
+            scratch = self.scratch[operation.owner.kind]
+            if not scratch.is_promised:
+                scratch.failed(operation, error)
+            elif isinstance(operation, ReadTile) or not self._goes_elsewhere(operation, error):
                 self._break(error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].speculative:
@@ -831,8 +846,10 @@ class Machine:
             self.index.abandon(location)
         if self.broken is not None:
             return False
-        again = (write.tile, write.slot, write.buffer_offset, location.nbytes)
-        found = self.gradients.write_again(write) if write.what == "gradients" else self._write(*again)
+        if write.owner is not None:
+            found = self.scratch[write.owner.kind].write_again(write)
+        else:
+            found = self._write(write.tile, write.slot, write.buffer_offset, location.nbytes)
         if found and not grows_no_more:
             self._on_warning(f"{error}; tiles go to other paths from now on")
         return found
@@ -860,10 +877,9 @@ class Machine:
             self._go_on_leaving()
             self._bring_home()
             self._assign_slots()
-        if self.broken is None:
-            self.gradients.advance()
-        if self.broken is None:
-            self.activations.advance()
+        for scratch in self.scratch.values():
+            if self.broken is None:
+                scratch.advance()
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_on_hold and self._sweep.is_open):
@@ -907,8 +923,8 @@ class Machine:
 
     def _fetch(self, number: int, slot: int | None) -> None:
         subgroup = self._subgroups[number]
-        if subgroup.visit is not None and subgroup.visit.gradients:
-            self.gradients.come(number)
+        if subgroup.visit is not None:
+            self._bring_scratch(subgroup.visit)
         if slot is not None:
             self.staging.give(number, slot)
         if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from offload.errors import OffloadError
 from offload.plan.budget import Plan
-from offload.protocols import TileId
+from offload.protocols import Owner, TileId
 from offload.schedule.index import Record
 
 # Sweeps -----------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ class Visit:
             CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
         fetches: Whether the run reads these weights, so that they are fetched first.
         speculative: Whether it makes a speculative version, beside the live one: a visit of an open sweep.
-        gradients: Whether it reads gradients that have passed through gradient buffers.
+        reads: Whose scratch it reads: the subgroup's gradients, where they pass through buffers.
     """
 
     subgroup: int
@@ -40,7 +40,7 @@ class Visit:
     weight_bytes: int = 0
     fetches: bool = False
     speculative: bool = False
-    gradients: bool = False
+    reads: Owner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Sweep:
 class ReadTile:
     """Fetch one tile: from its slot in a store to its place in staging slot `slot`, or at home in memory (None).
 
-    A tile of gradients or activations: to its place in their buffer `slot`.
+    A tile of an `owner`'s scratch: to its place in the owner's buffer `slot`.
     """
 
     op: int
@@ -75,14 +75,14 @@ class ReadTile:
     slot: int | None
     buffer_offset: int
     record: Record
-    what: Literal["state", "gradients", "activations"] = "state"
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTile:
     """Flush one tile: from staging slot `slot`, or from its home in memory (None), to a free slot of a store.
 
-    A tile of gradients or activations: from their buffer `slot`.
+    A tile of an `owner`'s scratch: from the owner's buffer `slot`.
     """
 
     op: int
@@ -90,7 +90,7 @@ class WriteTile:
     slot: int | None
     buffer_offset: int
     record: Record
-    what: Literal["state", "gradients", "activations"] = "state"
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +240,9 @@ SaveOperation = SaveTile | CopyTile | Sync | Commit
 def tile_label(operation: ReadTile | WriteTile | SaveTile | CopyTile) -> str:
     """Return what a timeline calls the transfer of a tile."""
     tile = operation.tile
-    if isinstance(operation, ReadTile | WriteTile) and operation.what == "gradients":
-        return f"gradients of subgroup {tile.subgroup} tile {tile.tile}"
-    if isinstance(operation, ReadTile | WriteTile) and operation.what == "activations":
-        return f"activations tile {tile.tile}"
+    if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
+        of_subgroup = f" of subgroup {tile.subgroup}" if operation.owner.kind == "gradients" else ""
+        return f"{operation.owner.kind}{of_subgroup} tile {tile.tile}"
     return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
 
 
@@ -286,56 +285,30 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """Event: a gradient of a subgroup is about to be written to its gradient buffer; between sweeps.
+class Want:
+    """Event: somebody wants an owner's scratch buffer until `Ready`, to fill it or to read it.
 
-    Nothing but the caller touches that buffer until the next `Fill`, sweep or `Drop`.
+    Nothing but the caller touches a buffer that it fills. Gradients, which visits read, are filled between sweeps.
+    Visits want what they read without an event.
     """
 
-    subgroup: int
+    owner: Owner
+    fills: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
-    """Event: gradients that no step has used are dropped; between sweeps."""
+class Ready:
+    """Event: somebody who has wanted a buffer has filled it, or read it, or gives that up."""
 
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Event: activations are about to be written to the buffer of a new tile; at any time, during a sweep too.
-
-    Nothing but the caller touches that buffer until `Packed`.
-    """
-
-    tile: int
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Event: a tile of activations holds all that it will."""
-
-    tile: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unpack:
-    """Event: somebody is about to read a tile of activations from its buffer, where it stays until `Unpacked`."""
-
-    tile: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unpacked:
-    """Event: somebody who has asked for a tile of activations has read it, or gives that up."""
-
-    tile: int
+    owner: Owner
+    fills: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Event: a tile of activations is of no use any more."""
+    """Event: an owner's scratch is of no use any more; a visit that has run says so without an event."""
 
-    tile: int
+    owner: Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,12 +440,8 @@ Event = (
     | Admit
     | Hold
     | Seal
-    | Fill
-    | Drop
-    | Pack
-    | Packed
-    | Unpack
-    | Unpacked
+    | Want
+    | Ready
     | Discard
     | BeginSave
     | GiveUp

@@ -24,6 +24,7 @@ from typing import Literal
 
 from offload.errors import invariant, known
 from offload.plan.budget import Plan
+from offload.protocols import Owner
 from offload.schedule.operations import AwaitPush, Operation, Run, Sweep, Transfer, Visit
 from offload.schedule.staging import Phase, Slots, Staging
 
@@ -77,7 +78,7 @@ class Runs:
         staging: Where their state is.
         new_op: Returns the id of the next operation.
         issue: Starts an operation.
-        gradient_buffer: Returns the buffer of a subgroup's gradients.
+        buffer_of: Returns the buffer of an owner's scratch.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class Runs:
         staging: Staging,
         new_op: Callable[[], int],
         issue: Callable[[Operation], None],
-        gradient_buffer: Callable[[int], int],
+        buffer_of: Callable[[Owner], int],
     ) -> None:
-        self._gradient_buffer = gradient_buffer
+        self._buffer_of = buffer_of
         self._staging = staging
         self._new_op = new_op
         self._issue = issue
@@ -160,7 +161,7 @@ class Runs:
                 device.runs += 1
                 gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
                 op, fresh = self._new_op(), subgroup.version is None
-                buffer = self._gradient_buffer(number) if visit.gradients else None
+                buffer = self._buffer_of(visit.reads) if visit.reads is not None else None
                 self._issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot, buffer))
 
     def start_transfers(self) -> None:

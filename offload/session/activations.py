@@ -1,8 +1,7 @@
 """The activations of a session: what callers write to tiles in forward, and read from them in backward.
 
 Callers' threads copy to buffers, and from them; which tile has which buffer is decided by the machine
-(`offload.schedule.buffers`), on the engine thread. A caller posts what it does, and waits for a buffer alone:
-posts are taken up between events, whatever sweep is under way.
+(`offload.schedule.scratch`), on the engine thread, which hears of it through `offload.session.scratch`.
 
 Not here: which tensors leave, and what belongs to them (`offload.optim.activations`).
 """
@@ -15,10 +14,11 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from offload import combinations, waits
+from offload import combinations
 from offload.errors import ConfigError, InfeasiblePlanError, known
 from offload.memory.arenas import available_bytes
 from offload.plan.budget import (
@@ -26,9 +26,10 @@ from offload.plan.budget import (
     LEAST_ACTIVATION_TILE_BYTES,
     MOST_ACTIVATION_TILE_BYTES,
 )
-from offload.protocols import WAKE, Mark
-from offload.schedule.operations import Discard, Extend, Pack, Packed, ReadTile, Unpack, Unpacked, WriteTile
+from offload.protocols import Mark, Owner
+from offload.schedule.operations import Discard, Extend, ReadTile, WriteTile
 from offload.session.parts import SessionParts
+from offload.session.scratch import Wanted, Wants
 from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
@@ -53,37 +54,77 @@ class Written:
         pieces: Where it lies, in order; no two in one tile.
     """
 
-    def __init__(self, activations: Activations) -> None:
+    def __init__(self, wants: Wants, uses: Uses) -> None:
         self.pieces: list[Piece] = []
-        self._posts = activations.posts
+        self._wants, self._uses = wants, uses
 
     def __del__(self) -> None:  # by the garbage collector, on any thread and at any line
-        self._posts.append(("forgotten", self.pieces))
+        self._wants.post(self._uses.forget, self.pieces)
 
 
-class _Asked:
-    """What a caller has asked for: that a tile have a buffer, to be written to or (`reads`) read.
+class Uses:
+    """What tiles are of use for: pieces that were written to them, and callers who want them. On the engine thread.
+
+    Args:
+        parts: The session's, whose machine discards what is of no use.
+
+    Attributes:
+        figures: Bytes and seconds since no tile was of use, by what they are.
+    """
+
+    def __init__(self, parts: SessionParts) -> None:
+        self._parts = parts
+        self._counts: Counter[int] = Counter()  # of each tile
+        self._pieces: set[Piece] = set()
+        self.figures: Counter[str] = Counter()
+
+    def note(self, piece: Piece) -> None:
+        """Take in that a piece is written."""
+        self._pieces.add(piece)
+        self._counts[piece.tile] += 1
+        self.figures["packed_bytes"] += piece.nbytes
+
+    def forget(self, pieces: Iterable[Piece]) -> None:
+        """Take in that pieces are of no use any more."""
+        for piece in pieces:
+            if piece in self._pieces:  # else an interrupt has come before it was noted
+                self._pieces.remove(piece)
+                self.release(piece.tile)
+
+    def take(self, tile: int, *, fills: bool) -> None:
+        """Take in that somebody wants a tile."""
+        if fills and not self._counts:
+            self.figures.clear()
+        self._counts[tile] += 1
+
+    def release(self, tile: int) -> None:
+        """Take in that somebody does not want a tile any more."""
+        self._counts[tile] -= 1
+        if not self._counts[tile]:
+            del self._counts[tile]
+            if self._parts.machine.broken is None:
+                self._parts.machine.handle(Discard(Owner("activations", tile)))
+
+
+class _Asked(Wanted):
+    """A tile that a caller has asked for, to be written to or read.
 
     Attributes:
         filled: Bytes of a tile to be written to that are given out.
-        address: Of the buffer, once `answered`; None where there is none.
-        error: Why it cannot be read.
-        mark: After the last copy that a device makes to the buffer, or from it.
-        begun: Whether the engine has heard of it; an interrupt may come before it is asked.
     """
 
-    def __init__(self, tile: int, *, reads: bool) -> None:
-        self.tile, self.reads = tile, reads
-        self.begun = False
+    def __init__(self, uses: Uses, tile: int, *, fills: bool) -> None:
+        super().__init__(Owner("activations", tile), fills=fills)
+        self.tile, self._uses = tile, uses
         self.filled = 0
-        self.address: int | None = None
-        self.error: Exception | None = None
-        self.mark: Mark | None = None
-        self.answered = waits.Latch()
 
-    def answer(self, address: int | None, error: Exception | None = None) -> None:
-        self.address, self.error = address, error
-        self.answered.set()
+    def begin(self) -> None:
+        """See `Wanted.begin`: what somebody wants is of use."""
+        self._uses.take(self.tile, fills=self.fills)
+
+    def end(self) -> None:
+        """See `Wanted.end`."""
+        self._uses.release(self.tile)
 
 
 class Activations:
@@ -92,17 +133,13 @@ class Activations:
     Args:
         parts: The session's.
         thread: Its engine thread.
-
-    Attributes:
-        posts: What callers have done that the engine has not heard of.
     """
 
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
-        parts.activation_address, thread.activations = self._address, self
-        thread.parking.saves_activations = self.are_alive
-        self.posts: deque[tuple[str, Any]] = deque()
+        self._wants, self._uses = thread.wants, Uses(parts)
+        parts.activation_address = self._address
         # On callers' threads
         self._writing, self._reading = threading.RLock(), threading.RLock()
         self._is_writing = False
@@ -112,11 +149,6 @@ class Activations:
         self._in_transit: deque[tuple[Mark, Any]] = deque()  # tensors that a device still copies from
         # On the engine thread
         self._arena: Any = None
-        self._awaited: list[_Asked] = []
-        self._behind: list[tuple[Packed | Unpacked, Mark]] = []  # what is to be done when a device has copied
-        self._uses: Counter[int] = Counter()  # of each tile: by `Written`, and by who has asked for it
-        self._counted: set[Piece] = set()  # those that are in `_uses`
-        self._figures: Counter[str] = Counter()  # since no tile was of use
 
     # Memory
 
@@ -201,11 +233,11 @@ class Activations:
             finally:
                 self._is_writing = False
         if written is None:
-            self.posts.append(("kept_bytes", nbytes))
+            self._add("kept_bytes", nbytes)
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
-        written, lanes = Written(self), self._parts.lanes
+        written, lanes = Written(self._wants, self._uses), self._parts.lanes
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
         self._leave_read()
         while nbytes:
@@ -213,17 +245,17 @@ class Activations:
             if asked is None or asked.filled >= tile_bytes:
                 self._close_tile()
                 tile, self._next_tile = self._next_tile, self._next_tile + 1
-                asked = self._open = _Asked(tile, reads=False)
-                self._ask(asked)
+                asked = self._open = _Asked(self._uses, tile, fills=True)
+                self._wants.ask(asked)
             self._await(asked)
-            if asked.address is None:
+            if asked.buffer is None:
                 self._close_tile()
                 return None
             piece = Piece(asked.tile, asked.filled, min(nbytes, tile_bytes - asked.filled))
             asked.filled += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
             written.pieces.append(piece)
-            self.posts.append(("used", piece))
-            asked.mark = lanes.save(asked.address + piece.offset, source, piece.nbytes)
+            self._wants.post(self._uses.note, piece)
+            asked.mark = lanes.save(self._address(asked.buffer) + piece.offset, source, piece.nbytes)
             source, nbytes = source + piece.nbytes, nbytes - piece.nbytes
         if lanes.on_gpu and asked is not None and asked.mark is not None:
             self._in_transit.append((asked.mark, tensor))
@@ -247,7 +279,7 @@ class Activations:
         """Say that the open tile holds all that it will."""
         asked, self._open = self._open, None
         if asked is not None:
-            self.posts.append(("packed", asked))
+            self._wants.ready(asked)
 
     def rest(self) -> None:
         """Say that no tile is written to or read for now."""
@@ -255,12 +287,12 @@ class Activations:
             return
         self._stop_writing()
         self._leave_read()
-        self._parts.queue.post(WAKE)
+        self._wants.wake()
 
     def _leave_read(self) -> None:
         asked, self._last_read = self._last_read, None
         if asked is not None:
-            self.posts.append(("unpacked", asked))
+            self._wants.ready(asked)
 
     def read(self, written: Written, target: int) -> None:
         """Copy what was written to host or device memory; wait until it is in a buffer.
@@ -282,7 +314,8 @@ class Activations:
                 self._leave_read()  # of a signal handler
                 self._last_read = mine.pop(written.pieces[0].tile)
             finally:
-                self.posts.extend(("unpacked", asked) for asked in mine.values())
+                for asked in mine.values():
+                    self._wants.ready(asked)
 
     def _read(self, pieces: list[Piece], target: int, mine: dict[int, _Asked]) -> None:
         """Read pieces, last ones first as backward goes; `mine` are the tiles that stay meanwhile."""
@@ -290,34 +323,28 @@ class Activations:
         for number, piece in enumerate(pieces):
             for wanted in pieces[number : number + 2]:  # the next one comes meanwhile
                 if wanted.tile not in mine:
-                    mine[wanted.tile] = _Asked(wanted.tile, reads=True)
-                    self._ask(mine[wanted.tile])
+                    mine[wanted.tile] = _Asked(self._uses, wanted.tile, fills=False)
+                    self._wants.ask(mine[wanted.tile])
             asked = mine[piece.tile]
             self._await(asked)
             if asked.error is not None:
                 raise asked.error
             self._thread.check_usable()
-            address = known(asked.address, f"tile {piece.tile} has no buffer")
+            address = self._address(known(asked.buffer, f"tile {piece.tile} has no buffer"))
             target -= piece.nbytes
             asked.mark = self._parts.lanes.restore(target, address + piece.offset, piece.nbytes)
             for tile in [tile for tile in mine if tile not in (p.tile for p in pieces[number:])]:
-                self.posts.append(("unpacked", mine.pop(tile)))
-
-    def _ask(self, asked: _Asked) -> None:
-        self.posts.append(("asked", asked))
-        self._parts.queue.post(WAKE)
+                self._wants.ready(mine.pop(tile))
 
     def _await(self, asked: _Asked) -> None:
         """Wait until the engine has answered, or will not."""
-        if asked.answered.is_set():
-            return
-        started_s, thread = time.monotonic(), self._thread
+        if not asked.answered.is_set():
+            started_s = time.monotonic()
+            self._thread.wait_for_buffer(asked)
+            self._add("waited_s", time.monotonic() - started_s)
 
-        def arrived(pause_s: float) -> bool:
-            return asked.answered.wait(min(pause_s, waits.SLICE_S)) or not thread.is_usable
-
-        waits.wait_for(arrived, lambda: "")  # the engine thread says what for
-        self.posts.append(("waited_s", time.monotonic() - started_s))
+    def _add(self, figure: str, count: float) -> None:
+        self._wants.post(self._uses.figures.update, {figure: count})
 
     def are_in_use(self) -> bool:
         """Return whether anything that was written is of use; in the caller's turn."""
@@ -328,104 +355,20 @@ class Activations:
 
     # On the engine thread
 
-    def is_due(self) -> bool:
-        """Return whether `serve` has something to do."""
-        return bool(self.posts) or any(map(self._is_answerable, self._awaited)) or self._has_copied()
-
-    def _has_copied(self) -> bool:
-        return any(mark.reached() for _, mark in self._behind)
-
     def are_alive(self) -> bool:
         """Return whether anything that was written is of use."""
-        self._take_posts()
-        return bool(self._uses)
-
-    def serve(self) -> None:
-        """Take note of what callers have done, and answer them."""
-        machine = self._parts.machine
-        self._take_posts()
-        self._parts.executor.submit(machine.take_operations())
-        book = machine.activations
-        for asked in [asked for asked in self._awaited if self._is_answerable(asked)]:
-            self._awaited.remove(asked)
-            error = machine.broken if isinstance(machine.broken, Exception) else book.errors.get(asked.tile)
-            there = error is None and (book.are_there(asked.tile) if asked.reads else book.is_filling(asked.tile))
-            asked.answer(self._address(book.buffer_of(asked.tile)) if there else None, error)
-
-    def _is_answerable(self, asked: _Asked) -> bool:
-        machine, tile = self._parts.machine, asked.tile
-        book = machine.activations
-        if machine.broken is not None:
-            return True
-        if asked.reads:
-            return book.are_there(tile) or tile in book.errors
-        return book.is_filling(tile) or book.finds_none(tile)
-
-    def _take_posts(self) -> None:
-        behind, self._behind = self._behind, []
-        for event, mark in behind:
-            self._after(event, mark)
-        while self.posts:
-            what, value = self.posts.popleft()
-            if what == "asked":
-                self._begin(value)
-            elif what == "used":
-                self._counted.add(value)
-                self._uses[value.tile] += 1
-                self._figures["packed_bytes"] += value.nbytes
-            elif what == "forgotten":
-                for piece in value:
-                    if piece in self._counted:  # else an interrupt has come before it was
-                        self._counted.remove(piece)
-                        self._release(piece.tile)
-            elif what in ("packed", "unpacked"):
-                if not value.begun:
-                    continue
-                if value in self._awaited:  # an interrupt has ended the wait
-                    self._awaited.remove(value)
-                event = Packed(value.tile) if what == "packed" else Unpacked(value.tile)
-                self._after(event, value.mark)
-                if self._behind and self._behind[-1][0] is event:
-                    self._parts.lanes.device.report(value.mark, self._parts.queue, WAKE)
-            else:
-                self._figures[what] += value
-
-    def _begin(self, asked: _Asked) -> None:
-        machine = self._parts.machine
-        if not asked.reads and not self._uses:
-            self._figures.clear()
-        self._uses[asked.tile] += 1
-        asked.begun = True
-        if machine.broken is None:
-            machine.handle(Unpack(asked.tile) if asked.reads else Pack(asked.tile))
-        self._awaited.append(asked)
-
-    def _after(self, event: Packed | Unpacked, mark: Mark | None) -> None:
-        """Have the machine know of something when a device has copied."""
-        if mark is not None and not mark.reached():
-            self._behind.append((event, mark))
-            return
-        if self._parts.machine.broken is None:
-            self._parts.machine.handle(event)
-        self._release(event.tile)
-
-    def _release(self, tile: int) -> None:
-        self._uses[tile] -= 1
-        if not self._uses[tile]:
-            del self._uses[tile]
-            if self._parts.machine.broken is None:
-                self._parts.machine.handle(Discard(tile))
+        return self._wants.are_in_use("activations")
 
     def metrics(self) -> dict[str, float]:
         """Return what has been done since nothing was of use, by the names of metrics; none before `take`."""
         plan = self._parts.plan
         if not plan.activation_buffers:
             return {}
-        moved, rates = self._parts.machine.activations.moved, self._parts.rates.paths
+        moved, rates = self._parts.machine.scratch["activations"].moved, self._parts.rates.paths
         written_bytes = moved[WriteTile] * plan.budgets.activation_tile_bytes
         read_bytes = moved[ReadTile] * plan.budgets.activation_tile_bytes
         names = "packed_bytes", "kept_bytes", "waited_s"
-        figures = {f"activations/{name}": float(self._figures[name]) for name in names}
+        figures = {f"activations/{name}": float(self._uses.figures[name]) for name in names}
         return {
             **figures,
             "activations/written_bytes": written_bytes,

@@ -341,7 +341,7 @@ class Engine:
             is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
                 never says False, a gradient is final at its n-th arrival, n being the number before the last step.
         """
-        if self.plan.home_bytes[Home.STREAMED] and not self.plan.gradient_buffers:
+        if self.plan.updates_in_backward:
             self._parts.lanes.wakes = hyperparameters is not None
             self._thread.speculation.is_last_pass = is_last_pass
             self._thread.speculation.hyperparameters = hyperparameters

@@ -4,18 +4,80 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import AbstractContextManager
 
 import torch
 
 from offload.dtypes import DtypeCode
-from offload.errors import SessionBrokenError
-from offload.protocols import Mark
-from offload.schedule.loop import pump
-from offload.schedule.operations import Drop, Fill
+from offload.errors import SessionBrokenError, known
+from offload.protocols import Mark, Owner
+from offload.schedule.operations import Discard
 from offload.session.parts import SessionParts
+from offload.session.scratch import Wanted
 from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Visits
+
+
+class _WantedToFill(Wanted):
+    """A subgroup's gradient buffer, wanted to be filled."""
+
+    def __init__(self, visits: Visits, subgroup: int) -> None:
+        super().__init__(Owner("gradients", subgroup), fills=True)
+        self._visits = visits
+
+    def begin(self) -> None:
+        """See `Wanted.begin`: what moves from now on counts for the next step."""
+        self._visits.open_account()
+
+
+class Filling:
+    """Gives `PathGradients` the buffers that it fills; see `offload.gradients.paths.Filler`."""
+
+    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
+        self._parts, self._thread, self._visits = parts, thread, visits
+        self._wanted: Wanted | None = None  # what was asked for last
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `Filler.turn`."""
+        return self._thread.turn()
+
+    def fill(self, subgroup: int) -> int:
+        """See `Filler.fill`."""
+        with self._thread.turn():
+            if self._thread.parking.is_held:
+                self._thread.request(nothing)
+            self.stop()
+            self._wanted = wanted = _WantedToFill(self._visits, subgroup)
+            self._thread.wants.ask(wanted)
+            self._thread.wait_for_buffer(wanted)
+            if wanted.error is not None:
+                raise wanted.error
+            self._thread.check_usable()
+            return known(wanted.buffer, "gradients without a buffer")
+
+    def stop(self) -> None:
+        """See `Filler.stop`."""
+        if self._wanted is not None:  # said again after an interrupt, this changes nothing
+            self._thread.wants.ready(self._wanted)
+            self._wanted = None
+
+    def begin_step(self) -> None:
+        """See `Filler.begin_step`."""
+        self.stop()
+        self._thread.wants.take_posts()
+
+    def drop(self, dropped: Callable[[], None]) -> None:
+        """See `Filler.drop`."""
+
+        def drop() -> None:
+            self.begin_step()
+            machine = self._parts.machine
+            for subgroup in [*machine.scratch["gradients"].owners]:
+                machine.handle(Discard(Owner("gradients", subgroup)))
+            dropped()
+
+        with self._thread.turn():
+            self._thread.request(drop)
 
 
 class Gradients:
@@ -31,31 +93,7 @@ class Gradients:
         self._parts = parts
         self._thread = thread
         self._visits = visits
-        parts.fill_gradients, parts.drop_gradients = self._fill, self._drop
-
-    def _fill(self, subgroup: int) -> int:
-        """Return the address of a subgroup's gradient buffer, once it may be written to."""
-        with self._thread.turn():
-            self._thread.request(partial(self._begin_fill, subgroup))
-        return self._parts.gradients.buffer_address(self._parts.machine.gradients.buffer_of(subgroup))
-
-    def _begin_fill(self, subgroup: int) -> None:
-        parts, machine = self._parts, self._parts.machine
-        self._visits.open_account()
-        machine.handle(Fill(subgroup))
-        pump(machine, parts.executor, lambda m: m.gradients.is_filling(subgroup) or m.broken is not None)
-        if machine.broken is not None:
-            raise machine.broken
-
-    def _drop(self, dropped: Callable[[], None]) -> None:
-        """Have all gradients in buffers and on paths forgotten; an interrupt comes before both or after both."""
-
-        def drop() -> None:
-            self._parts.machine.handle(Drop())
-            dropped()
-
-        with self._thread.turn():
-            self._thread.request(drop)
+        parts.filler = Filling(parts, thread, visits)
 
     def announce(self, parameter: int | str) -> None:
         """Say that a gradient is about to arrive, and is dropped where it was: see `PathGradients.announce`."""
@@ -89,10 +127,8 @@ class Gradients:
             self._visits.wait_for([parameter])
         self._thread.check_usable()
         self.take_memory()
-        position, store = self._parts.position(parameter), self._parts.gradients
-        # One scope for all that an arrival asks for: nobody closes the session, or brings others, in between.
-        with self._thread.turn() if self._parts.plan.gradient_buffers else contextlib.nullcontext():
-            mark = store.arrived(position, address, dtype)
+        position = self._parts.position(parameter)
+        mark = self._parts.gradients.arrived(position, address, dtype)
         self._thread.speculation.note_arrival(position)
         return mark
 

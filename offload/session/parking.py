@@ -30,6 +30,7 @@ from offload.schedule.loop import pump
 from offload.schedule.operations import Leave, Run, Stay, Sweep
 from offload.schedule.staging import Phase
 from offload.session.parts import SessionParts
+from offload.session.scratch import Wants
 from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
@@ -85,20 +86,19 @@ class Parking:
 
     Args:
         parts: Its parts.
+        wants: What callers want of its scratch.
 
     Attributes:
         is_parked: Whether memory has been given back, and none taken again.
         figures: Of the last park that gave memory back, by the names of metrics.
     """
 
-    def __init__(self, parts: SessionParts) -> None:
+    def __init__(self, parts: SessionParts, wants: Wants) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
         self.visit: Callable[[Sequence[int], Callable[[Run], None]], Sweep]
         """Begins a sweep in which the visitor works on some subgroups, and changes nothing."""
-        self.saves_activations: Callable[[], bool]
-        """Says whether tensors are saved for backward in memory of the session's."""
-        self._parts = parts
+        self._parts, self._wants = parts, wants
         self._pending: PendingPark | None = None
         self._numbers = 0
         self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
@@ -140,7 +140,7 @@ class Parking:
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
 
-        if self.saves_activations():
+        if self._wants.are_in_use("activations"):
             raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
 
         def at(home: Home) -> list[int]:
@@ -222,7 +222,7 @@ class Parking:
         if machine.broken is not None or self._finished is not None:
             return True
         may_begin = machine.saver.under_way is None and not machine.is_leaving and Phase.BUSY not in machine.phases
-        may_begin = may_begin and machine.activations.is_empty
+        may_begin = may_begin and not machine.scratch["activations"].owners
         return pending.leave is None and may_begin
 
     @property

@@ -29,7 +29,7 @@ from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
 from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.gradients.gpu import GpuGradients
-from offload.gradients.paths import PathGradients
+from offload.gradients.paths import Filler, PathGradients
 from offload.gradients.store import GradientSlots, GradientStore, HostGradients
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
@@ -131,8 +131,7 @@ class SessionParts:
             )
             self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
-        self.fill_gradients: Callable[[int], int]
-        self.drop_gradients: Callable[[Callable[[], None]], None]
+        self.filler: Filler
         self.activation_address: Callable[[int], int]
         leaves = config.gradient_memory is not None
         if leaves:
@@ -152,7 +151,7 @@ class SessionParts:
         self._store = uuid.uuid4()
 
     def _make_path_gradients(self, *parts: Any) -> PathGradients:
-        return PathGradients(*parts, lanes=self.lanes, fill=self.fill_gradients, drop=self.drop_gradients)
+        return PathGradients(*parts, lanes=self.lanes, filler=self.filler)
 
     # Putting them together
 

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -33,6 +32,7 @@ from offload.schedule.machine import Machine
 from offload.schedule.operations import Release, Stop, Sweep
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
+from offload.session.scratch import Wanted, Wants
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
 
@@ -62,16 +62,6 @@ class _Request:
     error: BaseException | None = None
 
 
-class Served(Protocol):
-    """What has something done on the engine thread whenever that is due, whatever sweep is under way."""
-
-    def is_due(self) -> bool:
-        """Return whether `serve` has something to do."""
-
-    def serve(self) -> None:
-        """Do it."""
-
-
 class EngineThread:
     """The engine thread of one session.
 
@@ -93,10 +83,10 @@ class EngineThread:
         """What is to be done when the turn under way ends: to close the session, if a signal handler wanted to."""
         self.speculation = Speculation(parts)
         """The updates that are made before their step is sealed."""
-        self.parking = Parking(parts)
+        self.wants = Wants(parts)
+        """What callers want of scratch."""
+        self.parking = Parking(parts, self.wants)
         """Gives memory back between steps, and takes it again."""
-        self.activations: Served
-        """What is saved for backward, and leaves memory."""
         self.aborted: Callable[[BaseException], OffloadError]
         """Returns what to raise for the next step if an error has broken the session before it was called."""
         self.pending: PendingStep | None = None
@@ -274,6 +264,15 @@ class EngineThread:
         if request.pending is None:
             lanes.lead_caller()
 
+    def wait_for_buffer(self, wanted: Wanted) -> None:
+        """Wait until a buffer that was asked for has been answered for, or will not be."""
+
+        def arrived(pause_s: float) -> bool:
+            return wanted.answered.wait(min(pause_s, waits.SLICE_S)) or not self.is_usable
+
+        if not wanted.answered.is_set():
+            waits.wait_for(arrived, lambda: "")  # the engine thread says what for
+
     def stop(self) -> None:
         """End the engine thread, once it has begun if it does."""
         if self._opening is not None and self._opening.forestall():
@@ -329,7 +328,7 @@ class EngineThread:
         return (
             machine.finished_sweep is not None
             or machine.saver.finished_save is not None
-            or self.activations.is_due()
+            or self.wants.is_due()
             or self.parking.is_due()
             or self._may_begin(machine)
             or self._may_speculate()
@@ -349,8 +348,8 @@ class EngineThread:
             if not machine.failed:
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
-        elif self.activations.is_due():
-            self.activations.serve()
+        elif self.wants.is_due():
+            self.wants.serve()
         elif self._may_begin(machine):
             if machine.is_open:
                 self.speculation.hold()

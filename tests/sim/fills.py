@@ -16,11 +16,11 @@ from world import random_faults as draw_faults
 from offload.errors import InternalError, OffloadError
 from offload.plan import Budgets, PathBudget, Plan, make_plan
 from offload.plan.budget import LEAST_SLOT_BYTES
-from offload.protocols import SECTOR_BYTES
+from offload.protocols import SECTOR_BYTES, Owner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
-from offload.schedule.operations import Begin, Drop, Fill, Run, Sweep, Visit
+from offload.schedule.operations import Begin, Discard, Ready, Run, Sweep, Visit, Want
 
 MAX_EVENTS = 20_000
 
@@ -160,6 +160,7 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
     inner = SimExecutor(plan, program.rates, program.faults, 0, data, program.disorder)
     executor = CheckedExecutor(inner, plan)
     arrived: set[int] = set()
+    filling: list[Owner] = []  # the one that the caller fills
 
     def until(condition) -> None:
         def ended(machine: Machine) -> bool:
@@ -170,9 +171,13 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
 
         pump(machine, executor, ended)
 
-    def tell(event: Fill | Drop) -> None:
+    def tell(event: Want | Ready | Discard) -> None:
         executor.observe(event)
         machine.handle(event)
+
+    def end_filling() -> None:
+        if filling:
+            tell(Ready(filling.pop(), fills=True))
 
     def sweep(number: int, visits: tuple[Visit, ...]) -> None:
         inner.inject(Begin(Sweep(number, 10 * number, visits)))
@@ -186,20 +191,27 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
                 break
             if what == "fill":
                 (subgroup,) = subgroups
-                tell(Fill(subgroup))
-                until(lambda m, subgroup=subgroup: m.gradients.is_filling(subgroup) or m.broken is not None)
+                owner = Owner("gradients", subgroup)
+                if filling != [owner]:
+                    end_filling()
+                    tell(Want(owner, fills=True))
+                    filling.append(owner)
+                    until(lambda m, n=subgroup: m.scratch["gradients"].may_fill(n) or m.broken is not None)
                 if machine.broken is None:
-                    buffer = machine.gradients.buffer_of(subgroup)
-                    executor.filled(subgroup, buffer)
+                    buffer = machine.scratch["gradients"].buffer_of(subgroup)
+                    executor.filled(owner, buffer)
                     words = data.gradients[buffer][: words_of(plan, subgroup)]
                     filled_with(words, number, first=subgroup not in arrived)
                     arrived.add(subgroup)
             elif what == "drop":
-                tell(Drop())
+                for subgroup in [*machine.scratch["gradients"].owners]:
+                    tell(Discard(Owner("gradients", subgroup)))
+                filling.clear()
                 arrived.clear()
             elif what == "read":
                 sweep(number, tuple(Visit(subgroup, changes=False) for subgroup in subgroups))
             else:
+                end_filling()
                 sweep(number, update_visits(plan, subgroups))
                 arrived.clear()
     except SimulatedCrash:

@@ -60,7 +60,6 @@ from offload.schedule.operations import (
     Visit,
 )
 from offload.schedule.staging import Phase
-from offload.session.activations import Activations
 from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
 
@@ -205,7 +204,6 @@ class Session(saves.Session):
         """Make the engine thread, which is none."""
         parts = self.parts()
         self.thread, self.pending_type = thread_type(parts), pending_type
-        Activations(parts, self.thread)
         handle = self.machine.handle
 
         def told(event: Event) -> None:

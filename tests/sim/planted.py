@@ -24,8 +24,8 @@ from offload.schedule.operations import (
     AwaitPush,
     Begin,
     Commit,
+    Discard,
     Done,
-    Drop,
     Event,
     Extend,
     Failed,
@@ -1145,18 +1145,22 @@ class RevokesNothing(Speculation):
 # Gradients that pass through buffers
 
 
+def of_scratch(operation: Any, kind: Any, scratch: str) -> bool:
+    """Return whether an operation is of that kind, and moves a tile of such scratch."""
+    return isinstance(operation, kind) and operation.owner is not None and operation.owner.kind == scratch
+
+
 def of_gradients(operation: Any, kind: Any) -> bool:
     """Return whether an operation is of that kind, and of gradients."""
-    return isinstance(operation, kind) and operation.what == "gradients"
+    return of_scratch(operation, kind, "gradients")
 
 
 class VisitsBeforeTheLastGradients(Filtered):
     def hears(self, event, operation):
         yield event
         if isinstance(event, Done) and of_gradients(operation, ReadTile) and not self.idle:
-            left = [
-                read for read in self.under_way(ReadTile) if read.what == "gradients" and read.slot == operation.slot
-            ]
+            reads = (read for read in self.under_way(ReadTile) if of_gradients(read, ReadTile))
+            left = [read for read in reads if read.slot == operation.slot]
             if len(left) == 1:
                 yield Done(left[0].op)
 
@@ -1169,7 +1173,7 @@ class LosesGradientsThatLeave(Skips):
 class WritesGradientsOverState(Overwrites):
     def target(self, write):
         tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
-        return of_size(map(self.live, tiles), write) if write.what == "gradients" else None
+        return of_size(map(self.live, tiles), write) if of_gradients(write, WriteTile) else None
 
 
 class IgnoresFailedGradients(IgnoresFailure):
@@ -1179,7 +1183,7 @@ class IgnoresFailedGradients(IgnoresFailure):
 
 class VisitsWithOtherGradients(Filtered):
     def asks(self, operation):
-        if isinstance(operation, Run) and operation.visit.gradients and self.plan.gradient_buffers > 1:
+        if isinstance(operation, Run) and operation.visit.reads and self.plan.gradient_buffers > 1:
             buffer = (operation.gradient_buffer + 1) % self.plan.gradient_buffers
             operation = replace(operation, gradient_buffer=buffer)
         return (operation,)
@@ -1187,7 +1191,7 @@ class VisitsWithOtherGradients(Filtered):
 
 class KeepsGradientsThatWereDropped(Filtered):
     def hears(self, event, operation):
-        return () if isinstance(event, Drop) else (event,)
+        return () if isinstance(event, Discard) else (event,)
 
 
 class LetsTheCallerAddToWhatIsStillRead(EndsEarly):
@@ -1216,7 +1220,7 @@ class ReadsTheFirstGradientsAgain(Filtered):
 
 def of_activations(operation: Any, kind: Any) -> bool:
     """Return whether an operation is of that kind, and of activations."""
-    return isinstance(operation, kind) and operation.what == "activations"
+    return of_scratch(operation, kind, "activations")
 
 
 class LosesActivationsThatLeave(Skips):
@@ -1237,7 +1241,7 @@ class IgnoresFailedActivations(IgnoresFailure):
 class WritesActivationsOverState(Overwrites):
     def target(self, write):
         tiles = (tile for subgroup in self.plan.layout.subgroups for tile, _, _ in subgroup.tiles)
-        return of_size(map(self.live, tiles), write) if write.what == "activations" else None
+        return of_size(map(self.live, tiles), write) if of_activations(write, WriteTile) else None
 
 
 MACHINES = {
@@ -1322,9 +1326,9 @@ FILLING = {
     ReadsTheFirstGradientsAgain: "rule 28:",
 }
 SAVING = {
-    LosesActivationsThatLeave: "rule 30:",
-    ReadsActivationsTooEarly: "rule 30:",
-    IgnoresFailedActivations: "rule 30:",
+    LosesActivationsThatLeave: "rule 28:",
+    ReadsActivationsTooEarly: "rule 28:",
+    IgnoresFailedActivations: "rule 28:",
     WritesActivationsOverState: "rule 7:",
 }
 FORWARDS = {

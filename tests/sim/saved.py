@@ -15,10 +15,11 @@ from world import random_faults as draw_faults
 
 from offload.errors import InternalError, OffloadError
 from offload.plan import make_plan
+from offload.protocols import Owner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
-from offload.schedule.operations import Allocated, Begin, Cut, Discard, Pack, Packed, Run, Sweep, Unpack, Unpacked
+from offload.schedule.operations import Allocated, Begin, Cut, Discard, Ready, Run, Sweep, Want
 
 MAX_EVENTS = 40_000
 TILE_BYTES = 8192
@@ -97,6 +98,7 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
     plan, found = program.plan, Counter[str]()
     index = TileIndex([(p.available_bytes, p.share) for p in plan.budgets.paths], plan.slot_counts)
     machine = machine_type(plan, index)
+    scratch = machine.scratch["activations"]
 
     def visit(run: Run, state: np.ndarray) -> None:
         mix(run, state)
@@ -116,7 +118,7 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
 
         pump(machine, executor, ended)
 
-    def tell(event: Allocated | Cut | Pack | Packed | Unpack | Unpacked | Discard) -> None:
+    def tell(event: Allocated | Cut | Want | Ready | Discard) -> None:
         executor.observe(event)
         machine.handle(event)
         executor.submit(machine.take_operations())
@@ -138,6 +140,7 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
 
     try:
         for what, tile in program.actions:
+            owner = Owner("activations", tile)
             if machine.broken is not None:
                 break
             if what == "step":
@@ -152,37 +155,37 @@ def run_program(program: Program, machine_type: type[Machine] = Machine, *, self
             elif what == "fill":
                 inner.filled = {path for path in range(len(ends)) if tile >> path & 1}
             elif what == "pack":
-                tell(Pack(tile))
-                until(lambda m, t=tile: m.activations.is_filling(t) or m.activations.finds_none(t))
-                if machine.broken is None and machine.activations.is_filling(tile):
-                    buffer = machine.activations.buffer_of(tile)
-                    executor.activations.filled(tile, buffer)
+                tell(Want(owner, fills=True))
+                until(lambda m, t=tile: scratch.may_fill(t) or scratch.finds_none(t))
+                if machine.broken is None and scratch.may_fill(tile):
+                    buffer = scratch.buffer_of(tile)
+                    executor.filled(owner, buffer)
                     data.activations[buffer][:] = content(tile)
-                    tell(Packed(tile))
+                    tell(Ready(owner, fills=True))
                 elif machine.broken is None:
                     kept.add(tile)
-                    tell(Packed(tile))
-                    tell(Discard(tile))
+                    tell(Ready(owner, fills=True))
+                    tell(Discard(owner))
             elif tile in kept:
                 continue
             elif what == "read":
-                tell(Unpack(tile))
-                until(lambda m, t=tile: m.activations.are_there(t) or t in m.activations.errors)
-                if machine.broken is None and tile in machine.activations.errors:
-                    assert program.faults, f"unreadable for nothing: {machine.activations.errors[tile]}"
+                tell(Want(owner, fills=False))
+                until(lambda m, t=tile: scratch.is_there(t) or scratch.error_of(t) is not None)
+                if machine.broken is None and scratch.error_of(tile) is not None:
+                    assert program.faults, f"unreadable for nothing: {scratch.error_of(tile)}"
                     found["unreadable"] += 1
                 elif machine.broken is None:
-                    buffer = machine.activations.buffer_of(tile)
-                    executor.activations.read(tile, buffer)
+                    buffer = scratch.buffer_of(tile)
+                    executor.read(owner, buffer)
                     assert np.array_equal(data.activations[buffer], content(tile)), f"tile {tile} has other content"
-                tell(Unpacked(tile))
+                tell(Ready(owner, fills=False))
             else:
-                tell(Discard(tile))
+                tell(Discard(owner))
         until(lambda m: m.in_flight == 0)
     except SimulatedCrash:
         found["crashed"] += 1
         return found
-    found["kept"], found["away"] = len(kept), sum(machine.activations.moved.values())
+    found["kept"], found["away"] = len(kept), sum(scratch.moved.values())
     found["broken" if machine.broken is not None else "done"] += 1
     if machine.broken is not None:
         assert isinstance(machine.broken, OffloadError), repr(machine.broken)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from offload.errors import InternalError
-from offload.plan.budget import Plan
-from offload.protocols import ACTIVATIONS, SECTOR_BYTES, TileId
+from offload.errors import InternalError, known
+from offload.plan.budget import Plan, ScratchBuffers
+from offload.protocols import SECTOR_BYTES, Owner, ScratchKind, TileId
 from offload.schedule.index import Location, Record
 from offload.schedule.operations import (
     AwaitPush,
@@ -684,287 +683,200 @@ class KnownBuffer:
     writes: dict[TileId, int] = field(default_factory=dict)
 
 
-class BufferBook:
-    """Data of one kind that passes through buffers.
+class ScratchBook:
+    """Scratch of one kind, which passes through buffers.
 
     Attributes:
         useless: Writes in flight of what is of no use any more.
     """
 
-    rule: ClassVar[str]
-
-    def __init__(self, ground: Ground, storage: StorageBook) -> None:
-        self.ground, self.storage = ground, storage
+    def __init__(self, kind: ScratchKind, ground: Ground, storage: StorageBook) -> None:
+        self.kind, self.ground, self.storage = kind, ground, storage
         self.useless: set[int] = set()
         self._known: dict[int, KnownBuffer] = {}
         self._owners: dict[int, int] = {}
+        self._filling: dict[int, bool] = {}  # owners that somebody wants to fill, and whether that has begun
+        self._readers: Counter[int] = Counter()
 
-    def _require(self, holds: bool, what: str) -> None:
+    @property
+    def buffers(self) -> ScratchBuffers:
+        """What the plan says."""
+        return self.ground.plan.scratch[self.kind]
+
+    def _require(self, holds: bool, what: str, rule: int = 28) -> None:
         if not holds:
-            raise self.ground.violation(f"{self.rule}: {what}")
-
-    # What kinds of data do differently
-
-    def owner_of(self, operation: ReadTile | WriteTile) -> int:
-        """Return whose tile is moved."""
-        raise NotImplementedError
+            raise self.ground.violation(f"{rule}: {self.kind}: {what}")
 
     def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
         """Return offset and size of each tile of an owner."""
-        raise NotImplementedError
-
-    @property
-    def count(self) -> int:
-        """Number of buffers."""
-        raise NotImplementedError
-
-    def is_busy(self, owner: int) -> bool:
-        """Return whether the caller writes to the owner's buffer."""
-        raise NotImplementedError
-
-    def may_lose(self, owner: int) -> bool:
-        """Return whether nobody reads an owner's buffer."""
-        return True
-
-    # What happens
+        tiles = self.ground.plan.scratch_tiles(Owner(self.kind, owner))
+        return {tile: (offset, nbytes) for tile, offset, nbytes in tiles}
 
     def of(self, owner: int) -> KnownBuffer:
         """Return what is known of an owner's data."""
         return self._known.setdefault(owner, KnownBuffer())
 
+    # What callers do
+
+    def want(self, owner: int, *, fills: bool, amid_a_sweep: bool) -> None:
+        """Take in that a caller wants a buffer."""
+        if fills:
+            may = not (self.buffers.is_promised and amid_a_sweep)
+            self._require(may, "what visits read is filled during a sweep", 29)
+            self._filling[owner] = False
+        else:
+            self._readers[owner] += 1
+
+    def ready(self, owner: int, *, fills: bool) -> None:
+        """Take in that a caller does not want a buffer any more."""
+        if fills:
+            self._filling.pop(owner, None)
+        else:
+            self._readers[owner] -= 1
+
+    def filled(self, owner: int, buffer: int) -> None:
+        """Verify that a caller writes an owner's data to a buffer, and take in that it does."""
+        data = self.of(owner)
+        self._require(owner in self._filling, "what is written was not announced")
+        self._take(owner, buffer)
+        self._require(not (data.reads or data.writes), "a buffer is written to amid transfers")
+        self._require(data.in_buffer == data.version, "data is added to what is not whole in its buffer")
+        data.version += 1
+        data.in_buffer, self._filling[owner] = data.version, True
+
+    def read(self, owner: int, buffer: int) -> None:
+        """Verify that a caller reads an owner's data from a buffer."""
+        self._require(self._readers[owner] > 0, "what is read was not asked for")
+        self._require(self.of(owner).buffer == buffer, "data is read from another's buffer")
+        self._require(self._is_whole(owner), "data is read before it is whole in its buffer")
+
+    def discard(self, owner: int) -> None:
+        """Take in that an owner's data is of no use any more."""
+        data = self.of(owner)
+        self._require(not self._readers[owner], "what is read is discarded")
+        self._filling.pop(owner, None)
+        self.useless.update(data.writes.values())
+        self.storage.leave(data.stored)
+        self.storage.leave(data.arriving)
+        data.stored, data.arriving, data.stored_version, data.version, data.in_buffer = {}, {}, 0, 0, 0
+
+    def settle(self) -> None:
+        """What is on storage of data that is about to be changed is of no use when its buffer has it."""
+        for owner in self._filling:
+            data = self.of(owner)
+            is_still = data.buffer is not None and not (data.reads or data.writes)
+            if is_still and data.stored and data.in_buffer == data.version:
+                self.storage.leave(data.stored)
+                data.stored, data.stored_version = {}, 0
+
+    def begin(self, visits: Iterable[Visit]) -> None:
+        """Verify that what visits read is not being filled as their sweep begins."""
+        owners = (visit.reads.number for visit in visits if visit.reads and visit.reads.kind == self.kind)
+        self._require(not any(owner in self._filling for owner in owners), "a visit reads what is being filled", 29)
+
+    def issued_run(self, run: Run) -> None:
+        """Verify that a visit finds what it reads."""
+        owner = known(run.visit.reads, "a visit that reads nothing").number
+        self._require(self.of(owner).buffer == run.gradient_buffer, "a visit with another's buffer", 29)
+        self._require(self._is_whole(owner), "a visit before what it reads is whole in its buffer", 29)
+
+    def _is_whole(self, owner: int) -> bool:
+        data = self.of(owner)
+        return data.in_buffer == data.version > 0 and not data.reads
+
+    # What happens
+
     def issued(self, operation: ReadTile | WriteTile) -> None:
         """Verify a transfer."""
-        owner, buffer, tile = self.owner_of(operation), operation.slot, operation.tile
-        known = self.of(owner)
+        owner, buffer, tile = known(operation.owner, "a transfer of state").number, operation.slot, operation.tile
+        data = self.of(owner)
         place = operation.buffer_offset, operation.record.location.nbytes
         self._require(self.places(owner).get(tile) == place, "a tile is not where the plan puts it")
-        if buffer is None or not 0 <= buffer < self.count:
-            raise self.ground.violation(f"{self.rule}: there is no such buffer")
-        self._require(known.version > 0, "a transfer of what is not there")
+        if buffer is None or not 0 <= buffer < self.buffers.count:
+            raise self.ground.violation(f"28: {self.kind}: there is no such buffer")
+        self._require(data.version > 0, "a transfer of what is not there")
         if isinstance(operation, ReadTile):
             self._take(owner, buffer)
-            whole = known.stored_version == known.version
-            self._require(whole and known.stored.get(tile) == operation.record, "a read of something else")
-            self._require(not known.writes and tile not in known.reads, "a read into a buffer in use")
-            known.in_buffer = 0
-            known.reads[tile] = operation.op
+            whole = data.stored_version == data.version
+            self._require(whole and data.stored.get(tile) == operation.record, "a read of something else")
+            self._require(not data.writes and tile not in data.reads, "a read into a buffer in use")
+            data.in_buffer = 0
+            data.reads[tile] = operation.op
             return
-        self._require(known.buffer == buffer, "a write from another's buffer")
-        self._require(not self.is_busy(owner), "a write from a buffer that the caller writes to")
-        self._require(known.in_buffer == known.version, "a write of what is not whole in its buffer")
-        self._require(known.stored_version != known.version, "a write of what is on storage")
-        self._require(not (tile in known.writes or tile in known.arriving), "a second write of a tile")
-        self.storage.take(operation.record.location, lent=operation.what == "activations")
-        known.writes[tile] = operation.op
+        self._require(data.buffer == buffer, "a write from another's buffer")
+        self._require(not self._filling.get(owner, False), "a write from a buffer that a caller writes to")
+        self._require(data.in_buffer == data.version, "a write of what is not whole in its buffer")
+        self._require(data.stored_version != data.version, "a write of what is on storage")
+        self._require(not (tile in data.writes or tile in data.arriving), "a second write of a tile")
+        if not self.buffers.is_promised:
+            on_paths = 1 + sum(bool(each.stored or each.writes or each.reads) for each in self._known.values())
+            nbytes = on_paths * (operation.record.location.nbytes + SECTOR_BYTES)
+            self.storage.most_activation_bytes = max(self.storage.most_activation_bytes, nbytes)
+        self.storage.take(operation.record.location, lent=not self.buffers.is_promised)
+        data.writes[tile] = operation.op
 
     def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
         """Take in that a transfer has ended."""
-        owner, location = self.owner_of(operation), operation.record.location
-        known = self.of(owner)
+        owner, location = known(operation.owner, "a transfer of state").number, operation.record.location
+        data = self.of(owner)
         if isinstance(operation, ReadTile):
-            del known.reads[operation.tile]
-            if not known.reads:
-                known.in_buffer = known.version
-        elif self._is_useless(operation):
+            del data.reads[operation.tile]
+            if not data.reads:
+                data.in_buffer = data.version
+        elif self._is_useless(owner, operation):
             self.storage.extents[location.path].leave(location.offset)
         else:
-            del known.writes[operation.tile]
-            known.arriving[operation.tile] = Record(location, operation.record.step, checksum)
-            if len(known.arriving) == len(self.places(owner)):
-                known.stored, known.stored_version, known.arriving = known.arriving, known.version, {}
+            del data.writes[operation.tile]
+            data.arriving[operation.tile] = Record(location, operation.record.step, checksum)
+            if len(data.arriving) == len(self.places(owner)):
+                data.stored, data.stored_version, data.arriving = data.arriving, data.version, {}
 
     def failed(self, operation: ReadTile | WriteTile) -> bool:
-        """Take in that a transfer has failed; return whether a write has to be issued again."""
-        known, location = self.of(self.owner_of(operation)), operation.record.location
+        """Take in that a transfer has failed; return whether a write has to be issued again.
+
+        Without promised room, what cannot be read has no buffer, and what no path takes stays in its buffer.
+        """
+        owner, location = known(operation.owner, "a transfer of state").number, operation.record.location
+        data = self.of(owner)
         if isinstance(operation, ReadTile):
-            del known.reads[operation.tile]
+            if not self.buffers.is_promised and data.buffer is not None:
+                del self._owners[data.buffer]
+                data.buffer = None
+            del data.reads[operation.tile]
             return False
+        if not self.buffers.is_promised:
+            self.storage.give_up(location)
         self.storage.extents[location.path].leave(location.offset)
         self.storage.grown.discard(location)
-        if self._is_useless(operation):
+        if self._is_useless(owner, operation):
             return False
-        del known.writes[operation.tile]
-        return True
+        del data.writes[operation.tile]
+        return self.buffers.is_promised
 
-    def _is_useless(self, write: WriteTile) -> bool:
+    def _is_useless(self, owner: int, write: WriteTile) -> bool:
         if write.op not in self.useless:
             return False
         self.useless.discard(write.op)
-        del self.of(self.owner_of(write)).writes[write.tile]
+        del self.of(owner).writes[write.tile]
         return True
-
-    def used(self, owner: int) -> None:
-        """Take in that an owner's data is of no use any more."""
-        known = self.of(owner)
-        self.useless.update(known.writes.values())
-        self.storage.leave(known.stored)
-        self.storage.leave(known.arriving)
-        known.stored, known.arriving, known.stored_version, known.version, known.in_buffer = {}, {}, 0, 0, 0
 
     def _take(self, owner: int, buffer: int) -> None:
         """Verify that a buffer is an owner's, or may become it."""
-        self._require(0 <= buffer < self.count, "there is no such buffer")
-        known, old = self.of(owner), self._owners.get(buffer)
+        self._require(0 <= buffer < self.buffers.count, "there is no such buffer")
+        data, old = self.of(owner), self._owners.get(buffer)
         if old == owner:
             return
-        self._require(known.buffer is None or not known.version, "a second buffer for one owner")
+        self._require(data.buffer is None or not data.version, "a second buffer for one owner")
         if old is not None:
             before = self.of(old)
             useful = before.version and before.stored_version != before.version
             self._require(not useful, "a buffer changes hands with what lies nowhere else")
             self._require(not (before.reads or before.writes), "a buffer changes hands amid transfers")
-            self._require(self.may_lose(old), "a buffer changes hands while it is read")
+            self._require(not self._readers[old], "a buffer changes hands while it is read")
             before.buffer, before.in_buffer = None, 0
-        if known.buffer is not None:
-            del self._owners[known.buffer]
-        self._owners[buffer], known.buffer = owner, buffer
-
-
-class GradientBook(BufferBook):
-    """Gradients that pass through buffers; owners are subgroups.
-
-    Attributes:
-        filling: The subgroup whose gradients the caller brings, if it does.
-    """
-
-    rule = "28"
-
-    def __init__(self, ground: Ground, storage: StorageBook) -> None:
-        super().__init__(ground, storage)
-        self.filling: int | None = None
-        self._was_filled = False
-
-    def owner_of(self, operation: ReadTile | WriteTile) -> int:
-        """See `BufferBook.owner_of`."""
-        return operation.tile.subgroup
-
-    def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
-        """See `BufferBook.places`."""
-        return {tile: (offset, nbytes) for tile, offset, nbytes in self.ground.plan.gradient_tiles[owner]}
-
-    @property
-    def count(self) -> int:
-        """See `BufferBook.count`."""
-        return self.ground.plan.gradient_buffers
-
-    def is_busy(self, owner: int) -> bool:
-        """See `BufferBook.is_busy`."""
-        return self.filling == owner and self._was_filled
-
-    def fill(self, number: int | None) -> None:
-        """Take in that the caller is about to bring gradients of a subgroup, or of none any more."""
-        self.filling, self._was_filled = number, False
-
-    def settle(self) -> None:
-        """What is on storage of gradients that are about to be changed is of no use when their buffer has them."""
-        known = self.of(self.filling) if self.filling is not None else None
-        is_still = known is not None and known.buffer is not None and not (known.reads or known.writes)
-        if known is not None and is_still and known.stored and known.in_buffer == known.version:
-            self.storage.leave(known.stored)
-            known.stored, known.stored_version = {}, 0
-
-    def filled(self, number: int, buffer: int) -> None:
-        """Verify that the caller writes gradients to a buffer, and take in that it does."""
-        known = self.of(number)
-        self._require(self.filling == number, "gradients are written that were not announced")
-        self._take(number, buffer)
-        self._require(not (known.reads or known.writes), "gradients are written to a buffer amid transfers")
-        self._require(known.in_buffer == known.version, "gradients are added to what is not whole in its buffer")
-        known.version += 1
-        known.in_buffer, self._was_filled = known.version, True
-
-    def issued_run(self, run: Run) -> None:
-        """Verify that a visit finds its gradients."""
-        require = self.ground.require
-        require(run.visit.gradients == (run.gradient_buffer is not None), "29: a visit with a wrong buffer")
-        if run.visit.gradients:
-            known = self.of(run.visit.subgroup)
-            require(known.buffer == run.gradient_buffer, "29: a visit with another's gradient buffer")
-            whole = known.in_buffer == known.version > 0 and not known.reads
-            require(whole, "29: a visit before its gradients are whole in their buffer")
-
-    def drop(self) -> None:
-        """Take in that all gradients are of no use any more."""
-        for number in self._known:
-            self.used(number)
-        self.fill(None)
-
-
-class ActivationBook(BufferBook):
-    """Activations that pass through buffers; owners are tiles."""
-
-    rule = "30"
-
-    def __init__(self, ground: Ground, storage: StorageBook) -> None:
-        super().__init__(ground, storage)
-        self._filling: set[int] = set()
-        self._readers: Counter[int] = Counter()
-
-    def owner_of(self, operation: ReadTile | WriteTile) -> int:
-        """See `BufferBook.owner_of`."""
-        return operation.tile.tile
-
-    def places(self, owner: int) -> dict[TileId, tuple[int, int]]:
-        """See `BufferBook.places`."""
-        return {TileId(0, ACTIVATIONS, owner): (0, self.ground.plan.budgets.activation_tile_bytes)}
-
-    @property
-    def count(self) -> int:
-        """See `BufferBook.count`."""
-        return self.ground.plan.activation_buffers
-
-    def is_busy(self, owner: int) -> bool:
-        """See `BufferBook.is_busy`."""
-        return owner in self._filling
-
-    def may_lose(self, owner: int) -> bool:
-        """See `BufferBook.may_lose`."""
-        return not self._readers[owner]
-
-    def pack(self, tile: int) -> None:
-        """Take in that the caller is about to write a tile."""
-        self._filling.add(tile)
-
-    def filled(self, tile: int, buffer: int) -> None:
-        """Verify that the caller writes a tile to a buffer, and take in that it does."""
-        self._require(tile in self._filling, "activations are written that were not announced")
-        self._take(tile, buffer)
-        known = self.of(tile)
-        known.version = known.in_buffer = 1
-
-    def packed(self, tile: int) -> None:
-        """Take in that a tile holds all that it will."""
-        self._filling.discard(tile)
-
-    def unpack(self, tile: int, by: int) -> None:
-        """Take in that one more asks for a tile, or (-1) one less."""
-        self._readers[tile] += by
-
-    def read(self, tile: int, buffer: int) -> None:
-        """Verify that the caller reads a tile from a buffer."""
-        known = self.of(tile)
-        self._require(self._readers[tile] > 0, "activations are read that nobody has asked for")
-        self._require(known.buffer == buffer, "activations are read from another's buffer")
-        whole = known.in_buffer == known.version > 0 and not known.reads
-        self._require(whole, "activations are read before they are whole in their buffer")
-
-    def issued(self, operation: ReadTile | WriteTile) -> None:
-        """See `BufferBook.issued`."""
-        if isinstance(operation, WriteTile):
-            on_paths = 1 + sum(bool(known.stored or known.writes or known.reads) for known in self._known.values())
-            nbytes = on_paths * (operation.record.location.nbytes + SECTOR_BYTES)
-            self.storage.most_activation_bytes = max(self.storage.most_activation_bytes, nbytes)
-        super().issued(operation)
-
-    def failed(self, operation: ReadTile | WriteTile) -> bool:
-        """See `BufferBook.failed`; a tile that cannot be read has no buffer, one that no path takes stays there."""
-        known = self.of(self.owner_of(operation))
-        if isinstance(operation, WriteTile):
-            self.storage.give_up(operation.record.location)
-        elif known.buffer is not None:
-            del self._owners[known.buffer]
-            known.buffer = None
-        return super().failed(operation)
+        if data.buffer is not None:
+            del self._owners[data.buffer]
+        self._owners[buffer], data.buffer = owner, buffer
 
 
 class LeaveBook:

@@ -74,20 +74,17 @@ Rules:
      (rule 6), or a visit fills it. What lies on storage meanwhile comes on top of the bytes of rule 8. When all has
      left, staging slots are empty.
 
- Gradients that pass through buffers:
- 28. A gradient buffer has one owner and a subgroup one buffer. It is written to by the caller after `Fill`, when it
-     holds all that the subgroup has of gradients, and until the next `Fill`, sweep or `Drop` nothing else uses it. It
-     changes hands only if its owner's newest gradients are whole on storage, or of no use. Tiles are written from it,
-     and read into it, as rules 6 and 7 have it; but nothing is kept on storage of what is about to be changed.
- 29. A visit that reads gradients runs when they are whole in their buffer. Then they are of no use, as all are after
-     `Drop`.
-
- Activations that pass through buffers:
- 30. An activation buffer has one owner, a tile, and a tile one buffer. The caller writes to it between `Pack` and
-     `Packed`; callers read it between `Unpack` and `Unpacked`, when it holds all of the tile. It changes hands only
-     if its owner is whole on storage and nobody has asked for it, or was discarded. Tiles are written from it after
-     `Packed`, and read into it, as rules 6 and 7 have it. They take bytes beyond those of rule 8. A write that has
-     failed is issued again elsewhere, or the tile stays in its buffer; no failure of these ends a session.
+ Scratch that passes through buffers (gradients, activations):
+ 28. A buffer has one owner, and an owner one buffer. A caller writes to it between a `Want` that fills and its
+     `Ready`, when it holds all that there is of the owner's data; from the first write on nothing else uses it
+     meanwhile. Callers read it between a `Want` that reads and its `Ready`, when it holds all of the data. It changes
+     hands only if its owner's newest data is whole on storage and nobody has asked for it, or was discarded. Tiles
+     are written from it, and read into it, as rules 6 and 7 have it; but nothing is kept on storage of what is about
+     to be changed.
+ 29. What visits read is filled between sweeps. A visit that reads it runs when it is whole in its buffer; then it is
+     of no use.
+ 30. Where no room was promised (activations), tiles take bytes beyond those of rule 8. A write that has failed is
+     issued again elsewhere, or the tile stays in its buffer; no failure of these ends a session.
 
 Room that is there:
  31. Of each size, there are at least as many slots beyond those of `Allocated` as versions beside the live ones and
@@ -105,7 +102,7 @@ from collections.abc import Collection, Sequence
 
 from offload.errors import TierError, TierFullError
 from offload.plan.budget import Plan
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import SECTOR_BYTES, Owner, TileId
 from offload.schedule.index import Location, Record
 from offload.schedule.loop import Executor
 from offload.schedule.operations import (
@@ -118,20 +115,17 @@ from offload.schedule.operations import (
     CopyTile,
     Discard,
     Done,
-    Drop,
     Event,
     Extend,
     Failed,
-    Fill,
     GiveBack,
     GiveUp,
     Hold,
     Leave,
     Lend,
     Operation,
-    Pack,
-    Packed,
     ReadTile,
+    Ready,
     Release,
     Reshare,
     Run,
@@ -143,20 +137,18 @@ from offload.schedule.operations import (
     Sync,
     TakeOver,
     Transfer,
-    Unpack,
-    Unpacked,
     Visit,
+    Want,
     WriteTile,
 )
 from world.books import (
-    ActivationBook,
     Beside,
     DeviceBook,
-    GradientBook,
     Ground,
     KnownSubgroup,
     LeaveBook,
     SaveBook,
+    ScratchBook,
     StorageBook,
     subgroup_of,
 )
@@ -182,9 +174,8 @@ class CheckedExecutor:
         self._device = DeviceBook(self._ground)
         self._saves = SaveBook(self._ground, self._storage)
         self._leaves = LeaveBook(self._ground, self._storage)
-        self._gradients = GradientBook(self._ground, self._storage)
-        self.activations = ActivationBook(self._ground, self._storage)
-        """What callers write and read of activations is told to this."""
+        self.scratch = {kind: ScratchBook(kind, self._ground, self._storage) for kind in plan.scratch}
+        """What callers write to buffers and read from them is told to these."""
         self._places, self._subgroups = self._ground.places, self._ground.subgroups
         self._require, self._violation = self._ground.require, self._ground.violation
         self._owners: list[int | None] = []
@@ -279,31 +270,33 @@ class CheckedExecutor:
                 self._take_over(event)
             case Release(number):
                 self._saves.release(number)
-            case Fill(subgroup):
-                self._require(self._sweep is None or self._fatal is not None, "28: gradients come during a sweep")
-                self._gradients.fill(subgroup)
-            case Drop():
-                self._gradients.drop()
-            case Pack(tile):
-                self.activations.pack(tile)
-            case Packed(tile):
-                self.activations.packed(tile)
-            case Unpack(tile):
-                self.activations.unpack(tile, 1)
-            case Unpacked(tile):
-                self.activations.unpack(tile, -1)
-            case Discard(tile):
-                self.activations.used(tile)
-        self._gradients.settle()
+            case Want(owner, fills):
+                amid = self._sweep is not None and self._fatal is None
+                self.scratch[owner.kind].want(owner.number, fills=fills, amid_a_sweep=amid)
+            case Ready(owner, fills):
+                self.scratch[owner.kind].ready(owner.number, fills=fills)
+            case Discard(owner):
+                self.scratch[owner.kind].discard(owner.number)
+        for book in self.scratch.values():
+            book.settle()
 
-    def filled(self, subgroup: int, buffer: int) -> None:
-        """Verify that the caller may write gradients of a subgroup to a buffer, which it does now.
+    def filled(self, owner: Owner, buffer: int) -> None:
+        """Verify that the caller may write an owner's data to a buffer, which it does now.
 
         Raises:
             InternalError: If it may not; notes tell the story.
         """
-        self._ground.story.append(f"gradients of subgroup {subgroup} are written to buffer {buffer}")
-        self._gradients.filled(subgroup, buffer)
+        self._ground.story.append(f"{owner} is written to buffer {buffer}")
+        self.scratch[owner.kind].filled(owner.number, buffer)
+
+    def read(self, owner: Owner, buffer: int) -> None:
+        """Verify that the caller may read an owner's data from a buffer, which it does now.
+
+        Raises:
+            InternalError: If it may not; notes tell the story.
+        """
+        self._ground.story.append(f"{owner} is read from buffer {buffer}")
+        self.scratch[owner.kind].read(owner.number, buffer)
 
     def saved(self) -> dict[int, dict[TileId, Record]]:
         """Return what each finished save that was not released names."""
@@ -391,22 +384,23 @@ class CheckedExecutor:
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
             self._require(not self._again, "9: an operation before a failed write is issued again")
-        if isinstance(operation, ReadTile | WriteTile) and operation.what == "activations":
-            self.activations.issued(operation)
-            self._flying[operation.op] = operation
-            return
-        if isinstance(operation, ReadTile | WriteTile) and operation.what == "gradients":
-            self._again.pop(operation.tile, None)
-            if isinstance(operation, ReadTile):
-                self._issued_in_order(operation)
-            self._gradients.issued(operation)
+        if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
+            book = self.scratch[operation.owner.kind]
+            if book.buffers.is_promised:
+                self._again.pop(operation.tile, None)
+                if isinstance(operation, ReadTile):
+                    self._issued_in_order(operation)
+            book.issued(operation)
             self._flying[operation.op] = operation
             return
         if isinstance(operation, Run | ReadTile) or (isinstance(operation, Transfer) and operation.way == "fetch"):
             self._issued_in_order(operation)
         if isinstance(operation, Run):
             self._issued_run(operation)
-            self._gradients.issued_run(operation)
+            reads = operation.visit.reads
+            self._require((reads is None) == (operation.gradient_buffer is None), "29: a visit with a wrong buffer")
+            if reads is not None:
+                self.scratch[reads.kind].issued_run(operation)
         elif isinstance(operation, SaveTile | CopyTile | Sync | Commit):
             self._saves.issued(operation)
         elif isinstance(operation, Transfer) and operation.what == "state":
@@ -438,8 +432,8 @@ class CheckedExecutor:
             return
         place, where = found
         staged = isinstance(operation, Run) and operation.gpu_slot is not None
-        of_gradients = isinstance(operation, ReadTile) and operation.what == "gradients"
-        alike = where, type(operation), visit.gpu, staged or of_gradients
+        of_scratch = isinstance(operation, ReadTile) and operation.owner is not None
+        alike = where, type(operation), visit.gpu, staged or of_scratch
         self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
         self._begun[alike] = place
 
@@ -658,7 +652,8 @@ class CheckedExecutor:
         alike = all(visit.speculative is sweep.is_open for visit in sweep.visits)
         self._require(alike, "20: a speculative visit in a sweep that is not open, or the other way round")
         self._sweep = sweep
-        self._gradients.fill(None)
+        for book in self.scratch.values():
+            book.begin(sweep.visits)
         self._steps[sweep.number] = sweep.step
         self._visits = {visit.subgroup: visit for visit in sweep.visits}
         self._begun, self._unbegun = {}, {}
@@ -750,7 +745,7 @@ class CheckedExecutor:
         if operation is None:
             raise self._violation("1: an operation is reported that is not in flight")
         staged = isinstance(operation, ReadTile | WriteTile) and operation.slot is not None
-        if isinstance(operation, ReadTile | WriteTile) and staged and operation.what == "state":
+        if isinstance(operation, ReadTile | WriteTile) and staged and operation.owner is None:
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
@@ -760,10 +755,8 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.done(operation, checksum)
-            case ReadTile(what="gradients") | WriteTile(what="gradients"):
-                self._gradients.done(operation, checksum)
-            case ReadTile(what="activations") | WriteTile(what="activations"):
-                self.activations.done(operation, checksum)
+            case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
+                self.scratch[owner.kind].done(operation, checksum)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -799,8 +792,8 @@ class CheckedExecutor:
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
-                if visit.gradients:
-                    self._gradients.used(visit.subgroup)
+                if visit.reads is not None:
+                    self.scratch[visit.reads.kind].discard(visit.reads.number)
                 pushes = operation.weight_slot is not None and visit.changes
                 if operation.weight_slot is not None and pushes:
                     self._device.weight_slots[operation.weight_slot].stage = "made"
@@ -840,16 +833,13 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._saves.failed(operation)
-            case ReadTile(what="activations") | WriteTile(what="activations"):
-                self.activations.failed(operation)
-            case ReadTile(what="gradients"):
-                self._gradients.failed(operation)
-                self._fatal = self._fatal or error
-            case WriteTile(what="gradients"):
-                is_useful = self._gradients.failed(operation)
-                if isinstance(error, TierError):
+            case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
+                goes_elsewhere = self.scratch[owner.kind].failed(operation)
+                if not self.scratch[owner.kind].buffers.is_promised:
+                    return
+                if isinstance(operation, WriteTile) and isinstance(error, TierError):
                     self._storage.fail(operation.record.location)
-                    self._again |= dict.fromkeys([operation.tile] * is_useful)
+                    self._again |= dict.fromkeys([operation.tile] * goes_elsewhere)
                 else:
                     self._fatal = self._fatal or error
             case WriteTile(tile=tile) if operation.op in self._revoked or self._subgroups[tile.subgroup].beside:

@@ -296,8 +296,9 @@ class SimData:
         numel = operation.record.location.nbytes // FP32.item_bytes
         if operation.slot is None:
             return self.resident[operation.tile.subgroup][start : start + numel]
-        slots = {"state": self.staging, "gradients": self.gradients, "activations": self.activations}
-        return slots[operation.what][operation.slot][start : start + numel]
+        buffers = {"gradients": self.gradients, "activations": self.activations}
+        memory = self.staging if operation.owner is None else buffers[operation.owner.kind]
+        return memory[operation.slot][start : start + numel]
 
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup
