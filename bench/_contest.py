@@ -75,6 +75,10 @@ class ContenderError(Exception):
     """A contender crashed or did not answer in time."""
 
 
+class ShortError(ContenderError):
+    """A contender found no memory for something."""
+
+
 class Worker:
     """A contender's process: it is asked in lines of JSON on standard input, and answers so on standard output.
 
@@ -82,9 +86,16 @@ class Worker:
         contender: What it is.
         common: What all contenders are told: shape, ....
         folder: Where it runs, its directories are made and its log goes.
+        prepare: Called in its process before anything else.
     """
 
-    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        common: Mapping[str, Any],
+        folder: Path,
+        prepare: Callable[[], None] = end_with_parent,
+    ) -> None:
         self.contender = contender
         self._counter = 0
         self._folder = folder
@@ -96,7 +107,7 @@ class Worker:
             stderr=self.log.open("w"),
             env=contender_environment(),
             cwd=folder,
-            preexec_fn=end_with_parent,
+            preexec_fn=prepare,
         )
         self._rest = b""
         self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
@@ -115,6 +126,7 @@ class Worker:
 
         Raises:
             ContenderError: It died, or said nothing for `timeout_s`.
+            ShortError: It found no memory for something.
         """
         assert self.process.stdout is not None
         until_s = time.monotonic() + timeout_s
@@ -127,7 +139,10 @@ class Worker:
                 raise ContenderError(self._died())
             self._rest += found
         line, self._rest = self._rest.split(b"\n", 1)
-        return json.loads(line)
+        found = json.loads(line)
+        if isinstance(found, dict) and "short_of" in found:
+            raise ShortError(found["short_of"])
+        return found
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """Ask for something and wait for the answer."""

@@ -83,6 +83,20 @@ class Option:
                 parser.error(str(error))
 
 
+def names_among(known: Iterable[str]) -> Callable[[str, str], list[str]]:
+    """Return what reads an option's text as some of these names, which are separated by commas."""
+    every = list(known)
+
+    def read(option: str, text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in every:
+                raise ConfigError(option, name, f"there are {', '.join(every)}")
+        return names
+
+    return read
+
+
 @dataclass
 class Run:
     """A run of a benchmark: what it is told, and what it has found so far.
@@ -184,11 +198,13 @@ def main(
     if child is not None and sys.argv[1:2] == ["--child"]:
         print(json.dumps(child(json.loads(sys.argv[2]))))
         return
-    parser = _parser(question, path, picture is not None, runs, list(sections))
-    for option in options:
+    parser, names = _parser(question, path, picture is not None, runs), ",".join(sections)
+    chooses = Option("sections", names, help="which to run", read=names_among(sections), more={"metavar": "NAMES"})
+    every = (*options, *([chooses] if sections else []))
+    for option in every:
         option.add(parser)
     args = parser.parse_args()
-    for option in options:
+    for option in every:
         option.settle(args, parser)
     if instead(args):
         return
@@ -217,9 +233,7 @@ def main(
         raise SystemExit(f"failed: {', '.join(run.failed)}")
 
 
-def _parser(
-    question: str | None, path: bool, picture: bool, runs: bool, sections: Sequence[str]
-) -> argparse.ArgumentParser:
+def _parser(question: str | None, path: bool, picture: bool, runs: bool) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has; see `main`."""
     program = os.environ.get("OFFLOAD_PROG")  # how a command that runs this script is called
     parser = Parser(prog=program, description=question, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,17 +250,6 @@ def _parser(
         files["runs"] = "keep there what each part has found; go on from what is there of the same commit and sizes"
     for name, what in files.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
-    if sections:
-
-        def chosen(text: str) -> list[str]:
-            names = text.split(",")
-            unknown = [name for name in names if name not in sections]
-            if unknown:
-                raise argparse.ArgumentTypeError(f"{unknown[0]!r} cannot be used; there are {', '.join(sections)}")
-            return names
-
-        what = f"which to run, separated by commas (default: {','.join(sections)})"
-        parser.add_argument("--sections", type=chosen, default=sections, metavar="NAMES", help=what)
     return parser
 
 

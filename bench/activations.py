@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _capacity import Model
 from _common import progress
 from _harness import Option, Run, in_process, main, medians
+from _llama import Model
 from _worker import loss_of, memory
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
