@@ -231,6 +231,11 @@ class Outcome:
     pinned_bytes: int = 0
     resident_bytes: list[int] = field(default_factory=list)
 
+    @property
+    def ran(self) -> bool:
+        """Whether there are figures, and nothing is wrong with them."""
+        return bool(self.iterations) and not self.failed
+
     def values(self, name: str, tokens: int) -> list[float]:
         """Return one figure, a median for each round."""
         found = []
@@ -276,14 +281,24 @@ def run_group(
     schedule: Schedule,
     common: Mapping[str, Any],
     folder: Path,
-    say: Callable[[str], None],
+    say: Callable[[str], None] = print,
+    missing: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Outcome], list[dict[str, float]]]:
     """Run contenders against each other.
+
+    Args:
+        contenders: Who.
+        schedule: How often.
+        common: What all are told; see `common_of`.
+        folder: Where they run.
+        say: Told of what fails.
+        missing: Contenders that cannot run, and why.
 
     Returns:
         What became of each, by name, and the hardware's speed in each round.
     """
     started_s = time.monotonic()
+    contenders = [replace(c, left_out=(missing or {}).get(c.name, c.left_out)) for c in contenders]
     outcomes = {c.name: Outcome(c.name, dict(c.settings), c.left_out) for c in contenders}
     workers: dict[str, Worker] = {}
     bounds = Worker(Contender(BOUNDS, BOUNDS, {"path": "{path}", "smoke": common["smoke"]}), common, folder)
@@ -425,8 +440,7 @@ def times_shorter(ours: Outcome, theirs: Outcome, baseline: Outcome, tokens: int
 
 def best(outcomes: Mapping[str, Outcome], names: Sequence[str], tokens: int) -> Outcome | None:
     """Return the fastest of some contenders that ran, or None."""
-    ran = [outcomes[name] for name in names if name in outcomes and not outcomes[name].failed]
-    ran = [outcome for outcome in ran if outcome.iterations]
+    ran = [outcomes[name] for name in names if name in outcomes and outcomes[name].ran]
     return min(ran, key=lambda outcome: outcome.median("iteration_s", tokens) or 0.0, default=None)
 
 

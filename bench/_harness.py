@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Kept, end_with_parent, environment, progress
+from _common import Kept, end_with_parent, environment, kernel_io, moved, progress
 from _needs import Need, require
 
 from offload.cli.values import Parser
 from offload.errors import ConfigError
+from offload.units import format_seconds
 
 Row = dict[str, Any]
 
@@ -178,7 +179,6 @@ def main(
     runs: bool = False,
     needs: Callable[[argparse.Namespace], Mapping[str, Sequence[Need]]] = lambda args: {},
     child: Callable[[Any], Any] | None = None,
-    instead: Callable[[argparse.Namespace], bool] = lambda args: False,
 ) -> None:
     """Run a benchmark from the command line.
 
@@ -193,7 +193,6 @@ def main(
         runs: Whether it can go on where a run was stopped.
         needs: What contenders or sections need, by what the command says.
         child: What its processes do; gets the request of `in_process` and returns the answer.
-        instead: Does something else, where an option says so; returns whether it did.
     """
     if child is not None and sys.argv[1:2] == ["--child"]:
         print(json.dumps(child(json.loads(sys.argv[2]))))
@@ -206,8 +205,6 @@ def main(
     args = parser.parse_args()
     for option in every:
         option.settle(args, parser)
-    if instead(args):
-        return
     missing = require(args, needs(args))
     described = environment(device=device)
     chosen = {option.name: getattr(args, option.name) for option in options}
@@ -275,6 +272,24 @@ def _report(run: Run, checksum: str) -> None:
         draft.replace(run.args.json)
 
 
+def show(what: str, row: Mapping[str, Any], *names: str) -> None:
+    """Print some figures of a row, each with its name, as the unit at that name's end is written."""
+
+    def written(name: str) -> str:
+        value = row[name]
+        if name.endswith("bytes_per_s"):
+            return f"{value / 1e9:.2f} GB/s"
+        if name.endswith("_per_s"):
+            return f"{value:.3g}"
+        if name.endswith("_s"):
+            return format_seconds(value)
+        if name.endswith("_bytes"):
+            return f"{value / 1e6:,.0f} MB"
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    print(f"  {what}: {', '.join(f'{name} {written(name)}' for name in names)}", flush=True)
+
+
 def in_process(script: str, request: Any, **variables: str) -> Any:
     """Return what a script's `child` answers to a request, in a process of its own.
 
@@ -329,15 +344,30 @@ def turns(contenders: Iterable[Any], rounds: int, settling: int = 0) -> Iterator
         progress(f"round {number + 1}/{rounds}")
 
 
+def rows_of_rounds(
+    contenders: Mapping[Any, Callable[[], object]], rounds: int, settling: int = 1
+) -> dict[Any, list[Row]]:
+    """Return a row for each contender and round that counts: its "seconds", what it moved on disks, what it returns.
+
+    Args:
+        contenders: Each does one round of work, and may return a dict of figures.
+        rounds: That count.
+        settling: That come before these.
+    """
+    rows: dict[Any, list[Row]] = {name: [] for name in contenders}
+    for number, name in turns(contenders, rounds, settling):
+        before, started_s = kernel_io(), time.perf_counter()
+        found = contenders[name]()
+        row: Row = {"seconds": time.perf_counter() - started_s, **moved(before)}
+        if number >= 0:
+            rows[name].append(row | (found if isinstance(found, dict) else {}))
+    return rows
+
+
 def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Return each contender's seconds, round by round, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number, name in turns(contenders, rounds, settling=1):
-        started_s = time.perf_counter()
-        contenders[name]()
-        if number >= 0:
-            times[name].append(time.perf_counter() - started_s)
-    return times
+    rows = rows_of_rounds(contenders, rounds)
+    return {name: [row["seconds"] for row in each] for name, each in rows.items()}
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -345,9 +375,20 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
+def column(rows: Iterable[Mapping[str, float]], name: str) -> list[float]:
+    """Return one figure of all rows."""
+    return [row[name] for row in rows]
+
+
 def ratio(over: Iterable[float], under: Iterable[float]) -> float:
     """Return the median of the ratios of two series, taken within a round."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def beyond_around(ones: Sequence[float], around: Sequence[float]) -> float:
+    """Return the median of figures, each less the mean of those before and after it, of which there is one more."""
+    triples = zip(ones, around[:-1], around[1:], strict=True)
+    return statistics.median(one - (before + after) / 2 for one, before, after in triples)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

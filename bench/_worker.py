@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import computing, cores
+from _common import computing, cores, kernel_io, memory, moved
 from torch.nn.functional import cross_entropy
 
 from offload.cli.model import Shape, build_model
@@ -413,37 +413,6 @@ def tuned_aio(folder: str, small: bool) -> dict[str, Any]:
                 tried.append({"settings": settings, "bytes_per_s": 2 * nbytes / best_s})
     best = max(tried, key=lambda found: found["bytes_per_s"])
     return {"best": best["settings"], "tried": tried}
-
-
-def memory() -> dict[str, int]:
-    """Return this process's resident bytes.
-
-    The most ever and now, mapped files included; of those now what is its own and what is of files; what is pinned.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    held = {words[0].rstrip(":"): int(words[1]) << 10 for words in map(str.split, lines) if words[-1] == "kB"}
-    return {
-        "peak_bytes": held["VmHWM"],
-        "resident_bytes": held["VmRSS"],
-        "own_bytes": held["RssAnon"] + held["RssShmem"],
-        "file_bytes": held["RssFile"],
-        "pinned_bytes": held.get("VmPin", 0) + held.get("VmLck", 0),
-    }
-
-
-def kernel_io() -> dict[str, int]:
-    """Return what the kernel says that this process has read and written on devices."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return {
-        name: int(value)
-        for name, value in (line.split(": ") for line in lines)
-        if name in ("read_bytes", "write_bytes")
-    }
-
-
-def moved(before: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that this process has read and written on devices since `kernel_io` returned `before`."""
-    return {name: count - before[name] for name, count in kernel_io().items()}
 
 
 class Training:
