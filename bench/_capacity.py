@@ -127,7 +127,7 @@ class Ours(Plain):
         self.ahead_bytes = 0
         if overlap:
             self.optimizer.overlap_forward(self.model)
-            self.optimizer._speculate()  # from the first step on, in what memory is left
+            self.optimizer.engine.speculate(True)  # from the first step on, in what memory is left
 
     def step(self) -> None:
         self.optimizer.clip_grad_norm_(self.clip)

@@ -116,8 +116,8 @@ class Shard:
             self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes, reads_later=later)
         self._bind_weights()
 
-    def read_by_speculation(self) -> list[torch.Tensor] | None:
-        """Return what speculative updates read: gradients, and fp32 weights, which are masters.
+    def read_by_updates(self) -> list[torch.Tensor] | None:
+        """Return what updates in backward read: gradients, and fp32 weights, which are masters.
 
         None if weights are not where they are bound.
         """

@@ -238,8 +238,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
         """Take in a reduced gradient, in the dtype that it is accumulated in."""
         identity = self.get_param_id(param)
-        final = self._is_boundary
-        self._auto.pace.arrived()
+        final = self._arrives(self._numbers[identity])
         flat, source, _, numel = self.grad_position[identity]
         if not self._use_compact_grad_partition_buffer(flat):
             gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)

@@ -152,11 +152,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
         """Take in reduced gradients, in the dtype that they are accumulated in."""
-        final = self._is_boundary
-        self._auto.pace.arrived()
         for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
             number = self._numbers[parameter.ds_id]
             numel = self.shard.pieces[number].numel
+            final = self._arrives(number)
             if numel:
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
                 if parameter.grad is not None and parameter.grad.device.type != "cpu":

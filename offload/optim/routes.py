@@ -21,6 +21,7 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
+from offload.optim.announcer import Announcer
 from offload.optim.buckets import Buckets
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
@@ -96,6 +97,8 @@ class Route:
     """Whether gradients are known to come reduced, so that what is made of them before the step is of use."""
     is_deaf: bool = False
     """Whether gradients are copied to the host by FSDP2, and no model has been given that says when."""
+    announcer: Announcer | None = None
+    """Is told of each gradient before the engine."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -135,6 +138,8 @@ class Route:
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
+        if self.announcer is not None:
+            self.announcer.arrives(self._engine, bound.position)
         if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
         if bound.dealt is None:  # else its rank needs all shards of it

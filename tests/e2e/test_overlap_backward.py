@@ -807,10 +807,11 @@ def test_hyperparameters_are_read_as_a_pass_begins(tmp_path: Path, fails: bool) 
     """Once, and on the caller's thread, whatever else is asked for before the step; which asks itself."""
     training, asked = Training(tmp_path / "run", "backward"), []
 
-    def foreseen() -> None:
+    def values(optimizer: torch.optim.Optimizer) -> list[Any]:
         asked.append(threading.current_thread())
         if fails:
             raise ValueError("no schedule")
+        return []
 
     with training.optimizer as optimizer:
         for _ in range(4):
@@ -818,7 +819,7 @@ def test_hyperparameters_are_read_as_a_pass_begins(tmp_path: Path, fails: bool) 
             training.step()
             optimizer.zero_grad()
         confirmed_bytes = training.counts["confirmed"]
-        optimizer.engine.speculate(foreseen)
+        optimizer._announcer._values = values
         for passes in (1, 2):
             training.backward()
             training.settle()
