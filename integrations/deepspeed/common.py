@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, Engine, OffloadConfig, SessionBrokenError
-from offload.checkpoint.torch_files import fill, start_of, without_memory
+from offload.checkpoint.torch_files import fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
@@ -299,7 +299,7 @@ class OffloadedOptimizer:
             yield self._lent
             return
         self.finish()
-        self._lent = self.shard.empty(without_memory) if self._streams else self.shard.export()
+        self._lent = self.shard.without_memory() if self._streams else self.shard.export()
         try:
             self._lend(self._lent)
             yield self._lent

@@ -14,12 +14,10 @@ Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
+from offload.checkpoint.torch_files import without_memory
 from offload.combinations import DEEPSPEED_MUON
 from offload.integrations.deepspeed.gradients import EngineGradients, HostGradients
 from offload.integrations.deepspeed.pieces import Piece
@@ -97,7 +96,6 @@ class Shard:
             for p in self.pieces
             for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
-        self._scratch = next((path.path for path in config.path_configs if os.path.isdir(path.path)), None)
         self.gradients: HostGradients | EngineGradients
         if device is None and config.gradient_memory is None:
             self.engine = Engine(parameters, config, among=among, rule=rule)
@@ -277,45 +275,34 @@ class Shard:
         if batch:
             yield batch
 
-    def _zeros(self, numel: int) -> torch.Tensor:
-        """Return fp32 zeros; in a file without a name where there is a directory for state, as they may not fit.
-
-        Raises:
-            OSError: The disk has no room for them; a page without any would end the process, by SIGBUS.
-        """
-        if self._scratch is None or numel == 0:
-            return torch.zeros(numel, dtype=torch.float32, device="cpu")
-        with tempfile.TemporaryFile(dir=self._scratch) as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, numel * 4)
-            except OSError as cause:
-                raise OSError(cause.errno, cause.strerror, self._scratch) from cause
-            return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)
-
-    def empty(self, make: Callable[[int], torch.Tensor] | None = None) -> list[FlatState]:
-        """Return a row of zeros for each flat tensor, with the number of updates that it has had.
-
-        Args:
-            make: Makes fp32 zeros from a number of elements; by default in memory, or in a file where state has one.
-        """
-        make = make or self._zeros
-        numels = [weight.numel() for weight in self.weights]
-        states = [FlatState({name: make(numel) for name in self.names}, 0) for numel in numels]
+    def _flat_states(self, tensors: Sequence[torch.Tensor]) -> list[FlatState]:
+        """Return tensors, one for each name of each flat tensor in order, as the states of flat tensors."""
+        count = len(self.names)
+        rows = (tensors[count * flat : count * (flat + 1)] for flat in range(len(self.weights)))
+        states = [FlatState(dict(zip(self.names, row, strict=True)), 0) for row in rows]
         for number, piece in enumerate(self.pieces):
             states[piece.flat].step = max(states[piece.flat].step, self.engine.step_count(number))
         return states
 
+    @property
+    def _state_numels(self) -> list[int]:
+        return [weight.numel() for weight in self.weights for _ in self.names]
+
+    def without_memory(self) -> list[FlatState]:
+        """Return what stands for the state of all flat tensors in a file in which it is left out."""
+        return self._flat_states([*map(without_memory, self._state_numels)])
+
     def export(self) -> list[FlatState]:
-        """Return the state of all flat tensors."""
-        states = self.empty()
+        """Return the state of all flat tensors, zeros where there is padding; see `offload.Engine`'s `state.read`."""
+        with contextlib.closing(copy := self.engine.state.new_copy(self._state_numels)):
 
-        def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
-            piece = self.pieces[number]
-            for name, whole in states[piece.flat].tensors.items():
-                whole.narrow(0, piece.offset + first, views[name].numel()).copy_(views[name])
+            def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+                piece = self.pieces[number]
+                for place, name in enumerate(self.names):
+                    copy.write(len(self.names) * piece.flat + place, piece.offset + first, views[name])
 
-        self.engine.state.visit(take)
-        return states
+            self.engine.state.visit(take)
+        return self._flat_states(copy.tensors)
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
         """Replace all state by that of flat tensors.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from accelerator import late
 from world import SimulatedDevice
 
-from offload import Engine, OffloadConfig
+from offload import Engine, InfeasiblePlanError, OffloadConfig
 from offload.gradients import gpu as gpu_gradients
 from offload.integrations.deepspeed import gradients as gradients_module
 from offload.integrations.deepspeed import shard as shard_module
@@ -29,7 +28,7 @@ from offload.limits import Limits
 from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
 from offload.rules import GroupScalars
-from offload.session import parts, placement_review, visits
+from offload.session import parts, placement_review, state, state_copy, visits
 
 PIECES = (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 3, 0))
 GROUPS = [GroupScalars(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True, maximize=False)]
@@ -113,18 +112,21 @@ def test_the_source_may_change_when_the_copy_has_been_started(far: Shard) -> Non
     assert far.gradient(0).tolist() == GRADIENT.tolist()
 
 
-def test_a_copy_of_the_state_that_finds_no_room_says_so(mounted: Callable[..., Path]) -> None:
-    """Written to through a mapping, a page without room would end the process."""
-    path = mounted("tmpfs", "size=1m")
-    weights = torch.linspace(-1, 1, 8)
-    shard = Shard(PIECES, [weights], OffloadConfig(paths=[path], host_memory="1MiB", threads=1))
-    before = shard.export()[0].tensors["exp_avg"].tolist()
-    (path / "others").write_bytes(bytes(shutil.disk_usage(path).free))
-    with pytest.raises(OSError, match="No space left on device") as caught:
+def test_a_copy_of_the_state_lies_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file that is written to by system calls, else in memory; it says so where neither has room."""
+    weights, pieces = torch.linspace(-1, 1, 8), (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 1, 0))
+    monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(large_copy_bytes=0)))
+    shard = Shard(pieces, [weights], OffloadConfig(paths=[tmp_path], host_memory="1MiB", threads=1))
+    in_file = shard.export()[0]
+    assert [*in_file.tensors] == ["master", "exp_avg", "exp_avg_sq"]
+    assert in_file.master.tolist() == [*weights[:6].tolist(), 0.0, 0.0]  # padding
+    rooms: dict[str, int] = {}
+    monkeypatch.setattr(state, "rooms_beside", lambda *session: rooms)
+    in_memory = shard.export()[0]
+    assert all(map(torch.equal, in_memory.tensors.values(), in_file.tensors.values()))
+    monkeypatch.setattr(state_copy, "available_bytes", lambda: 0)
+    with pytest.raises(InfeasiblePlanError, match="a copy of the state"):
         shard.export()
-    assert caught.value.filename == str(path)
-    (path / "others").unlink()
-    assert shard.export()[0].tensors["exp_avg"].tolist() == before
     shard.engine.close()
 
 
