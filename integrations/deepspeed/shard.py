@@ -27,7 +27,7 @@ import torch
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
 from offload.checkpoint.torch_files import without_memory
 from offload.combinations import DEEPSPEED_MUON
-from offload.integrations.deepspeed.gradients import EngineGradients, HostGradients
+from offload.integrations.deepspeed.gradients import ArrivingGradients, SlotGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.rules import ADAMW, LION, GroupScalars, UpdateRule
 
@@ -96,22 +96,20 @@ class Shard:
             for p in self.pieces
             for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
-        self.gradients: HostGradients | EngineGradients
-        if device is None and config.gradient_memory is None:
-            self.engine = Engine(parameters, config, among=among, rule=rule)
-            self.gradients = HostGradients(self.pieces, self.engine)
-        else:
-            config = dataclasses.replace(
-                config,
-                keep_grads=False,
-                gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter",
-                # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-                gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
-            )
-            self.engine = Engine(parameters, config, device=device, among=among, rule=rule)
-            dtypes = [gradient_dtype or weight.dtype for weight in weights]
-            later = config.gradient_memory is None
-            self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes, reads_later=later)
+        reads_later = config.gradient_memory is None
+        in_slots = device is None and reads_later
+        config = dataclasses.replace(
+            config, gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter"
+        )
+        if not in_slots:
+            # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
+            gpu_memory = 0 if config.gpu_memory == "auto" else config.gpu_memory
+            config = dataclasses.replace(config, keep_grads=False, gpu_memory=gpu_memory)
+        self.engine = Engine(parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule)
+        place = weights[0].device if weights else torch.device("cpu")
+        dtypes = [gradient_dtype or weight.dtype for weight in weights]
+        given = self.pieces, self.engine, place, dtypes
+        self.gradients = SlotGradients(*given) if in_slots else ArrivingGradients(*given, reads_later=reads_later)
         self._bind_weights()
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
@@ -241,10 +239,11 @@ class Shard:
             self.engine.reload_master(number)
 
     def park(self, *, wait: bool) -> None:
-        """See `Engine.park`; gradients that a step has used go first, as the engine's memory for them does."""
+        """See `Engine.park`; gradients in slots stay, others that a step has used go first, as their memory does."""
+        self.gradients.settle()
         if not self._open:
             self.gradients.begin(None)
-        self.engine.park(keep_host=True, wait=wait)
+        self.engine.park(keep_host=True, wait=wait, accepted=lambda: self.gradients.slots(self._arrived))
 
     # State in memory
 
