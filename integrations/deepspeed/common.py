@@ -131,7 +131,7 @@ class OffloadedOptimizer:
         self._names = names
         self._auto = AutoOverlap()
         super().__init__(*arguments, **keywords)
-        self._announcer = Announcer(self.optimizer, group_values, self.shard.read_by_updates)
+        self._announcer = Announcer(self.optimizer, group_values, self.shard, self._auto.pace)
 
     # What users touch
 
@@ -189,8 +189,7 @@ class OffloadedOptimizer:
     def _arrives(self, number: int) -> bool:
         """Note that a reduced gradient of a piece is about to be taken in; return whether a step follows its pass."""
         is_last = self._is_boundary
-        self._auto.pace.arrived()
-        self._announcer.arrives(self.offload, number, is_last=is_last, scale=float(self.loss_scale))
+        self._announcer.arrives(self.offload.gradients, number, is_last=is_last, scale=float(self.loss_scale))
         return is_last
 
     @property

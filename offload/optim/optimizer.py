@@ -88,7 +88,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
         self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
-        self._announcer = Announcer(self, type(self)._values, self._weights.read_by_updates)
+        self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
         self._is_reported = True  # the last step
         self._lock.wait_for_step = lambda: owner._finish()

@@ -133,13 +133,13 @@ class Route:
         gradient = bound.parameter.grad
         if gradient is None:
             return
-        if self._overlap.pace.in_forward or self._overlap.models:
-            self._overlap.arrived(bound)
+        if self.announcer is not None:
+            self.announcer.arrives(self._engine.gradients, bound.position)
+        if self._overlap.models:  # the last step may still read the parameter's previous one
+            self._overlap.wait_for([bound])
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
-        if self.announcer is not None:
-            self.announcer.arrives(self._engine, bound.position)
         if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
         if bound.dealt is None:  # else its rank needs all shards of it

@@ -328,7 +328,7 @@ class Engine:
 
         `overlap` "backward" and "both" begin with it. A step that would do the same, bit for bit, takes over the new
         version; else it is revoked. Whoever gives gradients to the engine says what the step would use, as each
-        pass begins (`begins_pass`, `foresee`; `offload.optim.announcer.Announcer` does it): else nothing is updated.
+        pass begins (`gradients.foresee`; `offload.optim.announcer.Announcer` does it): else nothing is updated.
         With weights on a GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
         stay and are copied when an update is about to read them (`final`). Where they leave for the paths
         (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
@@ -339,30 +339,6 @@ class Engine:
         if self.plan.home_bytes[Home.STREAMED] and not self.plan.gradient_buffers:
             self._parts.lanes.wakes = on
             self._thread.speculation.is_on = on
-
-    def begins_pass(self, parameter: int | str, is_last: bool | None = None) -> bool:
-        """Say of which pass a gradient is that is about to arrive; return whether updates in backward ask for more.
-
-        Args:
-            parameter: Whose gradient it is.
-            is_last: Whether its pass is the last before a step. None, or if none is said not to be: a gradient is
-                final at its n-th arrival, n being the number before the last step.
-
-        Returns:
-            Whether a pass begins with it: `foresee` is called then, before it arrives.
-        """
-        return self._thread.speculation.begins_pass(self._parts.position(parameter), is_last)
-
-    def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None = None) -> None:
-        """Say what the step would use if it came now. A pass of which nothing is said has no updates.
-
-        Args:
-            groups: Hyperparameters of all groups; see `step`.
-            kept: Tensors with the memory of fp32 weights, and of gradients that lie in no slot, which updates read
-                until the step.
-            scale: See `step`; None for that of the last step.
-        """
-        self._thread.speculation.foresee(groups, kept, scale)
 
     # Work
 
