@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -145,11 +145,6 @@ class SlotGradients:
     def end(self) -> None:
         """The window has ended, with a step or without."""
 
-    def slots(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """Return address and size of the slots that gradients of some pieces lie in, which hold them until then."""
-        slots = map(self._engine.gradients.slot, numbers)
-        return [(slot.data_ptr(), slot.nbytes) for slot in slots if slot.numel()]
-
 
 class ArrivingGradients(SlotGradients):
     """Where the engine has them, which adds those of several passes: of weights on a GPU, or with `gradient_memory`.
@@ -209,10 +204,6 @@ class ArrivingGradients(SlotGradients):
         if not self._reads_later:
             self._engine.gradients.forget()
 
-    def slots(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """Return nothing: the engine knows where gradients lie that no step has used."""
-        return []
-
 
 def is_far(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is where the host cannot read it."""
@@ -226,11 +217,13 @@ class Transfers:
 
     Invariant: whoever reads or writes host memory that a copy was started to has waited since. The stream that was
     current orders the copy with that device's own work.
+
+    Attributes:
+        under_way: The event behind each copy, the pinned memory that it is to, and where that goes; the oldest first.
     """
 
     def __init__(self) -> None:
-        # The event behind each copy, the pinned memory that it is to, and where that goes; the oldest first.
-        self._under_way: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
+        self.under_way: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
         self._nbytes = 0
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -243,19 +236,19 @@ class Transfers:
         source.record_stream(stream)
         mark = accelerator.Event(blocking=True)
         mark.record(stream)
-        self._under_way.append((mark, pinned, target))
+        self.under_way.append((mark, pinned, target))
         self._nbytes += pinned.nbytes
-        while self._nbytes > IN_TRANSIT_BYTES and len(self._under_way) > 1:
+        while self._nbytes > IN_TRANSIT_BYTES and len(self.under_way) > 1:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        mark, pinned, target = self._under_way[0]
+        mark, pinned, target = self.under_way[0]
         mark.synchronize()
         target.copy_(pinned)
-        self._under_way.popleft()  # last: what is interrupted before is done anew
+        self.under_way.popleft()  # last: what is interrupted before is done anew
         self._nbytes -= pinned.nbytes
 
     def wait(self) -> None:
         """Return when all copies that have been started have ended."""
-        while self._under_way:
+        while self.under_way:
             self._end_oldest()

@@ -240,10 +240,9 @@ class Shard:
 
     def park(self, *, wait: bool) -> None:
         """See `Engine.park`; gradients in slots stay, others that a step has used go first, as their memory does."""
-        self.gradients.settle()
         if not self._open:
             self.gradients.begin(None)
-        self.engine.park(keep_host=True, wait=wait, accepted=lambda: self.gradients.slots(self._arrived))
+        self.engine.park(keep_host=True, wait=wait)
 
     # State in memory
 

@@ -236,7 +236,7 @@ class Engine:
         *,
         keep_host: bool = False,
         wait: bool = True,
-        accepted: Callable[[], Sequence[tuple[int, int]]] = tuple,
+        accepted: Callable[[], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         """Give memory back to the system between steps, until the next request that needs it, or `unpark`.
 
@@ -249,7 +249,7 @@ class Engine:
                 this goes on behind the caller, and ends early where the session is used.
             accepted: Called on the engine thread when nothing else stands against it, before any memory goes: the
                 caller lets go of gradients in slots, or refuses. Returns address and size of those that somebody
-                still holds, whose memory stays.
+                still holds, whose memory stays. By default that of slots stays in which gradients are bound.
 
         Raises:
             ConfigError: Gradients have left a GPU and no step has used them, or tensors are saved for a backward pass
@@ -264,7 +264,8 @@ class Engine:
                 parts.saves.wait_for_pending()
 
             def begin() -> None:
-                pending.append(thread.parking.begin(accepted, keep_host=keep_host))
+                kept = accepted or parts.gradients.bound_slots
+                pending.append(thread.parking.begin(kept, keep_host=keep_host))
 
             pending: list[PendingPark] = []
             if self.activations.are_in_use():

@@ -26,6 +26,7 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 import offload.session.speculation
 from offload.errors import ConfigError, InfeasiblePlanError
+from offload.optim.announcer import Announcer
 from offload.optim.pace import Pace
 from offload.protocols import SECTOR_BYTES
 
@@ -819,7 +820,7 @@ def test_hyperparameters_are_read_as_a_pass_begins(tmp_path: Path, fails: bool) 
             training.step()
             optimizer.zero_grad()
         confirmed_bytes = training.counts["confirmed"]
-        optimizer._announcer._values = values
+        optimizer._route.announcer = Announcer(optimizer, values, optimizer._weights, Pace())
         for passes in (1, 2):
             training.backward()
             training.settle()
