@@ -43,6 +43,19 @@ STEPS = "offload_steps"
 _T = TypeVar("_T")
 
 
+def say_what_waits(engine: Any, config: OffloadConfig) -> None:
+    """Warn of sizes, in elements, with which DeepSpeed holds all gradients, or asks for all weights, at once."""
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    gathers, stage = config.overlaps_forward, engine.zero_optimization_stage()
+    told = [
+        (config.overlaps_backward, "reduce_bucket_size", engine.zero_reduce_bucket_size(), "during backward"),
+        (gathers and stage == 3, "stage3_prefetch_bucket_size", engine.zero_prefetch_bucket_size(), "in forward"),
+    ]
+    for overlaps, name, size, where in told:
+        if overlaps and size >= numel:
+            log.warning("%s %d holds all %d parameters: little is hidden %s; give less", name, size, numel, where)
+
+
 def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
     """Return the accelerator that a rank's weights are on, which an engine may refuse; None for the CPU."""
     place = next((weight.device for weight in weights), torch.device("cpu"))
