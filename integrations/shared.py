@@ -104,15 +104,15 @@ def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
 
 
-def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], wrapped: Iterable[torch.nn.Module]) -> None:
+def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iterable[torch.nn.Module]) -> None:
     """Give an optimizer of ours the models by which steps are hidden where its `overlap` says.
 
     Args:
         optimizer: Ours; with "auto" it is not given models that it refuses.
         called: Modules as they are called, into whose next forward pass steps may go on; those without parameters of
             the optimizer are left out.
-        wrapped: Modules of which those that are DDP's say which buckets they have reduced, for updates in backward; a
-            model that has a communication hook, say, is left out.
+        reducing: Modules of which those that are DDP's say which buckets they have reduced, for updates in backward;
+            one that has a communication hook, say, is left out.
 
     Raises:
         ConfigError: A module that is called cannot be given, with "forward" and "both".
@@ -126,7 +126,7 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], wrapped: Itera
             except ConfigError:
                 if not is_auto:
                     raise
-    for model in wrapped if is_auto or config.overlaps_backward else ():
+    for model in reducing if is_auto or config.overlaps_backward else ():
         if isinstance(model, DistributedDataParallel):
             with contextlib.suppress(ConfigError):
                 optimizer.overlap_backward(model)

@@ -40,8 +40,8 @@ class SlotGradients:
         dtypes: In which gradients are summed, for each flat tensor of weights.
     """
 
-    _lends_slots: ClassVar[bool] = True
-    """Whether somebody may write to the engine's memory itself."""
+    adds_in_slots: ClassVar[bool] = True
+    """Whether somebody who has gradients in host memory may add them in the engine's."""
 
     def __init__(
         self, pieces: Sequence[Piece], engine: Engine, place: torch.device, dtypes: Sequence[torch.dtype]
@@ -58,10 +58,6 @@ class SlotGradients:
     def kept(self) -> list[torch.Tensor]:
         """Memory that updates read gradients from, and that is not the engine's."""
         return [*self._lent.values()]
-
-    def is_far(self, tensor: torch.Tensor) -> bool:
-        """Return whether a gradient that lies with a tensor is not added in place."""
-        return is_far(tensor)
 
     def begin(self, kept: int | None) -> None:
         """A new window begins: forget all gradients but that of the piece `kept`, which was lent before."""
@@ -88,7 +84,7 @@ class SlotGradients:
     def _give(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
         """Bring a gradient to the engine's memory; see `take`."""
         self._engine.gradients.take_memory()
-        slot, far = self._engine.gradients.slot(number)[: gradient.numel()], is_far(gradient)
+        slot, far = self._engine.gradients.slot(number)[: gradient.numel()], gradient.device.type != "cpu"
         if far:
             if not first:  # a sum on the CPU would be slow
                 self._transfers.wait()  # what is there may have come on another stream
@@ -131,7 +127,7 @@ class SlotGradients:
             self._lent.pop(number, None)
         own = self._pieces[number].numel
         wanted = own if numel is None else numel
-        if number not in self._lent and wanted <= own and self._lends_slots:
+        if number not in self._lent and wanted <= own and self.adds_in_slots:
             self._engine.gradients.take_memory()
             return self.read(number, wanted, arrived=arrived)
         if number not in self._lent or self._lent[number].numel() < wanted:
@@ -154,7 +150,7 @@ class ArrivingGradients(SlotGradients):
         reads_later: Whether the engine reads gradients after they have been given to it, as those on a GPU.
     """
 
-    _lends_slots = False
+    adds_in_slots = False
 
     def __init__(self, *parts: Any, reads_later: bool) -> None:
         super().__init__(*parts)
@@ -166,10 +162,6 @@ class ArrivingGradients(SlotGradients):
     def kept(self) -> list[torch.Tensor]:
         """See `SlotGradients.kept`."""
         return [*self._kept.values(), *self._lent.values()]
-
-    def is_far(self, tensor: torch.Tensor) -> bool:
-        """Return True: no gradient is added to where the engine has it."""
-        return True
 
     def begin(self, kept: int | None) -> None:
         """See `SlotGradients.begin`."""
@@ -203,11 +195,6 @@ class ArrivingGradients(SlotGradients):
         """See `SlotGradients.end`; in host memory they are dropped at once, as they may lie on paths."""
         if not self._reads_later:
             self._engine.gradients.forget()
-
-
-def is_far(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is where the host cannot read it."""
-    return tensor.device.type != "cpu"
 
 
 class Transfers:

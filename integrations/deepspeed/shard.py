@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,6 @@ from offload.combinations import DEEPSPEED_MUON
 from offload.integrations.deepspeed.gradients import ArrivingGradients, SlotGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.rules import ADAMW, LION, GroupScalars, UpdateRule
-
-BATCH_NUMEL = 1 << 26
-"""Elements that are copied into the engine at a time."""
 
 
 @dataclass
@@ -261,18 +258,6 @@ class Shard:
         """Return the number of updates of each piece by name."""
         return {piece.name: self.engine.step_count(number) for number, piece in enumerate(self.pieces)}
 
-    def _batches(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        numel = 0
-        for number, piece in enumerate(self.pieces):
-            batch.append(number)
-            numel += piece.numel
-            if numel >= BATCH_NUMEL:
-                yield batch
-                batch, numel = [], 0
-        if batch:
-            yield batch
-
     def _flat_states(self, tensors: Sequence[torch.Tensor]) -> list[FlatState]:
         """Return tensors, one for each name of each flat tensor in order, as the states of flat tensors."""
         count = len(self.names)
@@ -309,15 +294,13 @@ class Shard:
             states: One for each flat tensor.
             steps: Number of updates by name; for others, that of the flat tensor counts.
         """
-        for batch in self._batches():
-            values: dict[int | str, dict[str, torch.Tensor]] = {}
-            counts: dict[int | str, int] = {}
-            for number in batch:
-                piece = self.pieces[number]
-                state = states[piece.flat]
-                values[number] = {n: t.narrow(0, piece.offset, piece.numel) for n, t in state.tensors.items()}
-                counts[number] = steps.get(piece.name, state.step)
-            self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
+        values: dict[int | str, dict[str, torch.Tensor]] = {}
+        counts: dict[int | str, int] = {}
+        for number, piece in enumerate(self.pieces):
+            state = states[piece.flat]
+            values[number] = {n: t.narrow(0, piece.offset, piece.numel) for n, t in state.tensors.items()}
+            counts[number] = steps.get(piece.name, state.step)
+        self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
 
     def load_in_place(self, checkpoint: Any, rank: int, ranks: int) -> None:
         """Go on from an engine's checkpoint, and make the weights; see `Checkpoints.load`."""

@@ -223,7 +223,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             return None
         target: torch.Tensor
         weight = self.parallel_partitioned_bit16_groups[group_idx][partition_id]
-        if self.shard.gradients.is_far(weight):
+        if not self.shard.gradients.adds_in_slots or weight.device.type != "cpu":
             if param_id not in self._sums:
                 dtype = self.gradient_accumulation_dtype
                 self._sums[param_id] = torch.zeros(int(num_elements), dtype=dtype, device=weight.device)
