@@ -221,7 +221,7 @@ class Finished(Offloaded):
         super().__init__(request)
         if request["settings"]["overlap"] != "off":
             self.optimizer.overlap_forward(self.model)
-            self.optimizer._speculate()
+            self.optimizer.engine.speculate(True)
 
     def step(self) -> None:
         super().step()

@@ -122,7 +122,7 @@ class Training:
     def _wait_from_now_on(self, following: FollowedModel | None, tokens: int) -> None:
         if following is not None:
             following.remove()
-        self.optimizer.engine.speculate(None)
+        self.optimizer.engine.speculate(False)
         self.optimizer._auto = AutoOverlap()  # which lets steps go on where a model is given
         self.iteration(tokens)
 
@@ -133,7 +133,7 @@ class Training:
         self.optimizer._auto = auto or self.optimizer._auto
         following = self.optimizer.overlap_forward(self.model) if forward else None
         if backward:
-            self.optimizer._speculate()
+            self.optimizer.engine.speculate(True)
         for _ in range(3):
             self.iteration(tokens)
         # Each leaves work to the next: one alone may be faster than any number of them.
