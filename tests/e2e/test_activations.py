@@ -457,16 +457,16 @@ def test_an_interrupt_before_a_tile_is_asked_for_changes_nothing(
         layers(data()).square().mean().backward()
         expected = gradients(layers)
         optimizer.zero_grad()
-        activations = optimizer.engine.activations
-        ask, left = activations._ask, [1]
+        wants = optimizer.engine.activations._wants
+        ask, left = wants.ask, [1]
 
         def interrupted(asked: Any) -> None:
-            if asked.reads is reads and left:
+            if asked.fills is not reads and left:
                 left.pop()
                 raise KeyboardInterrupt
             ask(asked)
 
-        monkeypatch.setattr(activations, "_ask", interrupted)
+        monkeypatch.setattr(wants, "ask", interrupted)
         with pytest.raises(KeyboardInterrupt):
             layers(data()).square().mean().backward()
         optimizer.zero_grad()
