@@ -2,15 +2,14 @@
 
     make docs, or: python docs/generate.py
 
-Whole pages: configuration.md (config classes), api.md (docstrings, `reference.py`). Marked parts of others: measured
-figures (reports, `figures.py`), the versions that tests run, and what excludes each other.
+Whole pages: configuration.md (config classes), api.md (docstrings, `reference.py`). Marked
+parts of others: measured figures (reports, `figures.py`), the versions that tests run, and what excludes each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import re
 import tomllib
 from collections import defaultdict
@@ -39,29 +38,13 @@ one process. Words such as subgroup, tier and home are explained in [step.md](st
 """
 
 
-def attributes(config: type) -> dict[str, str]:
-    """Return what a class's docstring says of each attribute, on one line each."""
-    text = inspect.cleandoc(config.__doc__ or "").split("Attributes:\n", 1)[1]
-    found: dict[str, str] = {}
-    name = ""
-    for line in text.splitlines():
-        start = re.match(r"    (\w+): (.*)", line)
-        if start:
-            name = start.group(1)
-            found[name] = start.group(2)
-        elif line.strip():
-            found[name] += " " + line.strip()
-    return found
-
-
 def table(config: type) -> str:
     """Return the settings of a config class as a Markdown table."""
-    meanings = attributes(config)
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(config):
         required = field.default is dataclasses.MISSING
         default = "required" if required else f"`{field.default!r}`".replace("'", '"')
-        meaning = meanings[field.name].replace("|", "\\|")
+        meaning = field.metadata["meaning"].replace("|", "\\|")
         lines.append(f"| `{field.name}` | {default} | {meaning} |")
     return "\n".join(lines)
 
@@ -127,7 +110,10 @@ def versions(page: Path) -> str:
     return "\n".join(lines)
 
 
-PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
+PAGES = {
+    DOCS / "configuration.md": configuration,
+    DOCS / "api.md": reference.page,
+}
 PARTS = {
     ROOT / "README.md": {"machines": machines.fitting, "cost": figures.cost},
     DOCS / "step.md": {"cpu": figures.checked_cpu, "hidden": figures.hidden, "saved": figures.saved},

@@ -23,7 +23,7 @@ from offload.checkpoint.manifest import MODEL_KEY
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError, ConfigError
-from offload.formats import STATE_FORMATS, StateSpec
+from offload.formats import StateSpec
 from offload.layout import bare_names, matching_names
 from offload.optim import ranks
 from offload.optim.groups import (
@@ -85,7 +85,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _spec(self, rule: UpdateRule) -> StateSpec:
         """Return how state of a rule is stored."""
-        return StateSpec(rule, STATE_FORMATS[self._holder.config.state_format])
+        return StateSpec(rule, self._holder.config.format)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""

@@ -27,7 +27,7 @@ from offload.engine.executor import LiveExecutor
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
-from offload.formats import STATE_FORMATS, StateFormat, StateSpec
+from offload.formats import StateFormat, StateSpec
 from offload.gradients.gpu import GpuGradients
 from offload.gradients.paths import PathGradients
 from offload.gradients.store import GradientSlots, GradientStore, HostGradients
@@ -95,7 +95,7 @@ class SessionParts:
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
-        self.state = StateSpec(rule, STATE_FORMATS[config.state_format])
+        self.state = StateSpec(rule, config.format)
         self.is_whole = False
         self._told_nameless = self._told_missing = False
         self._allocating: waits.BackgroundWork | None = None
