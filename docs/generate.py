@@ -2,7 +2,7 @@
 
     make docs, or: python docs/generate.py
 
-Whole pages: configuration.md (config classes), api.md (docstrings, `reference.py`). Marked
+Whole pages: configuration.md (config classes), metrics.md (their table), api.md (docstrings, `reference.py`). Marked
 parts of others: measured figures (reports, `figures.py`), the versions that tests run, and what excludes each other.
 """
 
@@ -20,6 +20,7 @@ import figures
 import machines
 import reference
 
+from offload import metrics
 from offload.combinations import TABLE
 from offload.config import OffloadConfig, PathConfig
 
@@ -47,6 +48,30 @@ def table(config: type) -> str:
         meaning = field.metadata["meaning"].replace("|", "\\|")
         lines.append(f"| `{field.name}` | {default} | {meaning} |")
     return "\n".join(lines)
+
+
+METRICS_HEAD = """# Metrics
+
+Written by `python docs/generate.py` from `offload/metrics.py`; change that.
+
+`optimizer.metrics()` returns these figures of the last step that has ended, `offload.Engine.metrics()` those of the
+first table; [frameworks.md](frameworks.md) says how to log them. Units come last in names: bytes, seconds (`_s`).
+"""
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics."""
+    lines = ["| name | unit | there | what it is |", "|---|---|---|---|"]
+    for name, metric in metrics.TABLE.items():
+        if name == metrics.FIRST_OF_OPTIMIZER:
+            lines += [
+                "",
+                "An optimizer's besides; predictions are those that were due before the step:",
+                "",
+                *lines[:2],
+            ]
+        lines.append(f"| `{name}` | {metric.unit} | {metric.since} | {metric.meaning} |")
+    return "\n".join([METRICS_HEAD, *lines, ""])
 
 
 def configuration() -> str:
@@ -112,6 +137,7 @@ def versions(page: Path) -> str:
 
 PAGES = {
     DOCS / "configuration.md": configuration,
+    DOCS / "metrics.md": metrics_page,
     DOCS / "api.md": reference.page,
 }
 PARTS = {

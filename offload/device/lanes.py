@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import metrics
 from offload.device.none import Lanes
 from offload.device.pieces import PieceCopies, Pieces
 from offload.device.pinning import PinnedMemory
@@ -320,9 +321,10 @@ class GpuLanes(Lanes):
         """
         pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
         counts = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
-        figures: dict[str, float] = dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), counts, strict=True))
+        names = metrics.GPU_BYTES, metrics.PINNED_BYTES, metrics.UNPINNED_BYTES
+        figures: dict[str, float] = dict(zip(names, counts, strict=True))
         if self.borrows:
-            figures["borrowed_bytes"] = self.borrowed_bytes
+            figures[metrics.BORROWED_BYTES] = self.borrowed_bytes
         return figures
 
     def known_rates(self, rates: Rates) -> Rates | None:

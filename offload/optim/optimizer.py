@@ -22,7 +22,7 @@ from typing import Any, overload
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
-from offload import combinations
+from offload import combinations, metrics
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
@@ -52,7 +52,10 @@ from offload.session.parking import check_keep_host
 from offload.session.setup import gradient_budget
 from offload.session.speculation import Foreseen
 
-HEADLINES = "step_s", "predicted_step_s", "hidden_s", "resident_share", "gradient_norm"
+HEADLINES = (
+    *(metrics.STEP_S, metrics.PREDICTED_STEP_S, metrics.HIDDEN_S, metrics.RESIDENT_SHARE),
+    metrics.GRADIENT_NORM,
+)
 """The metrics that `log_to` writes where nobody says which."""
 
 
@@ -447,9 +450,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.last_step.step_s)
         step = self.engine.step_number
         due_writers = [write for every, write in self._writers if step % every == 0]
-        metrics = self.metrics() if due_writers else {}
+        figures = self.metrics() if due_writers else {}
         for write in due_writers:
-            write(metrics, step)
+            write(figures, step)
 
     def _is_asked_for_state(self) -> bool:
         """Return whether this step is only torch's way to have state made: see `_init_optim_state` in
@@ -689,14 +692,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * self._goes_on + ["backward"] * self.engine.speculates
-        metrics = self.engine.metrics()
-        unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
+        figures = self.engine.metrics()
+        unpinned_bytes = int(figures.get(metrics.UNPINNED_BYTES, 0))
         parked = None
-        if self.engine.is_parked and "park/given_back_bytes" in metrics:
-            parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
+        if self.engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
+            parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
         plan, hidden = self.engine.plan, " and ".join(hidden_in)
         borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
-        borrowed_bytes = int(metrics.get("borrowed_bytes", 0))
+        borrowed_bytes = int(figures.get(metrics.BORROWED_BYTES, 0))
         return PlanReport(
             plan,
             explanation,
@@ -748,28 +751,23 @@ class OffloadedOptimizer(StatefulOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
 
-        Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
-        `gradient_norm`, that of the last `clip_grad_norm_`, and `hidden_s`. Predictions are those that were due
-        before the step. Where gradients leave for the paths, `predicted_gradients_s`: what writing those of one pass
-        takes, beside backward.
-        Where the step is hidden in forward or backward, `forward_s` and `backward_s` of the last iterations,
-        `waited_s` (what the caller has waited for the last step, in `step` and after it), `hidden_s` (seconds beyond
-        those in which a lane worked for it; else 0), and `predicted_iteration_s`.
+        docs/metrics.md has its keys, of `offload.metrics`. Predictions are those that were due before the step.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
-        lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
-        predicted = {**lanes, "predicted_step_s": prediction.step_s}
+        figures = self.engine.metrics()
+        figures |= {metrics.of(metrics.LANE_PREDICTED_S, lane): busy_s for lane, busy_s in prediction.busy_s.items()}
+        figures[metrics.PREDICTED_STEP_S] = prediction.step_s
         if self.engine.plan.gradient_buffers:
-            predicted["predicted_gradients_s"] = prediction.gradients_s
-        metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm, "hidden_s": 0.0}
+            figures[metrics.PREDICTED_GRADIENTS_S] = prediction.gradients_s
+        figures |= {metrics.GRADIENT_NORM: self._scaling.norm, metrics.HIDDEN_S: 0.0}
         pace = self._overlap.pace
         if pace.typical_s is not None and self._is_hidden:
-            metrics["forward_s"], metrics["backward_s"] = pace.typical_s
+            figures[metrics.FORWARD_S], figures[metrics.BACKWARD_S] = pace.typical_s
             busy = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
-            worked_s = max(metrics["step_s"], covered_s(busy))
-            metrics["waited_s"], metrics["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
-            metrics["predicted_iteration_s"] = self._iteration_s(*pace.typical_s)
-        return metrics
+            worked_s = max(figures[metrics.STEP_S], covered_s(busy))
+            figures[metrics.WAITED_S], figures[metrics.HIDDEN_S] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
+            figures[metrics.PREDICTED_ITERATION_S] = self._iteration_s(*pace.typical_s)
+        return figures
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
@@ -839,9 +837,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError("names", names, 'give names of metrics, or "*" for all')
 
-        def write(metrics: Mapping[str, float], step: int) -> None:
-            wanted = (name for name in metrics if any(fnmatchcase(name, pattern) for pattern in patterns))
-            values = {f"{prefix}{name}": metrics[name] for name in wanted}
+        def write(figures: Mapping[str, float], step: int) -> None:
+            wanted = (name for name in figures if any(fnmatchcase(name, pattern) for pattern in patterns))
+            values = {f"{prefix}{name}": figures[name] for name in wanted}
             if callable(add_scalar):
                 for name, value in values.items():
                     add_scalar(name, value, step)

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from functools import partial
 from typing import Any, NamedTuple
 
-from offload import combinations, waits
+from offload import combinations, metrics, waits
 from offload.errors import ConfigError, InfeasiblePlanError, known
 from offload.memory.arenas import available_bytes
 from offload.plan.budget import (
@@ -201,7 +201,7 @@ class Activations:
             finally:
                 self._is_writing = False
         if written is None:
-            self.posts.append(("kept_bytes", nbytes))
+            self.posts.append((metrics.KEPT_BYTES, nbytes))
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
@@ -317,7 +317,7 @@ class Activations:
             return asked.answered.wait(min(pause_s, waits.SLICE_S)) or not thread.is_usable
 
         waits.wait_for(arrived, lambda: "")  # the engine thread says what for
-        self.posts.append(("waited_s", time.monotonic() - started_s))
+        self.posts.append((metrics.ACTIVATIONS_WAITED_S, time.monotonic() - started_s))
 
     def are_in_use(self) -> bool:
         """Return whether anything that was written is of use; in the caller's turn."""
@@ -372,7 +372,7 @@ class Activations:
             elif what == "used":
                 self._counted.add(value)
                 self._uses[value.tile] += 1
-                self._figures["packed_bytes"] += value.nbytes
+                self._figures[metrics.PACKED_BYTES] += value.nbytes
             elif what == "forgotten":
                 for piece in value:
                     if piece in self._counted:  # else an interrupt has come before it was
@@ -424,12 +424,11 @@ class Activations:
         moved, rates = self._parts.machine.activations.moved, self._parts.rates.paths
         written_bytes = moved[WriteTile] * plan.budgets.activation_tile_bytes
         read_bytes = moved[ReadTile] * plan.budgets.activation_tile_bytes
-        names = "packed_bytes", "kept_bytes", "waited_s"
-        figures = {f"activations/{name}": float(self._figures[name]) for name in names}
+        counted = metrics.PACKED_BYTES, metrics.KEPT_BYTES, metrics.ACTIVATIONS_WAITED_S
         return {
-            **figures,
-            "activations/written_bytes": written_bytes,
-            "activations/read_bytes": read_bytes,
-            "activations/predicted_write_s": written_bytes / sum(path.write.alone for path in rates),
-            "activations/predicted_read_s": read_bytes / sum(path.read.alone for path in rates),
+            **{name: float(self._figures[name]) for name in counted},
+            metrics.ACTIVATIONS_WRITTEN_BYTES: written_bytes,
+            metrics.ACTIVATIONS_READ_BYTES: read_bytes,
+            metrics.PREDICTED_WRITE_S: written_bytes / sum(path.write.alone for path in rates),
+            metrics.PREDICTED_READ_S: read_bytes / sum(path.read.alone for path in rates),
         }

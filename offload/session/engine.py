@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload import combinations
+from offload import combinations, metrics
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
@@ -172,26 +172,7 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step that has ended as a flat dict; wait for nothing.
 
-        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
-        `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
-        `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
-        by itself), and where GPU memory is borrowed `borrowed_bytes` (by the last step); with memory nodes
-        `node/<number>/bytes` (host memory that is meant to lie there) and `node/<number>/elsewhere_bytes` (what of it
-        lies on others); for each lane (`engine`, its
-        own thread; `cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`, `h2d`, `d2h`) `lane/<lane>/busy_s` and
-        `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`, `path/<number>/write_bytes`,
-        `path/<number>/live_bytes` (what lies there now) and `path/<number>/written_bytes` (since the session began,
-        checkpoints included: what wears a drive); with
-        `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
-        before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
-        state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
-        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included. With
-        `mirror` also `mirrored_bytes`: state that this session has copied there. Where activations leave for the
-        paths, of the last forward pass and its backward passes `activations/packed_bytes` (saved tensors that went to
-        buffers), `activations/kept_bytes` (that found no room, and stayed where they were),
-        `activations/written_bytes` and `activations/read_bytes` (of that, what went to the paths and came back),
-        `activations/predicted_write_s` and `activations/predicted_read_s` (what that takes at the paths' rates), and
-        `activations/waited_s` (what callers have waited for buffers).
+        docs/metrics.md has its keys, of `offload.metrics`.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -200,33 +181,34 @@ class Engine:
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         figures: dict[str, float] = {
-            "step": self._visits.step_number,
-            "step_s": max([account.step_s, *ends_s]),
-            "state_bytes": plan.state_bytes,
-            "resident_bytes": resident_bytes,
-            "streamed_bytes": plan.home_bytes[Home.STREAMED],
-            "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+            metrics.STEP: self._visits.step_number,
+            metrics.STEP_S: max([account.step_s, *ends_s]),
+            metrics.STATE_BYTES: plan.state_bytes,
+            metrics.RESIDENT_BYTES: resident_bytes,
+            metrics.STREAMED_BYTES: plan.home_bytes[Home.STREAMED],
+            metrics.RESIDENT_SHARE: resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         figures |= parts.lanes.metrics()
         for node, (meant_bytes, _, elsewhere_bytes) in parts.memory.on_nodes().items():
-            figures |= {f"node/{node}/bytes": meant_bytes, f"node/{node}/elsewhere_bytes": elsewhere_bytes}
+            figures[metrics.of(metrics.NODE_BYTES, node)] = meant_bytes
+            figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
         if self.config.mirror is not None:
-            figures["mirrored_bytes"] = parts.mirror.copied_bytes
+            figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
         if self.speculates:
-            figures["speculation/confirmed_bytes"] = account.confirmed_bytes
-            figures["speculation/revoked_bytes"] = account.revoked_bytes
+            figures[metrics.CONFIRMED_BYTES] = account.confirmed_bytes
+            figures[metrics.REVOKED_BYTES] = account.revoked_bytes
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
         totals = lane_totals(timeline)
-        for lane in (ENGINE, "cpu", *parts.lanes.names):
-            figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
+        of_paths = [f"{verb}:{path}" for path in range(len(plan.budgets.paths)) for verb in ("read", "write")]
+        for lane in (ENGINE, "cpu", *parts.lanes.names, *of_paths):
+            nbytes, busy_s = totals.get(lane, (0, 0.0))
+            figures |= {metrics.of(metrics.LANE_BYTES, lane): nbytes, metrics.of(metrics.LANE_BUSY_S, lane): busy_s}
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
-            for verb in ("read", "write"):
-                lane = f"{verb}:{path}"
-                figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
-                figures[f"path/{path}/{verb}_bytes"] = figures[f"lane/{lane}/bytes"]
-            figures[f"path/{path}/live_bytes"] = live_bytes
-            figures[f"path/{path}/written_bytes"] = parts.executor.written_bytes[path]
+            figures[metrics.of(metrics.READ_BYTES, path)] = totals.get(f"read:{path}", (0, 0.0))[0]
+            figures[metrics.of(metrics.WRITE_BYTES, path)] = totals.get(f"write:{path}", (0, 0.0))[0]
+            figures[metrics.of(metrics.LIVE_BYTES, path)] = live_bytes
+            figures[metrics.of(metrics.WRITTEN_BYTES, path)] = parts.executor.written_bytes[path]
         return figures
 
     # Memory

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from offload import waits
+from offload import metrics, waits
 from offload.device.pieces import as_pieces
 from offload.engine.executor import visit_nothing
 from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
@@ -120,7 +120,7 @@ class Parking:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of parking; none before the first park. Any thread."""
-        return {**self.figures, "park/away_bytes": self.away_bytes} if self._numbers else {}
+        return {**self.figures, metrics.AWAY_BYTES: self.away_bytes} if self._numbers else {}
 
     # Memory is given back
 
@@ -310,10 +310,10 @@ class Parking:
             self.is_parked = True
         seconds = time.monotonic() - pending.started_s
         self.figures = {
-            "park/moved_bytes": pending.moves_bytes,
-            "park/given_back_bytes": given_bytes,
-            "park/seconds": seconds,
-            "park/predicted_back_s": self._back_s(given_bytes),
+            metrics.PARK_MOVED_BYTES: pending.moves_bytes,
+            metrics.GIVEN_BACK_BYTES: given_bytes,
+            metrics.PARK_S: seconds,
+            metrics.PREDICTED_BACK_S: self._back_s(given_bytes),
         }
         log.info(
             "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used; "
@@ -322,7 +322,7 @@ class Parking:
             format_bytes(pending.moves_bytes),
             format_seconds(seconds),
             format_bytes(self.away_bytes),
-            format_seconds(self.figures["park/predicted_back_s"]),
+            format_seconds(self.figures[metrics.PREDICTED_BACK_S]),
         )
 
     def _back_s(self, given_bytes: int) -> float:
@@ -396,7 +396,7 @@ class Parking:
             OffloadError: The GPU has less; the session stays parked.
         """
         parts = self._parts
-        needed, available = int(self.figures.get("park/given_back_bytes", 0)), available_bytes()
+        needed, available = int(self.figures.get(metrics.GIVEN_BACK_BYTES, 0)), available_bytes()
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)

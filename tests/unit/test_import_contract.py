@@ -28,7 +28,7 @@ ROWS: list[tuple[str, ...]] = [
     ("layout",),
     ("formats",),
     ("rules",),
-    ("protocols", "backends", "limits", "combinations"),
+    ("protocols", "backends", "limits", "combinations", "metrics"),
     ("errors", "waits", "dtypes", "processes"),
     ("units",),
 ]
