@@ -11,7 +11,7 @@ from typing import NamedTuple
 ALWAYS, GPU, NODES = "always", "with weights on a GPU", "`host_memory` has memory nodes"
 BORROWED, MIRRORED = '`gpu_memory` is "borrow"', "`mirror` is given"
 EARLY, HIDDEN = "steps are hidden in backward", "a step has been hidden in forward or backward"
-PARKED, LEFT = "it has been parked once", "gradients leave for the paths"
+PARKED, LEFT = "the session has been parked once", "gradients leave for the paths"
 SAVED = "activations leave for the paths"
 
 

@@ -751,7 +751,8 @@ class OffloadedOptimizer(StatefulOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
 
-        docs/metrics.md has its keys, of `offload.metrics`. Predictions are those that were due before the step.
+        docs/metrics.md says what each key is, by the table in `offload/metrics.py`. Predictions are those that were
+        due before the step.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         figures = self.engine.metrics()

@@ -172,7 +172,7 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step that has ended as a flat dict; wait for nothing.
 
-        docs/metrics.md has its keys, of `offload.metrics`.
+        docs/metrics.md says what each key is, by the table in `offload/metrics.py`.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
