@@ -45,7 +45,7 @@ from offload.plan.planner import in_order
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
-from offload.schedule.machine import Machine
+from offload.schedule.machine import Listener, Machine
 from offload.schedule.operations import Allocated, Cut, Extend
 from offload.session.setup import (
     LEAST_TILE_BYTES,
@@ -156,14 +156,12 @@ class SessionParts:
 
     # Putting them together
 
-    def open(
-        self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None], caller: Mark
-    ) -> None:
+    def open(self, parameters: tuple[Parameter, ...], listener: Listener, caller: Mark) -> None:
         """Make the session; whoever gets an error closes `ends`.
 
         Args:
             parameters: Its first.
-            say_broken: Is told what breaks it.
+            listener: Is told what breaks it.
             caller: What the caller has put on the device so far.
         """
         config = self.config
@@ -189,7 +187,7 @@ class SessionParts:
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
-        self.machine = Machine(self.plan, index, log.warning, say_broken)
+        self.machine = Machine(self.plan, index, listener)
         self.saves = self.executor.save_source = Saves(
             self.queue,
             [(path, self._store) for path in paths],

@@ -29,7 +29,7 @@ from offload.errors import CheckpointError, OffloadError, SessionBrokenError, in
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine
+from offload.schedule.machine import Listener, Machine
 from offload.schedule.operations import Release, Stop, Sweep
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
@@ -72,7 +72,7 @@ class Served(Protocol):
         """Do it."""
 
 
-class EngineThread:
+class EngineThread(Listener):
     """The engine thread of one session.
 
     Args:
@@ -127,7 +127,7 @@ class EngineThread:
             raise self._opening.error
 
     def _open(self, parameters: tuple[Parameter, ...], caller: Mark) -> None:
-        self._parts.open(parameters, self.say_broken, caller)
+        self._parts.open(parameters, self, caller)
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
 
@@ -427,6 +427,10 @@ class EngineThread:
         self._settle()
         if self._parts.machine.broken is not None:
             raise self._parts.machine.broken
+
+    def say_warning(self, message: str) -> None:
+        """See `Listener`."""
+        log.warning("%s", message)
 
     def say_broken(self, error: BaseException) -> None:
         """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
