@@ -35,6 +35,7 @@ from offload.protocols import WAKE
 from offload.schedule.operations import Admit, Begin, Hold, Run, Seal, Stop, Sweep, Visit
 from offload.session.parts import SessionParts
 from offload.session.step import StepAccount
+from offload.session.sweeps import Sweeps
 
 log = logging.getLogger("offload")
 
@@ -80,20 +81,20 @@ class Speculation:
 
     Args:
         parts: Its parts.
+        sweeps: Makes open ones.
     """
 
-    def __init__(self, parts: SessionParts) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:
         self.hyperparameters: Callable[[], Foreseen | None] | None = None
         """Returns those of all groups, as the step will have them, or None; without it there is no speculation."""
         self.is_last_pass: Callable[[], bool] | None = None
         """Returns whether the backward pass under way is the last before a step; None where nobody knows."""
-        self.open: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]
-        """Returns an open sweep of these visits, in which the visitor works."""
         self.account = StepAccount()
         """The account of the step that was sealed last."""
         self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
         """Posted and not counted yet: position, the gradient if it lies in no slot, whether the pass is the last."""
         self._parts = parts
+        self._sweeps = sweeps
         self._first_position: int | None = None  # of the gradient that came first: with it a pass begins
         self._foreseen: tuple[Foreseen, npt.NDArray[np.uint64]] | None = None  # and where weights were bound then
         self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
@@ -263,7 +264,7 @@ class Speculation:
                 # Another plan may have come since they were chosen.
                 chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
                 visits = tuple(Visit(number, speculative=True) for number in chosen)
-                machine.handle(Begin(self.open(visits, self._visit)))
+                machine.handle(Begin(self._sweeps.open(visits, self._visit)))
             admitted = []
             while self._next_has_landed():
                 subgroup = parts.plan.layout.subgroups[self._admissible[0]]
