@@ -12,9 +12,9 @@ Not done here: choosing huge pages, locking.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -103,23 +103,24 @@ def touch(
     count = -(-nbytes // PIECE_BYTES)
     places: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]
     cpus = len(frozenset().union(*places)) or len(os.sched_getaffinity(0))
-    left = [deque(range(first, count, len(places))) for first in range(len(places))]  # numbers of pieces
+    turns = [itertools.count(first, len(places)) for first in range(len(places))]  # numbers of pieces
+    done: list[int] = []
+    ends_early = False
 
     def give_up() -> None:
-        for numbers in left:
-            numbers.clear()
+        nonlocal ends_early
+        ends_early = True
 
     def touch_there(place: int, where: frozenset[int]) -> None:
         with bound(where):
             try:
-                while True:
+                for number in turns[place]:
+                    if ends_early or number >= count:
+                        break
                     if given_up():
                         raise OffloadError("the session was closed while it took memory")
-                    try:
-                        start = left[place].popleft() * PIECE_BYTES
-                    except IndexError:
-                        return
-                    piece(start, min(PIECE_BYTES, nbytes - start))
+                    piece(number * PIECE_BYTES, min(PIECE_BYTES, nbytes - number * PIECE_BYTES))
+                    done.append(number)
             except BaseException:
                 give_up()
                 raise
@@ -130,7 +131,7 @@ def touch(
         return
 
     def awaited() -> str:
-        left_bytes = sum(map(len, left)) * PIECE_BYTES
+        left_bytes = (count - len(done)) * PIECE_BYTES
         return f"{format_bytes(left_bytes)} of {format_bytes(nbytes)} of host memory to be touched"
 
     numbers = (number % len(places) for number in range(max(crew, len(places))))
