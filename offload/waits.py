@@ -196,6 +196,14 @@ class BackgroundWork:
         """Wait for the end, for so long at most; return whether it has come."""
         return self._ended.wait(pause_s)
 
+    def do(self, what: Callable[[], str], timeout_s: float | None = None) -> bool:
+        """Start, and wait for the end (see `wait_for`); return whether it has come. Raises the work's error."""
+        self.start()
+        has_ended = wait_for(self.wait, what, timeout_s)
+        if has_ended and self.error is not None:
+            raise self.error
+        return has_ended
+
     def _run(self) -> None:
         if self.forestall():
             return
@@ -213,26 +221,8 @@ def _nothing() -> None:
 
 
 def apart(work: Callable[[], None], name: str, what: Callable[[], str], timeout_s: float | None = None) -> bool:
-    """Do work on a thread of its own, so that no interrupt comes between its parts, and wait for its end.
-
-    Args:
-        work: What to do; it goes on if the wait ends before it does.
-        name: The thread's.
-        what: See `wait_for`.
-        timeout_s: See there.
-
-    Returns:
-        Whether it has ended.
-
-    Raises:
-        BaseException: What the work has raised.
-    """
-    background = BackgroundWork(work, name)
-    background.start()
-    has_ended = wait_for(background.wait, what, timeout_s)
-    if has_ended and background.error is not None:
-        raise background.error
-    return has_ended
+    """Do work on a thread of its own, so that no interrupt comes between its parts; see `BackgroundWork.do`."""
+    return BackgroundWork(work, name).do(what, timeout_s)
 
 
 def side_by_side(

@@ -241,10 +241,7 @@ class Checkpoint:
         self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
         self._end = waits.BackgroundWork(self._close, "offload-close")
         try:
-            self._opening.start()
-            waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")
-            if self._opening.error is not None:
-                raise self._opening.error
+            self._opening.do(lambda: f"the stores of {self.path} to be opened")
             # It may have been replaced, or released, before its stores were marked as being read.
             if part is not None:
                 read_manifest(self._folder, *part)

@@ -121,10 +121,7 @@ class EngineThread(Listener):
         # On a thread of its own, so that no interrupt comes between what is made and taking note of it.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller))
         self._opening = waits.BackgroundWork(work, "offload-open")
-        self._opening.start()
-        waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
-        if self._opening.error is not None:
-            raise self._opening.error
+        self._opening.do(lambda: "the paths to be opened and probed")
 
     def _open(self, parameters: tuple[Parameter, ...], caller: Mark) -> None:
         self._parts.open(parameters, self, self, caller)
