@@ -185,10 +185,8 @@ class Machine:
         self._stopped = False
         self._unfinished = 0
         self._issued = issued = Issued()
-        self.gradients = GradientBuffers(
-            plan, index, issued.new_op, issued.issue, lambda tile: self._break(_full_error(tile))
-        )
-        self.activations = ActivationBuffers(plan, index, issued.new_op, issued.issue)
+        self.gradients = GradientBuffers(plan, index, issued)
+        self.activations = ActivationBuffers(plan, index, issued)
         self._runs = Runs(plan, self.staging, issued, self.gradients)
         self.saver = Saver(index, issued, self._runs)
         """The save under way, and what finished ones hold."""
@@ -846,6 +844,8 @@ class Machine:
             self._assign_slots()
         if self.broken is None:
             self.gradients.advance()
+            if self.gradients.homeless is not None:
+                self._break(_full_error(self.gradients.homeless))
         if self.broken is None:
             self.activations.advance()
         if self.broken is None:  # or a flush has just found no room
