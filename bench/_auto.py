@@ -23,7 +23,7 @@ def chosen(seconds: Mapping[str, float]) -> str:
     auto, engine = AutoOverlap(), mock.Mock(speculates=False)
     for _ in range(settled(min(seconds.values()))):
         auto.pace.iteration_s = seconds[auto.mode]
-        auto.after_step(engine, engine.speculate, [], torch.device("cpu"), forward=True, backward=True)
+        auto.after_step(engine, [], torch.device("cpu"), forward=True, backward=True)
     return auto.mode
 
 

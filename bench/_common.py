@@ -132,6 +132,37 @@ class Kept:
         return self._found[part]
 
 
+def memory() -> dict[str, int]:
+    """Return this process's resident bytes.
+
+    The most ever and now, mapped files included; of those now what is its own and what is of files; what is pinned.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = {words[0].rstrip(":"): int(words[1]) << 10 for words in map(str.split, lines) if words[-1] == "kB"}
+    return {
+        "peak_bytes": held["VmHWM"],
+        "resident_bytes": held["VmRSS"],
+        "own_bytes": held["RssAnon"] + held["RssShmem"],
+        "file_bytes": held["RssFile"],
+        "pinned_bytes": held.get("VmPin", 0) + held.get("VmLck", 0),
+    }
+
+
+def kernel_io() -> dict[str, int]:
+    """Return what the kernel says that this process has read and written on devices."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {
+        name: int(value)
+        for name, value in (line.split(": ") for line in lines)
+        if name in ("read_bytes", "write_bytes")
+    }
+
+
+def moved(before: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that this process has read and written on devices since `kernel_io` returned `before`."""
+    return {name: count - before[name] for name, count in kernel_io().items()}
+
+
 def huge_tensors(*sizes: tuple[int, torch.dtype]) -> list[torch.Tensor]:
     """Return tensors in one mapping of huge pages, each on a 4 KiB page, the n-th 68 KiB * n further on.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,7 @@ def judge(run: Run, group: str, outcomes: Mapping[str, Outcome], tokens: int) ->
 
     def pair(mine: str, theirs: Outcome | None) -> tuple[Outcome, Outcome] | None:
         ours = outcomes.get(mine)
-        if ours is None or theirs is None or not ours.iterations or not theirs.iterations:
-            return None
-        return None if ours.failed or theirs.failed else (ours, theirs)
+        return (ours, theirs) if ours and theirs and ours.ran and theirs.ran else None
 
     def promise(mine: str, theirs: Outcome | None, iteration: float, exposed: float | None) -> None:
         both = pair(mine, theirs)
@@ -250,8 +248,8 @@ def measure(defaults: Defaults, run: Run) -> None:
             least=1 if run.smoke else 3,
             seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in chosen[number:]),
         )
-        field = [replace(c, left_out=run.missing.get(c.name, c.left_out)) for c in field_of(group, args, aio["best"])]
-        outcomes, speeds = run_group(field, schedule, common, run.place(group), print)
+        field = field_of(group, args, aio["best"])
+        outcomes, speeds = run_group(field, schedule, common, run.place(group), missing=run.missing)
         everybody += outcomes.values()
         base = outcomes[BASELINE]
         ran = {n: o for n, o in outcomes.items() if o.iterations and (not o.failed or n == BASELINE)}

@@ -75,6 +75,10 @@ class ContenderError(Exception):
     """A contender crashed or did not answer in time."""
 
 
+class ShortError(ContenderError):
+    """A contender found no memory for something."""
+
+
 class Worker:
     """A contender's process: it is asked in lines of JSON on standard input, and answers so on standard output.
 
@@ -82,9 +86,16 @@ class Worker:
         contender: What it is.
         common: What all contenders are told: shape, ....
         folder: Where it runs, its directories are made and its log goes.
+        prepare: Called in its process before anything else.
     """
 
-    def __init__(self, contender: Contender, common: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        common: Mapping[str, Any],
+        folder: Path,
+        prepare: Callable[[], None] = end_with_parent,
+    ) -> None:
         self.contender = contender
         self._counter = 0
         self._folder = folder
@@ -96,7 +107,7 @@ class Worker:
             stderr=self.log.open("w"),
             env=contender_environment(),
             cwd=folder,
-            preexec_fn=end_with_parent,
+            preexec_fn=prepare,
         )
         self._rest = b""
         self.send({**common, "kind": contender.kind, "settings": self._placed(contender.settings)})
@@ -115,6 +126,7 @@ class Worker:
 
         Raises:
             ContenderError: It died, or said nothing for `timeout_s`.
+            ShortError: It found no memory for something.
         """
         assert self.process.stdout is not None
         until_s = time.monotonic() + timeout_s
@@ -127,7 +139,10 @@ class Worker:
                 raise ContenderError(self._died())
             self._rest += found
         line, self._rest = self._rest.split(b"\n", 1)
-        return json.loads(line)
+        found = json.loads(line)
+        if isinstance(found, dict) and "short_of" in found:
+            raise ShortError(found["short_of"])
+        return found
 
     def ask(self, message: Any, timeout_s: float) -> Any:
         """Ask for something and wait for the answer."""
@@ -216,6 +231,11 @@ class Outcome:
     pinned_bytes: int = 0
     resident_bytes: list[int] = field(default_factory=list)
 
+    @property
+    def ran(self) -> bool:
+        """Whether there are figures, and nothing is wrong with them."""
+        return bool(self.iterations) and not self.failed
+
     def values(self, name: str, tokens: int) -> list[float]:
         """Return one figure, a median for each round."""
         found = []
@@ -261,14 +281,24 @@ def run_group(
     schedule: Schedule,
     common: Mapping[str, Any],
     folder: Path,
-    say: Callable[[str], None],
+    say: Callable[[str], None] = print,
+    missing: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Outcome], list[dict[str, float]]]:
     """Run contenders against each other.
+
+    Args:
+        contenders: Who.
+        schedule: How often.
+        common: What all are told; see `common_of`.
+        folder: Where they run.
+        say: Told of what fails.
+        missing: Contenders that cannot run, and why.
 
     Returns:
         What became of each, by name, and the hardware's speed in each round.
     """
     started_s = time.monotonic()
+    contenders = [replace(c, left_out=(missing or {}).get(c.name, c.left_out)) for c in contenders]
     outcomes = {c.name: Outcome(c.name, dict(c.settings), c.left_out) for c in contenders}
     workers: dict[str, Worker] = {}
     bounds = Worker(Contender(BOUNDS, BOUNDS, {"path": "{path}", "smoke": common["smoke"]}), common, folder)
@@ -410,8 +440,7 @@ def times_shorter(ours: Outcome, theirs: Outcome, baseline: Outcome, tokens: int
 
 def best(outcomes: Mapping[str, Outcome], names: Sequence[str], tokens: int) -> Outcome | None:
     """Return the fastest of some contenders that ran, or None."""
-    ran = [outcomes[name] for name in names if name in outcomes and not outcomes[name].failed]
-    ran = [outcome for outcome in ran if outcome.iterations]
+    ran = [outcomes[name] for name in names if name in outcomes and outcomes[name].ran]
     return min(ran, key=lambda outcome: outcome.median("iteration_s", tokens) or 0.0, default=None)
 
 

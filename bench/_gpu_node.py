@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from _gpu_runs import gpu_share
+from _worker import gpu_share
 
 import offload.predict.timing as executor
 import offload.schedule.runs as runs_module

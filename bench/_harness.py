@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Kept, end_with_parent, environment, progress
+from _common import Kept, end_with_parent, environment, kernel_io, moved, progress
 from _needs import Need, require
 
 from offload.cli.values import Parser
 from offload.errors import ConfigError
+from offload.units import format_seconds
 
 Row = dict[str, Any]
 
@@ -81,6 +82,20 @@ class Option:
                 setattr(args, self.name, self.read(f"--{self.name}", text))
             except ConfigError as error:
                 parser.error(str(error))
+
+
+def names_among(known: Iterable[str]) -> Callable[[str, str], list[str]]:
+    """Return what reads an option's text as some of these names, which are separated by commas."""
+    every = list(known)
+
+    def read(option: str, text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in every:
+                raise ConfigError(option, name, f"there are {', '.join(every)}")
+        return names
+
+    return read
 
 
 @dataclass
@@ -164,7 +179,6 @@ def main(
     runs: bool = False,
     needs: Callable[[argparse.Namespace], Mapping[str, Sequence[Need]]] = lambda args: {},
     child: Callable[[Any], Any] | None = None,
-    instead: Callable[[argparse.Namespace], bool] = lambda args: False,
 ) -> None:
     """Run a benchmark from the command line.
 
@@ -179,19 +193,18 @@ def main(
         runs: Whether it can go on where a run was stopped.
         needs: What contenders or sections need, by what the command says.
         child: What its processes do; gets the request of `in_process` and returns the answer.
-        instead: Does something else, where an option says so; returns whether it did.
     """
     if child is not None and sys.argv[1:2] == ["--child"]:
         print(json.dumps(child(json.loads(sys.argv[2]))))
         return
-    parser = _parser(question, path, picture is not None, runs, list(sections))
-    for option in options:
+    parser, names = _parser(question, path, picture is not None, runs), ",".join(sections)
+    chooses = Option("sections", names, help="which to run", read=names_among(sections), more={"metavar": "NAMES"})
+    every = (*options, *([chooses] if sections else []))
+    for option in every:
         option.add(parser)
     args = parser.parse_args()
-    for option in options:
+    for option in every:
         option.settle(args, parser)
-    if instead(args):
-        return
     missing = require(args, needs(args))
     described = environment(device=device)
     chosen = {option.name: getattr(args, option.name) for option in options}
@@ -217,9 +230,7 @@ def main(
         raise SystemExit(f"failed: {', '.join(run.failed)}")
 
 
-def _parser(
-    question: str | None, path: bool, picture: bool, runs: bool, sections: Sequence[str]
-) -> argparse.ArgumentParser:
+def _parser(question: str | None, path: bool, picture: bool, runs: bool) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has; see `main`."""
     program = os.environ.get("OFFLOAD_PROG")  # how a command that runs this script is called
     parser = Parser(prog=program, description=question, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,17 +247,6 @@ def _parser(
         files["runs"] = "keep there what each part has found; go on from what is there of the same commit and sizes"
     for name, what in files.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
-    if sections:
-
-        def chosen(text: str) -> list[str]:
-            names = text.split(",")
-            unknown = [name for name in names if name not in sections]
-            if unknown:
-                raise argparse.ArgumentTypeError(f"{unknown[0]!r} cannot be used; there are {', '.join(sections)}")
-            return names
-
-        what = f"which to run, separated by commas (default: {','.join(sections)})"
-        parser.add_argument("--sections", type=chosen, default=sections, metavar="NAMES", help=what)
     return parser
 
 
@@ -270,6 +270,24 @@ def _report(run: Run, checksum: str) -> None:
         draft = run.args.json.with_name(f".{run.args.json.name}.draft")
         draft.write_text(json.dumps(document, indent=2) + "\n")
         draft.replace(run.args.json)
+
+
+def show(what: str, row: Mapping[str, Any], *names: str) -> None:
+    """Print some figures of a row, each with its name, as the unit at that name's end is written."""
+
+    def written(name: str) -> str:
+        value = row[name]
+        if name.endswith("bytes_per_s"):
+            return f"{value / 1e9:.2f} GB/s"
+        if name.endswith("_per_s"):
+            return f"{value:.3g}"
+        if name.endswith("_s"):
+            return format_seconds(value)
+        if name.endswith("_bytes"):
+            return f"{value / 1e6:,.0f} MB"
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    print(f"  {what}: {', '.join(f'{name} {written(name)}' for name in names)}", flush=True)
 
 
 def in_process(script: str, request: Any, **variables: str) -> Any:
@@ -326,15 +344,30 @@ def turns(contenders: Iterable[Any], rounds: int, settling: int = 0) -> Iterator
         progress(f"round {number + 1}/{rounds}")
 
 
+def rows_of_rounds(
+    contenders: Mapping[Any, Callable[[], object]], rounds: int, settling: int = 1
+) -> dict[Any, list[Row]]:
+    """Return a row for each contender and round that counts: its "seconds", what it moved on disks, what it returns.
+
+    Args:
+        contenders: Each does one round of work, and may return a dict of figures.
+        rounds: That count.
+        settling: That come before these.
+    """
+    rows: dict[Any, list[Row]] = {name: [] for name in contenders}
+    for number, name in turns(contenders, rounds, settling):
+        before, started_s = kernel_io(), time.perf_counter()
+        found = contenders[name]()
+        row: Row = {"seconds": time.perf_counter() - started_s, **moved(before)}
+        if number >= 0:
+            rows[name].append(row | (found if isinstance(found, dict) else {}))
+    return rows
+
+
 def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Return each contender's seconds, round by round, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number, name in turns(contenders, rounds, settling=1):
-        started_s = time.perf_counter()
-        contenders[name]()
-        if number >= 0:
-            times[name].append(time.perf_counter() - started_s)
-    return times
+    rows = rows_of_rounds(contenders, rounds)
+    return {name: [row["seconds"] for row in each] for name, each in rows.items()}
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -342,9 +375,20 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
+def column(rows: Iterable[Mapping[str, float]], name: str) -> list[float]:
+    """Return one figure of all rows."""
+    return [row[name] for row in rows]
+
+
 def ratio(over: Iterable[float], under: Iterable[float]) -> float:
     """Return the median of the ratios of two series, taken within a round."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def beyond_around(ones: Sequence[float], around: Sequence[float]) -> float:
+    """Return the median of figures, each less the mean of those before and after it, of which there is one more."""
+    triples = zip(ones, around[:-1], around[1:], strict=True)
+    return statistics.median(one - (before + after) / 2 for one, before, after in triples)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

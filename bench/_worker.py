@@ -1,8 +1,10 @@
 """One contender in a process of its own: what `_contest.py` starts and talks to.
 
 Requests and answers are lines of JSON on standard input and output; whatever the contender prints goes to standard
-error, which is its log. The first request describes the contender (see `_contest.Contender`), the others are
-`{"run": [[tokens, first, count], ...]}`: so many iterations on batches of so many tokens, the first of that number.
+error, which is its log. The first request describes the contender (see `_contest.Contender`) and what it trains. Of
+the others, `{"run": [[tokens, first, count], ...]}` asks for so many iterations on batches of rows of so many tokens,
+the first of that number, and `{"digest": true}` for a checksum of the weights. Who finds no memory for something
+answers what that was, as "short_of", and ends; any other failure ends the process.
 """
 
 from __future__ import annotations
@@ -14,13 +16,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import computing, cores
+from _common import computing, cores, kernel_io, memory, moved
 from torch.nn.functional import cross_entropy
+
+from offload.cli.model import Shape, build_model
+from offload.errors import InfeasiblePlanError
+from offload.memory.arenas import available_bytes
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 100.0
@@ -28,21 +36,38 @@ CLIP = 100.0
 SEED = 1234
 
 
+SHORTAGES = (
+    "allocate memory",
+    "no more memory",
+    "no memory for",
+    "out of memory",
+    "bad_alloc",
+    "Cannot allocate",
+    "MemoryError",
+)
+"""How torch, this package, C++ and the system say that there is no more memory."""
+
+
 def build(request: dict[str, Any]) -> Any:
-    """Return the model: that of the request, if it has one."""
-    if "model" in request:
-        return request["model"]
-    from offload.cli.model import Shape, build_model
-
+    """Return the model: as users build it, or the one that takes no memory while it is made."""
     shape = Shape(**request["shape"])
-    return build_model(shape, seq=request["seq"], dtype=torch.bfloat16, device="cpu", seed=SEED)
+    if request.get("lean"):
+        import _llama
+
+        return _llama.build(shape, SEED)
+    return build_model(shape, seq=request["seq"], dtype=torch.bfloat16, device=device_of(request), seed=SEED)
 
 
-def batch(step: int, tokens: int) -> torch.Tensor:
-    """Return one window of `tokens` + 1 tokens that depends on the step alone; shape [1, tokens + 1]."""
+def device_of(request: dict[str, Any]) -> str:
+    """Return where weights are."""
+    return str(request.get("device", "cpu"))
+
+
+def batch(step: int, tokens: int, rows: int = 1) -> torch.Tensor:
+    """Return windows of `tokens` + 1 tokens that depend on the step alone; shape [rows, tokens + 1]."""
     generator = torch.Generator().manual_seed(step)
     # Every third token follows from the one before it, so that there is something to learn.
-    window = torch.randint(0, 250, (1, tokens + 1), generator=generator)
+    window = torch.randint(0, 250, (rows, tokens + 1), generator=generator)
     window[:, 2::3] = (window[:, 1:-1:3] * 7 + 3) % 250
     return window
 
@@ -56,8 +81,11 @@ def loss_of(found: Any, window: torch.Tensor) -> torch.Tensor:
 class Plain:
     """Forward and backward, and no optimizer: what an iteration would take if the optimizer were free."""
 
+    has_optimizer = False
+
     def __init__(self, request: dict[str, Any]) -> None:
-        self.model = build(request)
+        self.model = request["model"]
+        self.clip = request.get("clip", CLIP)
         self.engine: Any = None
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
@@ -65,8 +93,6 @@ class Plain:
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
-
-    has_optimizer = False
 
     def step(self) -> None:
         self.model.zero_grad()
@@ -100,10 +126,67 @@ class Torch(Plain):
     @torch.no_grad()
     def step(self) -> None:
         torch._foreach_copy_([master.grad for master in self.masters], [weight.grad for weight in self.weights])
-        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.masters)
         self.model.zero_grad()
+
+
+class Mastered:
+    """An optimizer over fp32 copies of weights; a 16-bit gradient goes as soon as it has become an fp32 one."""
+
+    def __init__(self, weights: Iterable[torch.nn.Parameter], make: Callable[[list[Any]], Any]) -> None:
+        self._weights = list(weights)
+        self._masters = [torch.nn.Parameter(weight.detach().float()) for weight in self._weights]
+        self._inner = make(self._masters)
+        self.param_groups = self._inner.param_groups
+
+    @torch.no_grad()
+    def step(self, clip: float | None = None) -> None:
+        for master, weight in zip(self._masters, self._weights, strict=True):
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._masters, clip)
+        self._inner.step()
+        self._inner.zero_grad()
+        for master, weight in zip(self._masters, self._weights, strict=True):
+            weight.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Gradients have gone in the step."""
+
+    def close(self) -> None:
+        pass
+
+
+class Lean(Plain):
+    """torch.optim.AdamW over fp32 masters in the least memory."""
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
+        make = partial(torch.optim.AdamW, fused=True, **SETTINGS)
+        self.optimizer = Mastered(self.model.parameters(), make)
+
+    def step(self) -> None:
+        self.optimizer.step(self.clip)
+
+
+class Torchao(Plain):
+    """torchao's CPUOffloadOptimizer. Its masters are the bf16 weights and its moments are bf16; it does not clip."""
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from torchao.optim import CPUOffloadOptimizer
+
+        super().__init__(request)
+        self.optimizer = CPUOffloadOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Offloaded(Plain):
@@ -116,16 +199,33 @@ class Offloaded(Plain):
 
         super().__init__(request)
         config = offload.OffloadConfig.from_dict(request["settings"])
-        self.optimizer = offload.AdamW(self.model.parameters(), **SETTINGS, offload=config)
+        self.optimizer = offload.AdamW(self.model.named_parameters(), **SETTINGS, offload=config)
         self.engine = self.optimizer.engine
 
     def step(self) -> None:
-        self.optimizer.clip_grad_norm_(CLIP)
+        self.optimizer.clip_grad_norm_(self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def close(self) -> None:
         self.optimizer.close()
+
+
+class Finished(Offloaded):
+    """offload.AdamW, whose steps have ended before anything else is done.
+
+    With `overlap`, steps go on in forward and are made in backward, from the first one on, in what memory is left.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
+        if request["settings"]["overlap"] != "off":
+            self.optimizer.overlap_forward(self.model)
+            self.optimizer.engine.speculate(True)
+
+    def step(self) -> None:
+        super().step()
+        self.optimizer.finish()
 
 
 class Fsdp(Plain):
@@ -154,7 +254,7 @@ class Fsdp(Plain):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **SETTINGS, foreach=True)
 
     def step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -171,46 +271,49 @@ def alone() -> None:
     os.environ.update(one, LOCAL_SIZE="1")
 
 
-class DeepSpeed:
-    """DeepSpeed's ZeRO-3, stock or with our backend."""
+def adamw_of(**more: Any) -> dict[str, Any]:
+    """Return what DeepSpeed's config says of AdamW."""
+    return {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"]), **more}}
+
+
+def with_deepspeed(model: Any, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Return DeepSpeed's engine; with our backend, if the settings say something of that."""
+    import deepspeed
+    import deepspeed.ops
+
+    # Collectives on a CPU need no native part, which would be compiled at first use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+    if "multi_tier_offload" in settings:
+        import offload.integrations.deepspeed as offload_deepspeed
+
+        offload_deepspeed.enable()
+    always = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "steps_per_print": 10**9}
+    weights = list(model.parameters())
+    return deepspeed.initialize(
+        model=model, model_parameters=weights, optimizer=optimizer, config={**always, **settings}
+    )[0]
+
+
+class DeepSpeed(Plain):
+    """DeepSpeed's ZeRO, stock or with our backend."""
 
     def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
         alone()
-        import deepspeed
-        import deepspeed.ops
-
-        # Collectives of one process need no native part, which would be compiled at first use.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.utils.logger.setLevel("WARNING")
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        settings = dict(request["settings"])
-        model = build(request)
+        if device_of(request) == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        settings = {"gradient_clipping": self.clip, **request["settings"]}
         client = None
         self.has_optimizer = not settings.pop("no_optimizer", False)
         if not self.has_optimizer:
-            client = torch.optim.SGD(model.parameters(), lr=0.0)
+            client = torch.optim.SGD(self.model.parameters(), lr=0.0)
             settings |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
         else:
-            adam = {**SETTINGS, "betas": list(SETTINGS["betas"]), **settings.pop("adam", {})}
-            settings["optimizer"] = {"type": "AdamW", "params": adam}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "gradient_clipping": CLIP,
-            "steps_per_print": 10**9,
-            **settings,
-        }
-        if "multi_tier_offload" in config:
-            import offload.integrations.deepspeed as offload_deepspeed
-
-            offload_deepspeed.enable()
-        self.ds, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), optimizer=client, config=config
-        )
+            settings["optimizer"] = adamw_of(**settings.pop("adam", {}))
+        settings["train_micro_batch_size_per_gpu"] = request.get("rows", 1)
+        self.ds = self.model = with_deepspeed(self.model, settings, client)
         self.engine = getattr(self.ds.optimizer, "offload", None)
-
-    def forward(self, window: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.ds(input_ids=window[:, :-1]), window)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.ds.backward(loss)
@@ -225,7 +328,10 @@ class DeepSpeed:
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "plain": Plain,
     "torch": Torch,
+    "lean": Lean,
+    "torchao": Torchao,
     "offload": Offloaded,
+    "finished": Finished,
     "fsdp": Fsdp,
     "deepspeed": DeepSpeed,
 }
@@ -309,82 +415,111 @@ def tuned_aio(folder: str, small: bool) -> dict[str, Any]:
     return {"best": best["settings"], "tried": tried}
 
 
-def memory() -> dict[str, int]:
-    """Return this process's resident bytes.
+class Training:
+    """A contender, and what is known of its memory.
 
-    The most ever and now, mapped files included; of those now what is its own and what is of files; what is pinned.
+    Attributes:
+        contender: One of `KINDS`.
+        marks: Of a request that is "lean": what `memory` said when something had been done for the last time.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    held = {words[0].rstrip(":"): int(words[1]) << 10 for words in map(str.split, lines) if words[-1] == "kB"}
-    return {
-        "peak_bytes": held["VmHWM"],
-        "resident_bytes": held["VmRSS"],
-        "own_bytes": held["RssAnon"] + held["RssShmem"],
-        "file_bytes": held["RssFile"],
-        "pinned_bytes": held.get("VmPin", 0) + held.get("VmLck", 0),
-    }
 
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
+        self.marks: dict[str, dict[str, int]] = {}
+        if request["kind"] == "deepspeed":
+            alone()
+            import deepspeed  # noqa: F401
+        # What everybody's first step loads: torch's own optimizers, its compiler and its threads.
+        torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+        torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()
+        self._mark("process")
+        request["model"] = model = build(request)
+        self._weights = list(model.parameters())
+        self._mark("weights")
+        change(request["settings"].pop("changes", {}), request["settings"])
+        self.contender = KINDS[request["kind"]](request)
+        self._mark("optimizer")
 
-def kernel_io() -> dict[str, int]:
-    """Return what the kernel says that this process has read and written on devices."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return {
-        name: int(value)
-        for name, value in (line.split(": ") for line in lines)
-        if name in ("read_bytes", "write_bytes")
-    }
+    def _mark(self, what: str) -> None:
+        if self._request.get("lean"):
+            self.marks[what] = memory()
 
-
-def moved(before: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that this process has read and written on devices since `kernel_io` returned `before`."""
-    return {name: count - before[name] for name, count in kernel_io().items()}
-
-
-def iterate(contender: Any, window: torch.Tensor) -> dict[str, float]:
-    before = kernel_io()
-    times = [time.perf_counter()]
-    with computing():
-        loss = contender.forward(window)
+    def iterate(self, window: torch.Tensor) -> dict[str, float]:
+        """Train once; return what that took."""
+        contender, before = self.contender, kernel_io()
+        times = [time.perf_counter()]
+        with computing() if device_of(self._request) == "cpu" else contextlib.nullcontext():
+            loss = contender.forward(window)
+            if "forward" not in self.marks:
+                self._mark("forward")
+            times.append(time.perf_counter())
+            contender.backward(loss)
+            self._mark("backward")
+            times.append(time.perf_counter())
+        contender.step()
+        self._mark("step")
+        value = float(loss.detach())  # waits for all that the next forward pass would wait for
         times.append(time.perf_counter())
-        contender.backward(loss)
-        times.append(time.perf_counter())
-    contender.step()
-    times.append(time.perf_counter())
-    after = kernel_io()
-    names = ("forward_s", "backward_s", "step_s")
-    found = {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
-    if not contender.has_optimizer:
-        del found["step_s"]
-    found["iteration_s"] = sum(found.values())
-    found["loss"] = float(loss.detach())
-    found |= {f"kernel_{name}": float(after[name] - before[name]) for name in before}
-    return found
+        names = ("forward_s", "backward_s", "step_s")
+        found = {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
+        if not contender.has_optimizer:
+            del found["step_s"]
+        found |= {"iteration_s": sum(found.values()), "loss": value}
+        return found | {f"kernel_{name}": float(count) for name, count in moved(before).items()}
+
+    def run(self, parts: list[list[int]]) -> list[dict[str, Any]]:
+        """Train as a request says; return what each iteration took."""
+        from offload.predict import predict
+
+        found, engine, rows = [], self.contender.engine, self._request.get("rows", 1)
+        for tokens, first, count in parts:
+            for step in range(first, first + count):
+                extra: dict[str, Any] = {}
+                if engine is not None and step == first + count - 1:
+                    extra["predicted_step_s"] = predict(engine.plan, engine.rates).step_s
+                window = batch(step, tokens, rows).to(device_of(self._request))
+                one: dict[str, Any] = self.iterate(window)
+                if engine is not None:
+                    metrics = engine.metrics()
+                    one["engine_step_s"] = metrics["step_s"]
+                    one["resident_share"] = metrics["resident_share"]
+                    one["path_bytes"] = [
+                        metrics[f"path/{number}/{verb}_bytes"]
+                        for number in range(len(engine.plan.budgets.paths))
+                        for verb in ("read", "write")
+                    ]
+                found.append({"tokens": tokens, "number": step - first, **one, **extra})
+        if engine is not None:
+            engine.finish()  # a step that goes on would take its time from whoever is next
+        return found
+
+    def planned(self) -> dict[str, Any]:
+        """Return what the plan of ours says."""
+        engine = self.contender.engine
+        if engine is None:
+            return {}
+        plan = engine.plan
+        return {
+            "staging_bytes": plan.staging_bytes,
+            "overhead_bytes": plan.overhead_bytes,
+            "gradient_bytes": plan.budgets.gradient_bytes,
+            "host_bytes": plan.host_bytes,
+            "gpu_share": gpu_share(plan),
+        }
+
+    def digest(self) -> int:
+        """Return a checksum of the weights; DeepSpeed's are elsewhere, and it is 0."""
+        found = 0
+        for weight in self._weights if self._request["kind"] != "deepspeed" else ():
+            found = zlib.crc32(weight.detach().view(torch.int16).numpy(), found)
+        return found
 
 
-def run(contender: Any, parts: list[list[int]]) -> list[dict[str, Any]]:
-    from offload.predict import predict
-
-    found = []
-    for tokens, first, count in parts:
-        for step in range(first, first + count):
-            engine = contender.engine
-            extra: dict[str, Any] = {}
-            if engine is not None and step == first + count - 1:
-                extra["predicted_step_s"] = predict(engine.plan, engine.rates).step_s
-            one: dict[str, Any] = iterate(contender, batch(step, tokens))
-            if engine is not None:
-                metrics = engine.metrics()
-                one["engine_step_s"] = metrics["step_s"]
-                one["resident_share"] = metrics["resident_share"]
-                one["path_bytes"] = [
-                    metrics[f"path/{number}/{verb}_bytes"]
-                    for number in range(len(engine.plan.budgets.paths))
-                    for verb in ("read", "write")
-                ]
-            found.append({"tokens": tokens, "number": step - first, **one, **extra})
-    if contender.engine is not None:
-        contender.engine.finish()  # a step that goes on would take its time from whoever is next
-    return found
+def gpu_share(plan: Any) -> float:
+    """Return the share of a plan's elements that the GPU updates."""
+    subgroups = plan.layout.subgroups
+    total = sum(subgroup.numel for subgroup in subgroups)
+    return sum(s.numel for s in subgroups if plan.updates_on_gpu(s.index)) / total if total else 0.0
 
 
 def change(changes: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -410,14 +545,8 @@ def change(changes: dict[str, Any], settings: dict[str, Any]) -> None:
         setup.open_tier = throttles.open  # type: ignore[assignment]
 
 
-def serve() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what anybody prints is log
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
+def serve(answer: Callable[[Any], None]) -> None:
+    """Be what the first request says, and answer those that follow."""
     request = json.loads(sys.stdin.readline())
     if request["kind"] == "aio":
         answer(tuned_aio(request["settings"]["path"], request["settings"]["smoke"]))
@@ -430,13 +559,37 @@ def serve() -> None:
         bounds.close()
         return
     started_s = time.perf_counter()
-    change(request["settings"].pop("changes", {}), request["settings"])
-    contender = KINDS[request["kind"]](request)
+    training = Training(request)
     answer({"set_up_s": time.perf_counter() - started_s, **memory()})
     for line in sys.stdin:
-        answer({"iterations": run(contender, json.loads(line)["run"]), **memory()})
-    contender.close()
+        asked = json.loads(line)
+        if "digest" in asked:
+            answer(training.digest())
+            continue
+        found: dict[str, Any] = {"iterations": training.run(asked["run"]), "marks": training.marks}
+        if device_of(request) == "cuda":
+            found["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+            found["peak_gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        answer({**found, "planned": training.planned(), **memory()})
+    training.contender.close()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what anybody prints is log
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    try:
+        serve(answer)
+    except (MemoryError, RuntimeError, OSError, InfeasiblePlanError) as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not isinstance(error, InfeasiblePlanError) and not any(sign in text for sign in SHORTAGES):
+            raise
+        answer({"short_of": f"{text} ({available_bytes():,} bytes available)"})
 
 
 if __name__ == "__main__":
-    serve()
+    main()

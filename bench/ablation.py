@@ -50,7 +50,7 @@ from _contenders import (
     training_options,
 )
 from _contest import BASELINE, STATE_BYTES, Contender, Outcome, Schedule, common_of, run_group, sum_of_losses
-from _harness import Run, main, ratio
+from _harness import Run, main, ratio, show
 from _needs import Need
 from _schedules import Forgetting
 
@@ -61,7 +61,6 @@ from offload.cli.shapes import Model
 from offload.measure import find_rates
 from offload.predict.predict import with_backward_s, with_forward_s
 from offload.schedule.machine import Machine
-from offload.units import format_seconds
 
 MACHINE = "h100-node-nvme-pfs"
 RUNS = 3
@@ -246,7 +245,7 @@ def measured_rows(outcomes: dict[str, Outcome], tokens: Sequence[int]) -> dict[s
             "tokens": {str(size): {each: outcome.median(each, size) for each in names} for size in tokens},
         }
         for name, outcome in outcomes.items()
-        if outcome.iterations and not outcome.failed
+        if outcome.ran
     }
 
 
@@ -262,10 +261,9 @@ def compared(outcomes: dict[str, Outcome], section: str, tokens: Sequence[int]) 
     """Return what each mechanism brings in a section."""
     found = []
     for one in comparisons():
-        pair = [outcomes.get(name) for name in (one.without, one.with_)]
-        if one.where != section or any(each is None or each.failed or not each.iterations for each in pair):
+        without, with_ = outcomes.get(one.without), outcomes.get(one.with_)
+        if one.where != section or not (without and with_ and without.ran and with_.ran):
             continue
-        without, with_ = [each for each in pair if each is not None]
         head = {"mechanism": one.mechanism, "without": one.without, "with": one.with_}
         if one.memory:
             figures = brought(without.resident_bytes, with_.resident_bytes)
@@ -279,24 +277,22 @@ def compared(outcomes: dict[str, Outcome], section: str, tokens: Sequence[int]) 
 
 def auto_over_best(outcomes: dict[str, Outcome], tokens: Sequence[int]) -> float | None:
     """Return what iterations of all sizes take with "auto" over those of the best way; None if one did not run."""
-    found = [outcomes.get(name) for name in (AUTO, *HIDDEN.values())]
-    if any(each is None or each.failed or not each.iterations for each in found):
+    found = [outcomes[name] for name in (AUTO, *HIDDEN.values()) if name in outcomes and outcomes[name].ran]
+    if len(found) <= len(HIDDEN):
         return None
     auto, *ways = (
         [sum(sizes) for sizes in zip(*(each.values("iteration_s", size) for size in tokens), strict=True)]
         for each in found
-        if each is not None
     )
     return max(ratio(auto, way) for way in ways)
 
 
 def shown(rows: dict[str, Any], figures: Sequence[dict[str, Any]], failed: dict[str, str]) -> None:
     for name, row in rows.items():
-        seconds = ", ".join(f"{each['iteration_s']:.3f} s at {size}" for size, each in row["tokens"].items())
-        print(f"  {name:<34} {seconds} tokens, {row['memory_bytes'] / 1e6:.0f} MB")
+        seconds = {f"{size} tokens_s": each["iteration_s"] for size, each in row["tokens"].items()}
+        show(name, row | seconds, *seconds, "memory_bytes")
     for each in figures:
-        verdict = "pays" if each["pays"] else "does not pay"
-        print(f"    {each['mechanism']}, {each['where']}: {each['times']:.3f} ± {each['spread']:.3f}: {verdict}")
+        show(f"{each['mechanism']}, {each['where']}", each, "times", "spread", "pays")
     for name, why in failed.items():
         print(f"  {name}: {why}")
 
@@ -476,17 +472,13 @@ def simulate(smoke: bool) -> dict[str, Any]:
             "ways": simulated_ways(model),
             "comparisons": figures,
         }
-        print(
-            f"  {name}: DeepSpeed {format_seconds(model.deepspeed_s)} published, "
-            f"{format_seconds(schedules['deepspeed_s'])} simulated; MLP-Offload {format_seconds(model.multipath_s)}, "
-            f"{format_seconds(schedules['multipath_s'])}"
-        )
-        for row, seconds in rows[1].items():
-            larger = format_seconds(rows[LARGER][row])
-            print(f"    {row:<34} {format_seconds(seconds)}; {LARGER} times the batch: {larger}")
+        show(f"{name}, published", found[name]["published"], *schedules)
+        show(f"{name}, their schedules", schedules, *schedules)
+        for row in rows[1]:
+            larger = f"{LARGER} times the batch_s"
+            show(row, {"iteration_s": rows[1][row], larger: rows[LARGER][row]}, "iteration_s", larger)
         for place, ways in found[name]["ways"].items():
-            seconds_of = ", ".join(f"{way} {format_seconds(ways[way])}" for way in (*HIDDEN, AUTO))
-            print(f"    {place}: {seconds_of}; both {ways['both_over_single']:.3f} times as fast as the better one")
+            show(place, ways, *HIDDEN, AUTO, "both_over_single")
     return found
 
 
@@ -553,12 +545,9 @@ def trained(run: Run, section: str, seconds: float, sizes: Sequence[int], rounds
     with run.brief_place() as folder:
         if section == "added" and not smoke and STOCK_NVME not in run.missing:
             aio = aio_settings(common, folder)
-        field = [
-            replace(each, left_out=run.missing.get(each.name, each.left_out))
-            for each in field_of(section, shape.numel, smoke, aio["best"])
-            if not smoke or each.name in SMOKE[section] or each.left_out
-        ]
-        outcomes, speeds = run_group(field, schedule, common, folder, print)
+        field = field_of(section, shape.numel, smoke, aio["best"])
+        field = [each for each in field if not smoke or each.name in SMOKE[section] or each.left_out]
+        outcomes, speeds = run_group(field, schedule, common, folder, missing=run.missing)
     contenders = {name: asdict(outcome) for name, outcome in outcomes.items()}
     return {"contenders": contenders, "speeds": speeds, "aio": aio}
 

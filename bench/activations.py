@@ -26,17 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _capacity import Model
-from _common import progress
-from _harness import Option, Run, in_process, main, medians
-from _worker import loss_of, memory
+from _common import memory, progress
+from _harness import Option, Run, in_process, main, medians, show
+from _llama import Model
+from _worker import loss_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import offload
 from offload.cli.model import VOCABULARY, Shape
 from offload.config import parse_bytes
-from offload.units import format_bytes, format_seconds
 
 KINDS = ("memory", "paths", "recompute", "both")
 AGAIN = 16
@@ -204,12 +203,9 @@ def measure(run: Run) -> None:
     run.results["time"] = timed = times(run.args, run.folder)
     run.results["room"] = room = {kind: largest(run.args, kind, run.folder / kind) for kind in KINDS}
     for kind, row in room.items():
-        bound = "memory" if row["tokens"] == row["memory_tokens"] else "the disk"
-        each = format_bytes(int(row["row_bytes"] / run.args.length))
-        print(f"{kind}: {row['tokens']:,} tokens by {bound}, {each} of memory each")
+        show(kind, row, "tokens", "memory_tokens", "row_bytes")
     for name in ("memory", "paths", "save_on_cpu", "torch.save"):
-        parts = ", ".join(f"{part} {format_seconds(timed[name][f'{part}_s'])}" for part in ("forward", "whole"))
-        print(f"{name}: {parts}")
+        show(name, timed[name], "forward_s", "whole_s")
     tokens = {kind: max(1, row["tokens"]) for kind, row in room.items()}
     run.at_least("tokens on the path over those in memory", tokens["paths"] / tokens["memory"], 6.0)
     run.at_least("tokens with both over recomputation alone", tokens["both"] / tokens["recompute"], 1.5)

@@ -25,8 +25,8 @@ import hashlib
 import json
 import math
 import os
+import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,14 +35,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT, end_with_parent, progress
-from _contest import contender_environment
-from _harness import Option, Run, main
+from _common import end_with_parent, progress
+from _contest import Contender, ContenderError, ShortError, Worker
+from _harness import Option, Run, main, names_among
 from _needs import LIBAIO, NATIVE, Need
 
 from offload.cli.model import Shape
 from offload.config import parse_bytes
-from offload.errors import ConfigError
 from offload.memory.arenas import control_groups
 from offload.units import format_seconds
 
@@ -52,9 +51,7 @@ LAYERS = 40
 TOLERANCE = 0.03
 """Between the largest model that trains and the smallest that does not."""
 
-CLIP = 100.0
-"""Norms are taken and compared in every step; no gradient here has so large a one, and steps made ahead are kept."""
-
+STEPS, TOKENS = 3, 16
 TIMEOUT_S = 900.0
 NO_LIMIT = 1 << 50
 GUARD_BYTES = 1 << 30
@@ -70,14 +67,11 @@ SMALL = {
 }
 
 
-@dataclass(frozen=True)
-class Contender:
-    """Who trains.
+@dataclass(frozen=True, kw_only=True)
+class Searched(Contender):
+    """Who trains; "{path}" in its settings is a folder on the disk.
 
     Attributes:
-        name: In reports.
-        kind: One of `_capacity.KINDS`.
-        settings: What its optimizer or DeepSpeed is given; "{path}" is a folder on the disk.
         weight: Predicted bytes of memory a parameter.
         disk: Predicted bytes on the disk a parameter.
         needs: What has to be installed.
@@ -85,9 +79,6 @@ class Contender:
             and the two smallest equally deep.
     """
 
-    name: str
-    kind: str
-    settings: Mapping[str, Any]
     weight: float
     disk: float = 0.0
     needs: Sequence[Need] = ()
@@ -95,25 +86,28 @@ class Contender:
 
 
 def stock(**zero: Any) -> dict[str, Any]:
-    return {"gradient_clipping": CLIP, "zero_optimization": {"stage": 3, **SMALL, **zero}}
+    return {"zero_optimization": {"stage": 3, **SMALL, **zero}}
 
 
-def ours(form: str, overlap: bool, **more: Any) -> dict[str, Any]:
-    return {"state_format": form, "overlap": overlap, "subgroup_numel": 1 << 20, **more}
+def ours(ending: str, form: str, weight: float, disk: float, **more: Any) -> Searched:
+    settings = {"host_memory": 0, "checkpoints_kept": 0, "subgroup_numel": 1 << 20, "overlap": "off", **more}
+    return Searched(
+        form + ending, "finished", {"state_format": form, **settings}, weight=weight, disk=disk, same=form
+    )
 
 
 IN_MEMORY = stock(offload_optimizer={"device": "cpu", "pin_memory": False})
 ON_DISK = stock(offload_optimizer={"device": "nvme", "nvme_path": "{path}", "pin_memory": False, "buffer_count": 4})
 CONTENDERS = (
-    Contender("torch", "torch", {}, 18.0),
-    Contender("deepspeed-cpu", "deepspeed", IN_MEMORY, 20.0, needs=NATIVE),
-    Contender("deepspeed-nvme", "deepspeed", ON_DISK, 8.0, 16.0, needs=(*NATIVE, LIBAIO)),
-    Contender("exact", "ours", ours("exact", False), 4.1, 12.2, same="exact"),
-    Contender("exact-overlap", "ours", ours("exact", True), 4.1, 24.4, same="exact"),
-    Contender("exact-gradients", "ours", ours("exact", False, gradient_memory=0), 2.1, 14.3, same="exact"),
-    Contender("compact8", "ours", ours("compact8", False), 4.1, 5.3, same="compact8"),
-    Contender("compact8-overlap", "ours", ours("compact8", True), 4.1, 10.6, same="compact8"),
-    Contender("compact8-gradients", "ours", ours("compact8", False, gradient_memory=0), 2.1, 7.4, same="compact8"),
+    Searched("torch", "lean", {}, weight=18.0),
+    Searched("deepspeed-cpu", "deepspeed", IN_MEMORY, weight=20.0, needs=NATIVE),
+    Searched("deepspeed-nvme", "deepspeed", ON_DISK, weight=8.0, disk=16.0, needs=(*NATIVE, LIBAIO)),
+    ours("", "exact", 4.1, 12.2),
+    ours("-overlap", "exact", 4.1, 24.4, overlap="auto"),
+    ours("-gradients", "exact", 2.1, 14.3, gradient_memory=0),
+    ours("", "compact8", 4.1, 5.3),
+    ours("-overlap", "compact8", 4.1, 10.6, overlap="auto"),
+    ours("-gradients", "compact8", 2.1, 7.4, gradient_memory=0),
 )
 SMOKE = ("exact", "exact-overlap", "exact-gradients")
 OWN = ("process", "staging")
@@ -213,6 +207,11 @@ class Trial:
     seconds: float = 0.0
 
     @property
+    def losses(self) -> list[float]:
+        """One a step."""
+        return [iteration["loss"] for iteration in self.found["iterations"]]
+
+    @property
     def peak_bytes(self) -> int:
         """Most memory of its own, mapped files left out."""
         marks = self.found["marks"]
@@ -222,63 +221,59 @@ class Trial:
 
 
 def run_trial(
-    contender: Contender, shape: Shape, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path | None
+    contender: Searched, shape: Shape, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path | None
 ) -> Trial:
     """Train a model of that shape within the limits.
 
     Raises:
         TrialError: It failed for another reason than a limit.
     """
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path, prefix="capacity-") as folder:
-        request = {
-            "kind": contender.kind,
-            "settings": contender.settings,
-            "clip": CLIP,
-            "shape": {"layers": shape.layers, "hidden": shape.hidden},
-            "path": folder,
-            "disk_bytes": disk_bytes,
-            "most_data_bytes": 0 if group else memory_bytes + GUARD_BYTES,
-        }
+    trial, began_s = Trial(shape.layers, shape.numel, fits=False), time.monotonic()
+    sized = {"layers": shape.layers, "hidden": shape.hidden}
+    if contender.kind == "finished":
+        place = {"path": "{path}", "max_bytes": disk_bytes}
+        contender = replace(contender, settings={**contender.settings, "paths": [place]})
+    if group:
+        group.limit(memory_bytes)
+        killed = group.kills()
+
+    def prepare() -> None:
+        end_with_parent()
         if group:
-            group.limit(memory_bytes)
-            killed = group.kills()
+            group.join()
+        else:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes + GUARD_BYTES,) * 2)
 
-        def prepare() -> None:
-            end_with_parent()
-            if group:
-                group.join()
-
+    with tempfile.TemporaryDirectory(dir=path, prefix="capacity-") as folder:
+        worker = Worker(contender, {"shape": sized, "lean": True}, Path(folder), prepare)
         try:
-            done = subprocess.run(
-                [sys.executable, str(ROOT / "bench" / "_capacity.py"), json.dumps(request)],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=TIMEOUT_S,
-                env=contender_environment(),
-                cwd=folder,
-                preexec_fn=prepare,
-            )
-        except subprocess.TimeoutExpired as error:
-            late = f"{contender.name}, {shape.layers} layers: no end within {format_seconds(TIMEOUT_S)}"
-            raise TrialError(late) from error
-        seconds = time.monotonic() - began_s
-    trial = Trial(shape.layers, shape.numel, fits=False, seconds=seconds)
-    if group and group.kills() > killed:
-        trial.why = "ended by the kernel: no more memory"
-    elif done.returncode:
-        end = "\n".join(done.stderr.splitlines()[-20:])
-        raise TrialError(f"{contender.name}, {shape.layers} layers: exit status {done.returncode}\n{end}")
-    else:
-        trial.found = json.loads(done.stdout.splitlines()[-1])
-        trial.why = trial.found.get("short_of", "")
-        if not trial.why and trial.found["disk_bytes"] > disk_bytes:
+            worker.answer(TIMEOUT_S)
+            trial.found = worker.ask({"run": [[TOKENS, 0, STEPS]]}, TIMEOUT_S)
+            trial.found["digest"] = worker.ask({"digest": True}, TIMEOUT_S)
+            trial.found["disk_bytes"] = used_on_disk(Path(folder))
+        except ShortError as error:
+            trial.why = str(error)
+        except ContenderError as error:
+            if not group or group.kills() == killed:
+                raise TrialError(f"{contender.name}, {shape.layers} layers: {error}\n{worker.output()}") from error
+            trial.why = "ended by the kernel: no more memory"
+        finally:
+            worker.close()
+    trial.seconds = time.monotonic() - began_s
+    if not trial.why:
+        if not all(map(math.isfinite, trial.losses)):
+            raise TrialError(f"{contender.name}, {shape.layers} layers: losses are not finite: {trial.losses}")
+        if trial.found["disk_bytes"] > disk_bytes:
             trial.why = f"{trial.found['disk_bytes']} bytes on the disk"
-        if not trial.why and not group and trial.found["marks"]["step"]["peak_bytes"] > memory_bytes:
+        elif not group and trial.found["peak_bytes"] > memory_bytes:
             trial.why = "its peak is beyond the limit"
-        trial.fits = not trial.why
+    trial.fits = not trial.why
     return trial
+
+
+def used_on_disk(folder: Path) -> int:
+    """Return the bytes that files below a folder take, but for the log."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file() and path.suffix != ".log")
 
 
 # Search
@@ -345,23 +340,23 @@ def width(numel: float) -> int:
     return max(grain, round(math.sqrt(numel / (12 * LAYERS)) / grain) * grain)
 
 
-def explained(contender: Contender, trial: Trial) -> dict[str, int]:
+def explained(contender: Searched, trial: Trial) -> dict[str, int]:
     """Return what the peak of a trial is made of, in bytes; the sum is the peak."""
-    marks, numel, about = trial.found["marks"], trial.numel, trial.found["about"]
+    marks, numel, planned = trial.found["marks"], trial.numel, trial.found["planned"]
     parts = {"process": marks["process"]["own_bytes"], "weights": 2 * numel}
-    if contender.kind == "torch":
+    if contender.kind == "lean":
         parts |= {"gradients, fp32": 4 * numel, "masters and moments": 12 * numel}
     else:
-        parts["gradients"] = about.get("gradient_bytes", 2 * numel)
+        parts["gradients"] = planned.get("gradient_bytes", 2 * numel)
         if contender.name == "deepspeed-cpu":
             parts |= {"masters and moments": 12 * numel}
-        if contender.kind == "ours":
-            parts["staging"] = about["staging_bytes"]
-            parts["tables and threads, as planned"] = about["overhead_bytes"]
+        if planned:
+            parts["staging"] = planned["staging_bytes"]
+            parts["tables and threads, as planned"] = planned["overhead_bytes"]
     return {**parts, "the rest": trial.peak_bytes - sum(parts.values())}
 
 
-def summary(contender: Contender, trials: Sequence[Trial]) -> dict[str, Any]:
+def summary(contender: Searched, trials: Sequence[Trial]) -> dict[str, Any]:
     """Return what a search found."""
     fit = [trial for trial in trials if trial.fits]
     found: dict[str, Any] = {
@@ -386,7 +381,7 @@ def summary(contender: Contender, trials: Sequence[Trial]) -> dict[str, Any]:
     return found
 
 
-def same_weights(found: Mapping[str, Sequence[Trial]], chosen: Sequence[Contender]) -> float | None:
+def same_weights(found: Mapping[str, Sequence[Trial]], chosen: Sequence[Searched]) -> float | None:
     """Return 1 if all that must compute the same did, at every size that two trained; None if there is none."""
     compared: dict[tuple[str, int], set[tuple[Any, ...]]] = {}  # by their word, and parameters
     counts: dict[tuple[str, int], int] = {}
@@ -394,7 +389,7 @@ def same_weights(found: Mapping[str, Sequence[Trial]], chosen: Sequence[Contende
         for numel, trial in {t.numel: t for t in found.get(contender.name, ()) if t.fits}.items():
             if contender.same:
                 key = contender.same, numel
-                compared.setdefault(key, set()).add((*trial.found["losses"], trial.found["digest"]))
+                compared.setdefault(key, set()).add((*trial.losses, trial.found["digest"]))
                 counts[key] = counts.get(key, 0) + 1
     shared = [key for key, count in counts.items() if count > 1]
     return float(all(len(compared[key]) == 1 for key in shared)) if shared else None
@@ -425,7 +420,7 @@ def judge(run: Run, results: Mapping[str, Any], same: float | None) -> None:
     run.at_least(what, same, 1.0, "no size was trained by both")
 
 
-def chosen_of(args: argparse.Namespace) -> list[Contender]:
+def chosen_of(args: argparse.Namespace) -> list[Searched]:
     """Return who takes part; at smoke size some of ours do."""
     return [c for c in CONTENDERS if c.name in args.contenders and (not args.smoke or c.name in SMOKE)]
 
@@ -459,12 +454,12 @@ def measure(run: Run) -> None:
             row = results[contender.name] = summary(contender, found)
             print(f"{contender.name}: {row['numel']:,} parameters")
     judge(run, results, same_weights(trials, chosen_of(run.args)))
-    losses = {name: [trial.found["losses"] for trial in found if trial.fits] for name, found in trials.items()}
+    losses = {name: [trial.losses for trial in found if trial.fits] for name, found in trials.items()}
     run.checksums.append(hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16])
 
 
 def contest(
-    contender: Contender, smoke: bool, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path
+    contender: Searched, smoke: bool, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path
 ) -> list[Trial]:
     """Return the trials of one contender."""
     alike = [each for each in CONTENDERS if each.same == contender.same] if contender.same else [contender]
@@ -494,19 +489,11 @@ def contest(
     return search(attempt, max(1, round(LAYERS * predicted / shape.numel)), memory_bytes, say)
 
 
-def parse_names(option: str, text: str) -> list[str]:
-    """Return names of contenders, which are separated by commas."""
-    names = [contender.name for contender in CONTENDERS]
-    for name in text.split(","):
-        if name not in names:
-            raise ConfigError(option, name, f"there are {', '.join(names)}")
-    return text.split(",")
-
-
+NAMES = [contender.name for contender in CONTENDERS]
 OPTIONS = (
     Option("memory", "6GiB", help="host memory of a trial", read=parse_bytes),
     Option("disk", None, help="most bytes on the disk; nine tenths of what is free without", read=parse_bytes),
-    Option("contenders", ",".join(c.name for c in CONTENDERS), help="separated by commas", read=parse_names),
+    Option("contenders", ",".join(NAMES), help="separated by commas", read=names_among(NAMES)),
 )
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from _common import computing, progress
-from _harness import Option, Run, digest, main
+from _harness import Option, Run, beyond_around, digest, main, show
 
 import offload
 from offload.plan import Home
-from offload.units import format_seconds
 
 MOST_STALL = {0.0: 0.03, 0.5: 0.05, 1.0: 0.10}
 """By the share of state in memory."""
@@ -179,14 +178,6 @@ class Training:
         }
 
 
-def longer_s(saving: list[Round], plain: list[Round], kind: str, number: int) -> float:
-    """Return what an iteration takes longer in rounds with a checkpoint than in those before and after them."""
-    return statistics.median(
-        getattr(one, kind)[number] - (getattr(before, kind)[number] + getattr(after, kind)[number]) / 2
-        for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
-    )
-
-
 def every_iteration(training: Training, rounds: int) -> dict[str, Any]:
     """Return what an iteration takes with a checkpoint after each, by who makes it."""
     ways = training.ways()
@@ -214,9 +205,7 @@ def measured(size: Any, share: float, folder: Path) -> dict[str, Any]:
         while len(saving) < size.rounds and (len(saving) < LEAST_ROUNDS or time.perf_counter() < until_s):
             saving.append(training.round(saves=True))
             plain.append(training.round(saves=False))
-            progress(
-                f"  checkpoint {len(saving)} of {size.rounds}: committed after {format_seconds(saving[-1].commit_s)}"
-            )
+            progress(f"  checkpoint {len(saving)} of {size.rounds}")
         progress("  a checkpoint after every iteration")
         every = every_iteration(training, min(size.rounds, LEAST_ROUNDS))
     forward_s = statistics.median(s for one in plain for s in one.forward_s)
@@ -230,16 +219,18 @@ def measured(size: Any, share: float, folder: Path) -> dict[str, Any]:
     # Where everything is in memory, all of it is written for each checkpoint.
     bound_s = max(every["iteration_s"], plan.home_bytes[Home.HOST] / rate if rate else 0.0)
     every["over_bound"] = every["every_s"]["offload"] / bound_s
+
+    def longer_s(kind: str, number: int) -> float:
+        """Return what an iteration of a round takes longer where a checkpoint is made."""
+        return beyond_around(*([getattr(one, kind)[number] for one in rounds] for rounds in (saving, plain)))
+
     parts = {
         "handover": statistics.median(one.handover_s for one in saving),
-        "forward_backward": sum(longer_s(saving, plain, "forward_s", n) for n in range(iterations)),
-        "update": sum(longer_s(saving, plain, "update_s", n) for n in range(iterations)),
+        "forward_backward": sum(longer_s("forward_s", n) for n in range(iterations)),
+        "update": sum(longer_s("update_s", n) for n in range(iterations)),
+        # Where the next checkpoint is expected, the update before it makes checksums.
+        "preparation": -longer_s("update_s", -1),
     }
-    # Where the next checkpoint is expected, the update before it makes checksums.
-    parts["preparation"] = statistics.median(
-        (before.update_s[-1] + after.update_s[-1]) / 2 - one.update_s[-1]
-        for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
-    )
     moved = [statistics.median(one.nbytes("write", "save", "copy") for one in rounds) for rounds in (saving, plain)]
     return {
         "parameters": training.numel,
@@ -267,18 +258,14 @@ def measure(run: Run) -> None:
         progress(where)
         with run.brief_place() as folder:
             found = run.results[f"{share:.0%}"] = measured(run.args, share, folder)
-        parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
-        print(
-            f"{where}: stall {found['stall']:.3f} of an iteration of "
-            f"{format_seconds(found['iteration_s'])} ({parts}; {found['floor']:.3f} unavoidable)"
-        )
+        show(where, found, "iteration_s", "stall", "floor")
+        show("  of the stall", found["stall_parts"], *found["stall_parts"])
         beyond = max(0.0, found["stall"] - found["floor"])
         run.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL[share])
         if share in MOST_EVERY:
             every = found["every"]
             times = {name: took_s / every["iteration_s"] for name, took_s in every["every_s"].items()}
-            said = ", ".join(f"{name} {time:.2f}" for name, time in times.items())
-            print(f"{where}, a checkpoint after every iteration: {said} of an iteration without")
+            show("  a checkpoint after every iteration, of an iteration without", times, *times)
             name = f"an iteration with a checkpoint after each over its bound, {where}"
             run.at_most(name, every["over_bound"], MOST_EVERY[share])
         run.at_most(f"bytes written over bytes in memory, {where}", found["bytes_over_memory"], 1.01)

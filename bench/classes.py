@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from _common import progress
-from _harness import Option, Row, Run, digest, main, medians
+from _harness import Option, Row, Run, digest, main, medians, show
 from torch import optim
 
 import offload
 from offload.predict import predict
-from offload.units import format_seconds
 
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -88,10 +87,7 @@ def measure(run: Run) -> None:
     args, results = run.args, run.results
     for name in (*CLASSES, MUON):
         row = results[name] = contest(name, run.place(), args.count, args.width, args.rounds)
-        print(
-            f"{name}: {format_seconds(row['step_s'])}, {row['over_bound']:.2f} of its bound; in memory "
-            f"{format_seconds(row['own_s'])}; predicted {row['predicted']:.2f} of it"
-        )
+        show(name, row, "step_s", "over_bound", "own_s", "predicted")
         run.at_most(f"{name}: step over its bound", row["over_bound"], 1.2)
         run.checksums.append(row["digest"])
     if not all(row["same"] for row in results.values()):

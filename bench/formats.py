@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Option, Run, digest, main, ratio, turns
+from _harness import Option, Row, Run, column, digest, main, medians, ratio, rows_of_rounds, show
 from _sessions import GROUP, Throttles, quarter_staged
 
+from offload import Engine
 from offload.formats import STATE_FORMATS
 from offload.predict import predict
-from offload.units import format_seconds
 
 FORMATS = [*STATE_FORMATS]
 OPTIONS = (Option("numel", 1 << 26, 1 << 19, "parameters"), Option("rounds", 30, 2))
@@ -33,29 +33,25 @@ def contest(folder: Path, pace: float, numel: int, subgroups: int, rounds: int) 
     start = torch.randn(numel, generator=generator).bfloat16()
     gradient = torch.randn(numel, generator=generator).bfloat16()
     throttles = Throttles(folder, [pace] * len(FORMATS))
-    times: dict[str, list[float]] = {form: [] for form in FORMATS}
-    predicted: dict[str, list[float]] = {form: [] for form in FORMATS}
-    found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(throttles.opening())
         engines, weights = {}, {form: start.clone() for form in FORMATS}
         for form, path in zip(FORMATS, throttles.rates, strict=True):
             opened = quarter_staged(form, path, weights[form], gradient, subgroups)
             engines[form] = stack.enter_context(contextlib.closing(opened))
-        for number, form in turns(FORMATS, rounds, settling=3):
-            said = predict(engines[form].plan, engines[form].rates).step_s
-            engines[form].step([GROUP])
-            if number >= 0:  # rates and staging have settled
-                times[form].append(engines[form].metrics()["step_s"])
-                predicted[form].append(said)
-        for form in FORMATS:
-            metrics = engines[form].metrics()
-            found[form] = {
-                "step_s": statistics.median(times[form]),
-                "times_exact": ratio(times["exact"], times[form]),
-                "predicted": ratio(predicted[form], times[form]),
-                "state_bytes_each": metrics["state_bytes"] / numel,
-            }
+
+        def step(engine: Engine) -> Row:
+            said_s = predict(engine.plan, engine.rates).step_s
+            engine.step([GROUP])
+            metrics = engine.metrics()
+            step_s, state_bytes = metrics["step_s"], metrics["state_bytes"]
+            return {"step_s": step_s, "predicted": said_s / step_s, "state_bytes_each": state_bytes / numel}
+
+        steps = {form: partial(step, engine) for form, engine in engines.items()}
+        rows = rows_of_rounds(steps, rounds, settling=3)  # rates and staging have settled by then
+    found = {form: medians(each) for form, each in rows.items()}
+    for form, each in rows.items():
+        found[form]["times_exact"] = ratio(column(rows["exact"], "step_s"), column(each, "step_s"))
     return found, digest(weights.values())
 
 
@@ -65,10 +61,7 @@ def measure(run: Run) -> None:
         results[name], found = contest(run.folder, pace, args.numel, 4 if run.smoke else 16, args.rounds)
         digests.append(found)
         for form, row in results[name].items():
-            print(
-                f"{name}, {form}: {format_seconds(row['step_s'])}, {row['times_exact']:.2f} times as fast as "
-                f"exact, predicted {row['predicted']:.2f} of it, {row['state_bytes_each']:.3f} bytes a parameter"
-            )
+            show(f"{name}, {form}", row, "step_s", "times_exact", "predicted", "state_bytes_each")
         for form, wanted in TARGETS[name].items():
             times = results[name][form]["times_exact"]
             run.at_least(f"{name}, {form}: step, times as fast as exact", times, wanted)

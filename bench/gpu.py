@@ -36,13 +36,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the smoke run's kernels; read when Triton is imported
 
 from _common import cores, progress
+from _contest import Contender, ContenderError, Worker, common_of
 from _gpu_node import budgets_of, layout_of, node
-from _gpu_runs import CONTENDERS, PEERS, Specification, fitting_rates, gpu_share, iteration_s, run_contender
-from _harness import Option, Run, main
+from _harness import Option, Run, main, names_among
 from _needs import NATIVE, TORCHAO
+from _worker import gpu_share
 from kernel import Buffers
 
 import offload
+from offload.cli.model import choose_shape
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.formats import EXACT_ADAMW
@@ -286,9 +288,6 @@ def section_shares(run: Run, device: torch.device | None) -> Found:
     starts = [patterns(each, torch.bfloat16, "plain", generator) for _ in range(tensors)]
     gradients = [patterns(each, torch.bfloat16, "plain", generator) for _ in range(tensors)]
     found: Found = {"elements": tensors * each, "shares": {}}
-    found["rates"], unfit = fitting_rates(args.rates)
-    if unfit:
-        found["rates"] += f" ({unfit})"
     first: list[torch.Tensor] | None = None
     ends_s = time.monotonic() + args.limit
     for share in SHARES if device is not None else ("cpu",):
@@ -301,7 +300,7 @@ def section_shares(run: Run, device: torch.device | None) -> Found:
             weight.grad = gradient.clone()
         try:
             # All state lies in host memory.
-            config = offload.OffloadConfig(placement=share, gpu_memory=0, rates=fitting_rates(args.rates)[0])
+            config = offload.OffloadConfig(placement=share, gpu_memory=0)
             optimizer = offload.AdamW(weights, offload=config, **SETTINGS)
         except offload.OffloadError as error:
             found["shares"][str(share)] = {"not_run": str(error)}
@@ -370,26 +369,95 @@ def section_predictions(run: Run, device: torch.device | None) -> Found:
 # Section d
 
 
+CLIP = 1.0
+WARM_UP = 3
+ON_GPU = {"keep_grads": False, "gpu_memory": 0}
+"""Of ours, where weights are on a GPU: all state lies where the contender says."""
+
+
+def zero(name: str, stage: int = 3, ours: Found | None = None, **more: Any) -> Contender:
+    """Return a contender under DeepSpeed's ZeRO.
+
+    Args:
+        name: Of it.
+        stage: Of ZeRO.
+        ours: Our backend's object in the config; None for stock.
+        more: What `offload_optimizer` says besides, and DeepSpeed's object "zenflow".
+    """
+    settings: Found = {"stage": stage, "overlap_comm": True}
+    settings |= {"zenflow": more.pop("zenflow")} if "zenflow" in more else {}
+    settings["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **more}
+    backend = {} if ours is None else {"multi_tier_offload": ours}
+    return Contender(name, "deepspeed", {"zero_optimization": settings, **backend})
+
+
+ZERO3 = "deepspeed-zero3"
+CONTENDERS = {
+    each.name: each
+    for each in (
+        # torch.optim.AdamW(fused=True) on fp32 masters, weights cast from them.
+        Contender("in-memory", "lean"),
+        Contender("offload-host", "offload"),
+        Contender("offload-disk", "offload", {"host_memory": 0, "paths": ["{path}"]}),
+        # The planner's share of updates on the GPU, but for "half".
+        zero("offload-deepspeed", ours={}),
+        zero("offload-deepspeed-half", ours={"placement": 0.5}),
+        zero("offload-deepspeed-zero2", 2, ours={}),
+        zero("offload-deepspeed-zero1", 1, ours={}),
+        Contender("torchao", "torchao"),
+        zero(ZERO3),
+        zero("deepspeed-zero2", 2),
+        zero("deepspeed-twinflow", ratio=0.5),
+        zero("deepspeed-superoffload", super_offload=True),
+        # What its documentation begins with: all but the largest gradients are applied every fourth step. Compared
+        # with nobody.
+        zero("deepspeed-zenflow", 2, zenflow={"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}),
+    )
+}
+PEERS = ("torchao", "deepspeed-zero2", "deepspeed-twinflow", "deepspeed-superoffload")
+"""Others than ZeRO-3 that ours is compared with."""
+
+
+def trained(contender: Contender, common: Found, folder: Path, iterations: int, limit_s: float) -> Found:
+    """Return what a contender took and held, or under "not_run" why it has not."""
+    ends_s = time.monotonic() + limit_s
+    worker = Worker(contender, common, folder)
+    try:
+        worker.answer(limit_s)
+        found: Found = worker.ask({"run": [[common["seq"], 0, WARM_UP + iterations]]}, ends_s - time.monotonic())
+    except ContenderError as error:
+        log = worker.output()
+        return {"not_run": f"{error}: {(log.splitlines() or ['without a word'])[-1]}", "log": log}
+    finally:
+        worker.close()
+    counted = found["iterations"][WARM_UP:]
+    return found | {"parameters": common["numel"], "iteration_s": [each["iteration_s"] for each in counted]}
+
+
 def section_training(run: Run, device: torch.device | None) -> Found:
     """Run the contenders that were asked for, as long as there is time; keep what others found before."""
     args, before = run.args, run.results.get("d", {})
-    if run.smoke:
-        spec = Specification(2e5, 2, 32, 1, 2, "cuda" if device else "cpu", str(run.folder), args.rates)
-    else:
-        sizes = args.params, args.batch, args.seq, 3, args.iterations
-        spec = Specification(*sizes, "cuda", str(run.folder), args.rates)
-    asked = {"parameters": spec.params, "batch": spec.batch, "seq": spec.seq, "clip": spec.clip}
+    params, rows, seq, iterations = (
+        (200_000, 2, 32, 2) if run.smoke else (int(args.params), args.batch, args.seq, args.iterations)
+    )
+    common = common_of(choose_shape(params), seq, run.smoke)
+    common |= {"device": "cuda" if device else "cpu", "rows": rows, "clip": CLIP}
+    asked = {"parameters": params, "batch": rows, "seq": seq, "clip": CLIP}
     contenders = dict(before["contenders"]) if before.get("asked") == asked else {}
     ends_s = time.monotonic() + args.limit
     for name in args.contenders:
-        left_s = ends_s - time.monotonic()
+        contender, left_s = CONTENDERS[name], ends_s - time.monotonic()
+        if contender.kind == "offload" and device is not None:
+            contender = replace(contender, settings={**contender.settings, **ON_GPU})
         progress(name)
-        if run.smoke and "deepspeed" in name:
-            entry: Found = {"not_run": "left out of the smoke run: its native part takes a minute to build"}
+        if device is None and contender.kind in ("deepspeed", "torchao"):
+            entry: Found = {"not_run": "compared on a GPU only, where its offload is meant to run"}
+        elif run.smoke and contender.kind == "deepspeed":
+            entry = {"not_run": "left out of the smoke run: its native part takes a minute to build"}
         elif left_s < 30:
             entry = {"not_run": f"no time left in this call; use --sections d --contenders {name}"}
         else:
-            entry = run_contender(name, spec, left_s)
+            entry = trained(contender, common, run.place(name), iterations, left_s)
         if "not_run" not in entry or "iteration_s" not in contenders.get(name, {}):
             contenders[name] = entry
     return {"asked": asked, "contenders": contenders}
@@ -427,17 +495,16 @@ def judge(run: Run) -> None:
     note = why("c") if not whole else why("a")
     run.at_most("step with host-resident state over its bound", over, 1.15, note)
 
-    trained = results.get("d", {}).get("contenders", {})
-    taken_s = {name: iteration_s(entry) for name, entry in trained.items() if "iteration_s" in entry}
-    zero3 = "deepspeed-zero3"
-    reason = trained.get(zero3, {}).get("not_run", why("d"))
+    ran = results.get("d", {}).get("contenders", {})
+    taken_s = {n: statistics.median(entry["iteration_s"]) for n, entry in ran.items() if "iteration_s" in entry}
+    reason = ran.get(ZERO3, {}).get("not_run", why("d"))
     for ours, name in (
         ("offload-host", "iteration, times as fast as DeepSpeed ZeRO-3 CPU offload"),
         ("offload-deepspeed", "iteration of ours in DeepSpeed ZeRO-3, times as fast as its CPU offload"),
     ):
-        times = taken_s[zero3] / taken_s[ours] if {ours, zero3} <= taken_s.keys() else None
+        times = taken_s[ZERO3] / taken_s[ours] if {ours, ZERO3} <= taken_s.keys() else None
         run.at_least(name, times, 2.5, reason)
-    others = [taken_s[name] for name in PEERS if name in taken_s and name != zero3]
+    others = [taken_s[name] for name in PEERS if name in taken_s]
     best = min(others) / taken_s["offload-host"] if others and "offload-host" in taken_s else None
     run.at_least("iteration, times as fast as the fastest other peer", best, 1.0, why("d"))
     predicted = results.get("p", {}).get("machines", {}).values()
@@ -512,17 +579,9 @@ def measure(run: Run) -> None:
     run.checksums.append(hashlib.sha256(kept.encode()).hexdigest()[:16])
 
 
-def parse_names(option: str, text: str) -> list[str]:
-    """Return names of contenders, which are separated by commas."""
-    for name in text.split(","):
-        if name not in CONTENDERS:
-            raise ConfigError(option, name, f"there are {', '.join(CONTENDERS)}")
-    return text.split(",")
-
-
 COUNT = {"type": lambda text: int(float(text))}
 OPTIONS = (
-    Option("contenders", ",".join(CONTENDERS), help="of section d", read=parse_names),
+    Option("contenders", ",".join(CONTENDERS), help="of section d", read=names_among(CONTENDERS)),
     Option("params", 1e9, help="of section d's model"),
     Option("batch", 4, help="sequences of an iteration"),
     Option("seq", 2048, help="tokens of a sequence"),
@@ -531,7 +590,6 @@ OPTIONS = (
     Option("elements_c", 10**9, help="of section c", more=COUNT),
     Option("reference_rounds", 2, help="rounds of section b with the reference too"),
     Option("limit", 440.0, help="seconds of sections b, c and d each, after which no more is begun"),
-    Option("rates", "auto", help="what `offload probe` wrote, for ours in c and d", more={"metavar": "FILE"}),
 )
 
 
@@ -539,7 +597,8 @@ def needs(args: argparse.Namespace) -> dict[str, Any]:
     """Return what has to be installed for the contenders of section d, where that runs."""
     if not torch.cuda.is_available() or "d" not in args.sections:
         return {}
-    return {name: NATIVE if "deepspeed" in name else (TORCHAO,) * (name == "torchao") for name in args.contenders}
+    wanted = {"deepspeed": NATIVE, "torchao": (TORCHAO,)}
+    return {name: wanted.get(CONTENDERS[name].kind, ()) for name in args.contenders}
 
 
 if __name__ == "__main__":

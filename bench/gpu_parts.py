@@ -25,8 +25,8 @@ from typing import Any
 
 from _gpu_backward import AddedAtOnce, Calls, LeavesAlways, backward_s, passing_s
 from _gpu_node import NODE, budgets_of, changed, layout_of
-from _gpu_runs import gpu_share
 from _harness import Row, Run, main
+from _worker import gpu_share
 
 import offload.predict.timing as timing
 from offload.cli.machine import USUAL_CORES

@@ -11,16 +11,10 @@ the writing of gradients, and the step.
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import Any
 
-import torch
-from _harness import Option, Run, main, medians
+from _harness import Option, Run, main, medians, show
 from overlap import NAMES, Training
-
-import offload
-from offload.cli.model import build_model, choose_shape
-from offload.units import format_seconds
 
 OPTIONS = (
     Option("numel", 60_000_000, 1_200_000, "parameters"),
@@ -31,15 +25,7 @@ KINDS: dict[str, int | None] = {"memory": None, "paths": 0}
 
 
 class Leaving(Training):
-    """A model whose gradients stay within so many bytes of memory."""
-
-    def __init__(self, numel: int, folder: Path, form: str, longest: int, memory: int | None) -> None:
-        shape = choose_shape(numel)
-        self.model = build_model(shape, seq=longest, dtype=torch.bfloat16, device="cpu", seed=0)
-        folder.mkdir()
-        config = offload.OffloadConfig(host_memory=0, paths=[folder], state_format=form, gradient_memory=memory)
-        self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-4, offload=config)
-        self._generator = torch.Generator().manual_seed(0)
+    """A model of which some gradients leave."""
 
     def waited(self, tokens: int) -> dict[str, float]:
         predicted = self.optimizer.metrics()
@@ -82,17 +68,13 @@ def measure(run: Run) -> None:
     args, same = run.args, True
     for form in ("exact", "compact8"):
         trainings = {
-            name: Leaving(args.numel, run.folder / f"{form}-{name}", form, max(args.tokens), memory)
+            name: Leaving(args.numel, run.place(name), form, max(args.tokens), gradient_memory=memory)
             for name, memory in KINDS.items()
         }
         for number in args.tokens:
             name = f"{form}, {number} tokens"
             row = run.results[name] = contest(trainings, number, args.pairs)
-            parts = ", ".join(f"{part[:-2]} {format_seconds(row['paths'][part])}" for part in NAMES)
-            print(
-                f"{name}: {parts}; {row['over_memory']:.3f} of an iteration with gradients in memory, "
-                f"{row['over_bound']:.3f} of the bound, predicted {row['predicted']:.3f} of it"
-            )
+            show(name, row | row["paths"], *NAMES, "over_memory", "over_bound", "predicted")
         digests = {training.digest() for training in trainings.values()}
         same = same and len(digests) == 1
         run.checksums.append(min(digests))

@@ -15,7 +15,6 @@ instruction set; and prints the row for the table in `csrc/kernels/prefetch.cpp`
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import statistics
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from _common import cores, huge_tensors
-from _harness import Option, Run, interleaved, main, ratio
+from _harness import Option, Run, interleaved, main, ratio, show
 from _needs import NATIVE
 
 from offload import _native
@@ -230,7 +229,10 @@ def print_row(found: dict[str, Any]) -> None:
 
 
 def measure(run: Run) -> None:
-    """Measure and report."""
+    """Measure and report; or do what `--tune` says."""
+    if run.args.tune:
+        print_row(tune(run.args.threads, *((1 << 16, 2) if run.smoke else (16_000_000, 21))))
+        return
     threads, numel, rounds = run.args.threads, *((1 << 16, 2) if run.smoke else (48_000_000, 21))
     torch.set_num_threads(threads)
     buffers = Buffers(numel)
@@ -307,10 +309,9 @@ def measure(run: Run) -> None:
     }
     print(f"{numel} parameters, {threads} threads, {kernel.instruction_set}, 100% is {stream}")
     for name, row in results["contenders"].items():
-        print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {row['share_of_stream']:6.2f} of stream")
+        show(name, row, "parameters_per_s", "share_of_stream")
     for kind in COMPACT_BYTES:
-        for name, value in results[kind.name].items():
-            print(f"  {kind.name}, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
+        show(kind.name, results[kind.name], *results[kind.name])
     for name, reason in not_run.items():
         print(f"  {name:46} not run: {reason}")
     run.at_least("whole job, share of stream", faster("offload/whole", stream), 0.95)
@@ -331,12 +332,5 @@ OPTIONS = (
 )
 
 
-def tuned(args: argparse.Namespace) -> bool:
-    """Do what `--tune` says instead; return whether it does."""
-    if args.tune:
-        print_row(tune(args.threads, *((1 << 16, 2) if args.smoke else (16_000_000, 21))))
-    return bool(args.tune)
-
-
 if __name__ == "__main__":
-    main(__doc__, measure, options=OPTIONS, needs=lambda args: {"deepspeed": NATIVE}, instead=tuned)
+    main(__doc__, measure, options=OPTIONS, needs=lambda args: {} if args.tune else {"deepspeed": NATIVE})

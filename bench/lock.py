@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from _harness import Option, Run, digest, main, ratio, spawned, turns
+from _harness import Option, Run, digest, main, ratio, show, spawned, turns
 from paths import Mixer, opened
 
 from offload.tiers import Turns
@@ -68,14 +68,12 @@ def measure(run: Run) -> None:
         run.checksums += [pipe.recv() for pipe in pipes]
     print(f"{2 * tiles} tiles of {tile_bytes >> 10} KiB a process and round, half read, half written")
     for name, found in results.items():
-        rate, share = statistics.median(found["bytes_per_s"]), statistics.median(found["ratio"])
-        print(f"  {name:10} {rate / 1e6:8.0f} MB/s   least share / largest share {share:.2f}")
+        show(name, {each: statistics.median(values) for each, values in found.items()}, *found)
 
     def gain(count: int) -> float:
         locked, free = (results[f"{count} {kind}"]["total_bytes_per_s"] for kind in ("locked", "free"))
         return ratio(locked, free)
 
-    print(f"  the lock, 2 processes: {gain(2):.3f} times the throughput without it")
     run.results |= {"tile_bytes": tile_bytes, "tiles": 2 * tiles, "rounds": rounds, "turn_bytes": turn_bytes}
     run.results |= {"depth": args.depth, "contenders": results, "lock_gain_2": gain(2)}
     run.at_least("one process, locked / free", gain(1), 0.97)

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _common import computing, progress
+from _common import computing, memory, progress
 from _harness import Option, Run, digest, in_process, main
-from _worker import memory
 
 TOLERANCE_BYTES = 64 << 20
 TOLERANCE_SHARE = 0.05

@@ -50,16 +50,28 @@ from _contest import (
     sum_of_losses,
     times_faster,
 )
-from _harness import Option, Row, Run, digest, interleaved, main, medians, ratio, spawned, turns
+from _harness import (
+    Option,
+    Row,
+    Run,
+    column,
+    digest,
+    main,
+    medians,
+    ratio,
+    rows_of_rounds,
+    show,
+    spawned,
+    turns,
+)
 from _needs import FIO
 from _sessions import MIB
-from _worker import kernel_io, moved
 from paths import fio
 from phases import SETTINGS, SerialLoop
 
 import offload
 from offload.cli.model import choose_shape
-from offload.units import format_bytes, format_seconds
+from offload.units import format_bytes
 
 PUBLISHED = {
     "foreground_s": 1.026, "drain_s": 0.542, "bytes_each": 10.125,
@@ -169,9 +181,7 @@ def cold(run: Run) -> Row:
     gradient = torch.randn(size.numel, generator=generator).bfloat16()
     names = ("serial", "ahead", *FORMATS)
     weights = {name: start.clone() for name in names}
-    used: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     total = 2 * STATE_BYTES * size.numel
-    rates: dict[str, list[float]] = {"read": [], "rw": []}
     with ExitStack() as ends:
         folders = {name: run.place() for name in (*names, "fio")}
         loops = {
@@ -182,45 +192,38 @@ def cold(run: Run) -> Row:
         for each in (*loops.values(), *ours.values()):
             ends.callback(each.close)
 
-        def take(name: str) -> None:
+        def take(name: str) -> Row:
             one = ours.get(name) or loops[name]
             if isinstance(one, Ours):
                 one.prepare()
-            before, times = kernel_io(), [time.perf_counter()]
+            times = [time.perf_counter()]
             one.step()
             times.append(time.perf_counter())
             if name != "serial":
                 one.drain()
             times.append(time.perf_counter())
-            seconds = {"foreground_s": times[1] - times[0], "drain_s": times[2] - times[1]}
-            used[name].append({**seconds, "all_s": times[2] - times[0], **moved(before)})
-
-        def measure(way: str) -> None:
-            rate = fio(folders["fio"], min(4 * MIB, total // 8), 4, total // 4, "libaio", way)
-            if rate is not None:
-                rates[way].append(rate)
+            return {"foreground_s": times[1] - times[0], "drain_s": times[2] - times[1], "all_s": times[2] - times[0]}
 
         contenders: dict[str, Callable[[], object]] = {name: partial(take, name) for name in names}
-        interleaved(contenders | {f"fio {way}": partial(measure, way) for way in rates}, size.rounds)
+        for way in ("read", "rw"):
+            given = (folders["fio"], min(4 * MIB, total // 8), 4, total // 4, "libaio", way)
+            contenders[way] = partial(fio, *given)
+        used = rows_of_rounds(contenders, size.rounds)  # the first round, which does not count, makes files
     digests = {name: digest([weight]) for name, weight in weights.items()}
     run.same("exact state and the loops", (digests[name] for name in ("serial", "ahead", "exact")))
-    disk = {way: statistics.median(found[1:]) for way, found in rates.items() if found}
+    rates = {way: column(used[way], "bytes_per_s") for way in ("read", "rw")}
+    disk = {way: statistics.median(found) for way, found in rates.items() if None not in found}
     rows: Row = {}
-    theirs = used["ahead"][1:]
-    for name, rounds in used.items():
-        rounds = rounds[1:]  # the first one makes files
+    for name in names:
+        rounds = used[name]
         row: Row = medians(rounds)
-        row["spread"] = spread([one["foreground_s"] for one in rounds])
+        row["spread"] = spread(column(rounds, "foreground_s"))
         row["bytes_per_s"] = (row["read_bytes"] + row["write_bytes"]) / row["all_s"]
         row["of_fio"] = row["bytes_per_s"] / disk["rw"] if disk else None
         for what in ("foreground_s", "all_s"):
-            row[f"{what}_ahead"] = ratio([one[what] for one in theirs], [one[what] for one in rounds])
+            row[f"{what}_ahead"] = ratio(column(used["ahead"], what), column(rounds, what))
         rows[name] = row | {"rounds": rounds}
-        of_fio = f"{row['of_fio']:.2f} of fio" if disk else "no fio"
-        print(
-            f"  {name:<9} {format_seconds(row['foreground_s'])} and {format_seconds(row['drain_s'])} to drain: "
-            f"{row['read_bytes'] / 1e6:.0f} MB read, {row['write_bytes'] / 1e6:.0f} MB written, {of_fio}"
-        )
+        show(name, row, "foreground_s", "drain_s", "read_bytes", "write_bytes", "of_fio")
     for name, what, least in (("ahead", "the loop that reads ahead", 0.8), ("exact", "exact state", 0.9)):
         what = f"cold step, {what}: bytes a second, of fio's"
         run.at_least(what, rows[name]["of_fio"], least, "fio is not installed")
@@ -323,10 +326,7 @@ def in_memory(run: Run) -> Row:
             "times": whole_s["a tensor at a time"] / whole_s["ours"],
             "checksums": {kind: sorted(found) for kind, found in digests.items()},
         }
-        print(
-            f"  {case}: {format_seconds(whole_s['ours'])}, torch with a tensor at a time "
-            f"{format_seconds(whole_s['a tensor at a time'])}; published {PUBLISHED[f'{case}_s']} s"
-        )
+        show(case, {f"{kind}_s": took_s for kind, took_s in whole_s.items()}, *(f"{kind}_s" for kind in whole_s))
         what = f"step in memory, {case}: times as fast as torch's AdamW with a tensor at a time"
         run.at_least(what, row["times"], least)
         what = f"step in memory, {case}: seconds of the whole size, over those published of another machine"
@@ -354,10 +354,9 @@ def offloads(run: Run) -> Row:
     if run.smoke:
         field = [each for each in field if each.name in SMOKE_FIELD or each.left_out]
     schedule = Schedule(((size.tokens, 2 if run.smoke else 3),), size.iterations, 1, math.inf)
-    outcomes, speeds = run_group(field, schedule, common_of(shape, size.tokens, run.smoke), run.folder, print)
+    outcomes, speeds = run_group(field, schedule, common_of(shape, size.tokens, run.smoke), run.folder)
     base = outcomes[BASELINE]
-    ran = {name: each for name, each in outcomes.items() if each.iterations and not each.failed}
-    rows = {name: row(each, base, speeds, size.tokens, shape.numel) for name, each in ran.items()}
+    rows = {n: row(each, base, speeds, size.tokens, shape.numel) for n, each in outcomes.items() if each.ran}
     print(markdown(rows, {name: each.failed for name, each in outcomes.items() if each.failed}))
     policy = outcomes[POLICY]
     times = None if policy.failed else times_faster(outcomes[ALONE_MEMORY], policy, size.tokens)

@@ -29,20 +29,18 @@ from typing import Any
 import torch
 from _auto import NEAR, settled
 from _common import computing, cores
-from _harness import Option, Run, digest, main, medians, ratio
+from _harness import Option, Run, digest, main, medians, ratio, show
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
 from offload.optim.auto import MODES, AutoOverlap
 from offload.optim.overlap import FollowedModel
 from offload.schedule.timeline import Interval, covered_s
-from offload.units import format_seconds
 
 OPTIONS = (
     Option("numel", 60_000_000, 300_000, "parameters"),
     Option("tokens", [128], [16]),
     Option("pairs", 30, 2),
-    Option("format", "exact", help="of state"),
 )
 COUNTED = 4
 NAMES = ("forward_s", "backward_s", "step_s")
@@ -65,12 +63,13 @@ class Training:
         folder: Where state goes.
         form: Format of state.
         longest: Most tokens of an iteration.
+        more: Other settings.
     """
 
-    def __init__(self, numel: int, folder: Path, form: str, longest: int) -> None:
+    def __init__(self, numel: int, folder: Path, form: str, longest: int, **more: Any) -> None:
         shape = choose_shape(numel)
         self.model = build_model(shape, seq=longest, dtype=torch.bfloat16, device="cpu", seed=0)
-        config = offload.OffloadConfig(host_memory=0, paths=[folder], state_format=form)
+        config = offload.OffloadConfig(host_memory=0, paths=[folder], state_format=form, **more)
         self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-4, offload=config)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -123,7 +122,7 @@ class Training:
     def _wait_from_now_on(self, following: FollowedModel | None, tokens: int) -> None:
         if following is not None:
             following.remove()
-        self.optimizer.engine.speculate(None)
+        self.optimizer.engine.speculate(False)
         self.optimizer._auto = AutoOverlap()  # which lets steps go on where a model is given
         self.iteration(tokens)
 
@@ -134,7 +133,7 @@ class Training:
         self.optimizer._auto = auto or self.optimizer._auto
         following = self.optimizer.overlap_forward(self.model) if forward else None
         if backward:
-            self.optimizer._speculate()
+            self.optimizer.engine.speculate(True)
         for _ in range(3):
             self.iteration(tokens)
         # Each leaves work to the next: one alone may be faster than any number of them.
@@ -207,7 +206,7 @@ def contest(training: Training, tokens: int, rounds: int) -> dict[str, Any]:
 
 def measure(run: Run) -> None:
     args, results, longest = run.args, run.results, 64 if run.smoke else 8192
-    training = Training(args.numel, run.folder, args.format, longest)
+    training = Training(args.numel, run.folder, "exact", longest)
     with training.optimizer:
         names = [(str(number), number) for number in args.tokens]
         names.append(("as forward", training.even(args.tokens[0], longest, NAMES[:1])))
@@ -215,14 +214,10 @@ def measure(run: Run) -> None:
         for name, number in names:
             results[name] = {"tokens": number, **contest(training, number, args.pairs)}
             row = results[name]["waits"]
-            print(f"{number} tokens: {', '.join(f'{part[:-2]} {format_seconds(row[part])}' for part in NAMES)}")
+            show(f"{number} tokens", row, *NAMES)
             for kind in KINDS:
-                row = results[name][kind]
-                print(
-                    f"  hidden in {kind}: {row['times_as_fast']:.3f} times as fast (at most {row['limit']:.3f}), "
-                    f"{row['over_bound']:.3f} of the bound"
-                )
-            print(f"  auto: {results[name]['chosen']}, {results[name]['auto_over_best']:.3f} of the best")
+                show(f"hidden in {kind}", results[name][kind], "times_as_fast", "limit", "over_bound")
+            show("auto", results[name], "chosen", "auto_over_best")
     run.checksums.append(training.digest())
     form, number = COMPACT
     compact = f"{form}, {number}"
@@ -234,8 +229,8 @@ def measure(run: Run) -> None:
     alone_s = row["forward_s"] + row["backward_s"]
     found["over_alone"] = {kind: found[kind]["whole_s"] / alone_s for kind in (*KINDS, "waits")}
     found["least_over_alone"] = 1 + (row["update_s"] + row["io_cpu_s"]) / alone_s
-    shown = ", ".join(f"{kind} {share:.2f}" for kind, share in found["over_alone"].items())
-    print(f"{compact} tokens, over forward and backward alone: {shown}; at least {found['least_over_alone']:.2f}")
+    shown = found["over_alone"] | {"least": found["least_over_alone"]}
+    show(f"{compact} tokens, over forward and backward alone", shown, *shown)
     for name, row in results.items():
         for kind in KINDS:
             run.at_most(f"{name}, hidden in {kind}: iteration over its bound", row[kind]["over_bound"], 1.1)

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from _auto import NEAR, settled, with_auto
 from _common import computing, progress
-from _harness import Option, Run, digest, main, medians, ratio
+from _harness import Option, Run, digest, main, medians, ratio, show
 from _needs import DEEPSPEED
+from _worker import SETTINGS, adamw_of, with_deepspeed
 from torch import multiprocessing as mp
 
 import offload
@@ -35,19 +36,26 @@ from offload.cli.node import Machine
 from offload.cli.scenario import Scenario, ask
 from offload.cli.shapes import Model
 from offload.measure import find_rates
-from offload.units import format_seconds
 
 KINDS = ("fsdp2", "ddp", "zero3")
 WAYS = ("off", "forward", "backward", "both")
 OVERLAPS = (*WAYS, "auto")
-SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MACHINE = "h100-node-nvme-pfs"
 SIMULATED = ((13, 4096), (40, 4096), (40, 32_768), (70, 4096), (70, 32_768))
 """Of the simulation: billions of parameters, and tokens of a rank's batch."""
 UNCLIPPED = 1e9
 """A norm that no gradient has: every step takes it."""
-BUCKET_NUMEL = 4_000_000
-"""Of ZeRO-3's buckets: a fraction of the model, as in models of the size that its defaults are made for."""
+ZERO3 = {
+    "gradient_clipping": UNCLIPPED,
+    "optimizer": adamw_of(),
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        # A fraction of the model, as in models of the size that its defaults are made for.
+        "reduce_bucket_size": 4_000_000,
+        "stage3_prefetch_bucket_size": 4_000_000,
+    },
+}
 SETTLING, COUNTED = 2, 3
 """Iterations of a turn."""
 
@@ -71,7 +79,7 @@ class Training:
         self.optimizer: Any = None
         self._iterations = 0
         if kind == "zero3":
-            self._use_deepspeed(settings)
+            self.called = with_deepspeed(self.model, {**ZERO3, "multi_tier_offload": settings})
             return
         if kind == "fsdp2":
             for module in self.model.modules():
@@ -86,32 +94,6 @@ class Training:
             self.optimizer.overlap_backward(self.called)
         if config.overlaps_forward or overlap == "auto":
             self.optimizer.overlap_forward(self.called)
-
-    def _use_deepspeed(self, settings: dict[str, Any]) -> None:
-        import deepspeed
-
-        import offload.integrations.deepspeed as ours
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at first use
-        deepspeed.utils.logger.setLevel("WARNING")
-        ours.enable()
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "gradient_clipping": UNCLIPPED,
-            "steps_per_print": 10**9,
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu"},
-                "reduce_bucket_size": BUCKET_NUMEL,
-                "stage3_prefetch_bucket_size": BUCKET_NUMEL,
-            },
-            "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": [*SETTINGS["betas"]]}},
-            "multi_tier_offload": settings,
-        }
-        self.called, *_ = deepspeed.initialize(
-            model=self.model, model_parameters=[*self.model.parameters()], config=config
-        )
 
     def iteration(self, tokens: int) -> list[float]:
         """Train once; return the seconds of forward, backward and step."""
@@ -250,11 +232,9 @@ def measure(run: Run) -> None:
             found = results[kind] = queue.get()
         run.checksums.append(run.same(f"{kind}: weights differ", found["digests"].values()))
         off = found["off"]
-        parts = (f"{name} {format_seconds(off[f'{name}_s'])}" for name in ("forward", "backward", "step"))
-        print(f"{kind}, {found['tokens']} tokens: {', '.join(parts)}")
+        show(f"{kind}, {found['tokens']} tokens", off, "forward_s", "backward_s", "step_s")
         for overlap in OVERLAPS[1:]:
-            took_s, times = found[overlap]["whole_s"], found[overlap]["times_as_fast"]
-            print(f"  hidden in {overlap}: {format_seconds(took_s)}, {times:.3f} times as fast")
+            show(f"hidden in {overlap}", found[overlap], "whole_s", "times_as_fast")
         best = max(found[overlap]["times_as_fast"] for overlap in WAYS[1:])
         run.at_least(f"{kind}: the best, times as fast as steps that are waited for", best, 1.25)
         run.at_most(f"{kind}: an iteration with auto over the best way", found["auto_over_best"], NEAR)
@@ -265,9 +245,7 @@ def measure(run: Run) -> None:
     for billions, tokens in SIMULATED[:1] if run.smoke else SIMULATED:
         name = f"{billions}B on 8 ranks, {tokens} tokens each"
         found = results["simulated"][name] = simulated(billions, tokens)
-        seconds = ", ".join(f"{way} {format_seconds(found[way])}" for way in (*OVERLAPS, "least"))
-        times = found["both_over_single"]
-        print(f"simulated, {MACHINE}, {name}: {seconds}; both {times:.3f} times as fast as the better one")
+        show(f"simulated, {MACHINE}, {name}", found, *OVERLAPS, "least", "both_over_single")
         run.at_most(f"simulated, {name}: an iteration with auto over the best way", found["auto_over_best"], NEAR)
         run.at_most(
             f"simulated, {name}, hidden in both: iteration over its bound", found["both"] / found["least"], 1.1

@@ -6,8 +6,8 @@ Sections, each of which can be run alone (`--sections single,sum`):
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
-  cpu           CPU seconds that a gigabyte costs between staging memory and path, by thread, with checksums and
-                without: what steps take beyond those of the same state in memory
+  cpu           CPU seconds that a gigabyte costs between staging memory and path, with checksums and without: what
+                steps take beyond those of the same state in memory
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from _common import cores
-from _harness import Run, digest, interleaved, main, medians
+from _harness import Row, Run, digest, main, rows_of_rounds, show
 from _needs import FIO
 from _sessions import MB, MIB, Configuration, Model, Pace, Session, sessions
 
@@ -38,11 +37,8 @@ from offload.formats import EXACT_ADAMW
 from offload.memory.arenas import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import StoreOptions, open_tier
-from offload.units import format_seconds
 
 SLOT_HEADER = 4096
-THREADS = {"offload-update": "update", "offload-read": "I/O", "offload-write": "I/O"}
-"""What a session's threads are for, by their names without numbers; the engine's and the caller's are Python's."""
 
 
 # One path, tile by tile
@@ -104,10 +100,10 @@ class Mixer:
         return ends
 
 
-def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str, way: str = "rw") -> float | None:
-    """Return fio's bytes per second, reads and writes mixed or as `way` says ("read"); None without fio."""
+def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str, way: str = "rw") -> Row:
+    """Return fio's "bytes_per_s", reads and writes mixed or as `way` says ("read"); None without fio."""
     if shutil.which("fio") is None:
-        return None
+        return {"bytes_per_s": None}
     jobs = depth if engine == "psync" else 1
     command = ["fio", "--name=mixed", f"--rw={way}", "--rwmixread=50", "--direct=1", "--output-format=json"]
     command += [f"--ioengine={engine}", f"--bs={block_bytes}", f"--iodepth={1 if engine == 'psync' else depth}"]
@@ -117,7 +113,7 @@ def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: st
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PATH": "/usr/bin:/bin:/usr/local/bin"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
+    return {"bytes_per_s": float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])}
 
 
 @contextlib.contextmanager
@@ -134,25 +130,23 @@ def opened(folder: Path | str, **options: Any) -> Iterator[tuple[Tier, Completio
 def single(run: Run) -> dict[str, Any]:
     tile, depth, tiles, rounds = (MIB, 2, 4, 2) if run.smoke else (8 * MIB, 4, 64, 7)
     moved = 2 * tile * tiles
-    rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
-
-    def measure(engine: str) -> None:
-        rate = fio(run.folder, MIB if run.smoke else 4 * MIB, depth, moved, engine)
-        if rate is not None:
-            rates[f"fio {engine}"].append(rate)
-
+    block_bytes = MIB if run.smoke else 4 * MIB
     with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], object]] = {}
+        contenders: dict[str, Callable[[], object]] = {
+            f"fio {engine}": partial(fio, run.folder, block_bytes, depth, moved, engine)
+            for engine in ("libaio", "psync")
+        }
         for checksum in (True, False):
             tier, queue = stack.enter_context(opened(run.folder, io_backend="threads", checksum=checksum))
             mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
             contenders[f"threads, {'' if checksum else 'no '}checksum"] = partial(mixer.run, tiles)
-        theirs = {f"fio {engine}": partial(measure, engine) for engine in ("libaio", "psync")}
-        times = interleaved(contenders | theirs, rounds)
-    found: dict[str, Any] = {name: moved / statistics.median(times[name]) for name in contenders}
-    found |= {name: statistics.median(values) for name, values in rates.items() if values}
-    for name, rate in found.items():
-        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written")
+        rows = rows_of_rounds(contenders, rounds)
+    found: dict[str, Any] = {}
+    for name, each in rows.items():
+        rates = [row.get("bytes_per_s", moved / row["seconds"]) for row in each]
+        if None not in rates:
+            found[name] = statistics.median(rates)
+            show(name, {"bytes_per_s": found[name]}, "bytes_per_s")
     best_fio = max((rate for name, rate in found.items() if name.startswith("fio")), default=None)
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
@@ -187,7 +181,7 @@ def several(run: Run) -> dict[str, Any]:
             checksum, step_s = one.warm_up(), steady_s(run, one)
             of_sum = one.least_bytes / step_s / (sum(parts) * BASE * MB)
         found[name] = {"step_s": step_s, "of_sum": of_sum, "checksum": checksum}
-        print(f"  emulated {name:<8} {format_seconds(step_s):>8}, {of_sum:.1%} of the sum of bandwidths")
+        show(f"emulated {name}", found[name], "step_s", "of_sum")
     run.at_least("two equal paths over one (emulated)", found["1"]["step_s"] / found["1+1"]["step_s"], 1.9)
     run.at_least("paths of 3:2:1 over their sum (emulated)", found["3+2+1"]["of_sum"], 0.9)
     run.checksums.append(run.same("the weights depend on the paths", (each["checksum"] for each in found.values())))
@@ -202,7 +196,7 @@ def traffic(run: Run) -> dict[str, Any]:
     for verb in ("read", "write"):
         found[verb] = sum(int(metrics[f"path/{number}/{verb}_bytes"]) for number in range(2))
         run.at_most(f"bytes {verb} in a step over the least possible", found[verb] / least, 1.01)
-    print(f"  read {found['read']:,}, written {found['write']:,}, least {least:,}")
+    show("bytes", found, "read", "write", "least_bytes")
     return found
 
 
@@ -220,48 +214,29 @@ def overlap(run: Run) -> dict[str, Any]:
                 times.append(one.waited_s())
         step_s, bound = statistics.median(times[3:]), 1 - slots / subgroups
         found[str(share)] = {"step_s": step_s, "io_s": io_s, "ratio": step_s / io_s, "bound": bound}
-        print(
-            f"  emulated, A/S = {1 - bound:.2f}: step {format_seconds(step_s)} of {format_seconds(io_s)} "
-            f"unoverlapped, bound {bound:.2f}"
-        )
+        show(f"emulated, A/S = {1 - bound:.2f}", found[str(share)], "step_s", "io_s", "ratio", "bound")
         run.at_most(f"exposed step over (1 - A/S) of the I/O, A/S = {share}", step_s / io_s / bound, 1.1)
-    return found
-
-
-def thread_seconds() -> Counter[str]:
-    """Return the CPU seconds of this process's threads so far, by what they are for."""
-    found: Counter[str] = Counter()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            name = THREADS.get((task / "comm").read_text().strip().rstrip("0123456789"), "others")
-            found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
     return found
 
 
 def cpu(run: Run) -> dict[str, Any]:
     subgroups, numel, rounds = (6, 1 << 14, 2) if run.smoke else (24, 1 << 21, 9)
     gradients = [torch.randn(numel).bfloat16() for _ in range(subgroups)]
-    state_bytes = 12 * numel * subgroups
     settings: dict[str, dict[str, Any]] = {
-        "resident": {"host_memory": 2 * state_bytes},
+        "resident": {"host_memory": 24 * numel * subgroups},
         "checksums": {"host_memory": 0},
         "no checksums": {"host_memory": 0, "checksum": False},
     }
-    spent: dict[str, list[Counter[str]]] = {name: [] for name in settings}
-    moved: dict[str, int] = {}
     trained = {}
 
-    def step(name: str) -> None:
+    def step(name: str) -> Row:
         weights, optimizer = trained[name]
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
-        before = thread_seconds()
+        before_s = time.process_time()
         optimizer.step()
-        after = thread_seconds()
-        after.subtract(before)
-        spent[name].append(after)
-        metrics = optimizer.metrics()
-        moved[name] = sum(int(metrics.get(f"path/0/{verb}_bytes", 0)) for verb in ("read", "write"))
+        cpu_s, metrics = time.process_time() - before_s, optimizer.metrics()
+        return {"cpu_s": cpu_s, "bytes": sum(metrics.get(f"path/0/{verb}_bytes", 0) for verb in ("read", "write"))}
 
     with contextlib.ExitStack() as stack:
         for name, more in settings.items():
@@ -271,21 +246,14 @@ def cpu(run: Run) -> dict[str, Any]:
                 paths=[run.folder], subgroup_numel=numel, staging_memory=4 * 12 * numel, **more
             )
             trained[name] = weights, stack.enter_context(offload.AdamW(weights, lr=1e-3, offload=config))
-        interleaved({name: partial(step, name) for name in settings}, rounds + 3)
+        rows = rows_of_rounds({name: partial(step, name) for name in settings}, rounds, settling=4)
     run.same("the weights depend on where state lies", (digest(weights) for weights, _ in trained.values()))
     found: dict[str, Any] = {}
-    base = spent["resident"][3:]
     for name in ("checksums", "no checksums"):
-        beyond = [
-            {thread: 1e9 * (took[thread] - alone[thread]) / moved[name] for thread in (*THREADS.values(), "others")}
-            for took, alone in zip(spent[name][3:], base, strict=True)
-        ]
-        total, threads = statistics.median(sum(each.values()) for each in beyond), medians(beyond)
-        found[name] = {"cpu_s_per_gb": total, "threads": threads}
-        parts = ", ".join(f"{thread} {seconds:+.4f}" for thread, seconds in threads.items())
-        print(f"  {name:<13} {total:.4f} CPU-s/GB ({parts})")
-    found["update_cpu_s_per_gb"] = 1e9 * statistics.median(each["update"] for each in base) / state_bytes
-    print(f"  the update alone takes {found['update_cpu_s_per_gb']:.4f} CPU-s/GB of state")
+        pairs = zip(rows[name], rows["resident"], strict=True)
+        beyond = [1e9 * (took["cpu_s"] - alone["cpu_s"]) / took["bytes"] for took, alone in pairs]
+        found[name] = {"cpu_s_per_gb": statistics.median(beyond)}
+        show(name, found[name], "cpu_s_per_gb")
     return found
 
 

@@ -32,11 +32,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import cores, progress
-from _harness import Option, Row, Run, digest, in_process, interleaved, main, medians, ratio
+from _common import cores, kernel_io, moved, progress
+from _harness import (
+    Option,
+    Row,
+    Run,
+    column,
+    digest,
+    in_process,
+    main,
+    medians,
+    ratio,
+    rows_of_rounds,
+    show,
+)
 from _sessions import GROUP, MB, MIB, Throttles, quarter_staged
 from _throttled import Lanes
-from _worker import kernel_io, moved
 from capacity import Group, made_group
 from paths import Mixer, opened
 
@@ -46,7 +57,6 @@ from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import SegmentTensors, scalars, segment_table
 from offload.memory.arenas import Arena
 from offload.protocols import SegmentFlag
-from offload.units import format_seconds
 
 SHARES = (0.0, 0.5, 1.0)
 NO_LIMIT = 1 << 50
@@ -278,17 +288,9 @@ def phases(run: Run) -> Row:
             }
             found = results[where] = in_process(__file__, request)
             m, rates = summed_up(found), found["rates"]
-            print(
-                f"  {where}: parked in {format_seconds(m['park_s'])} ({m['write_bytes'] / 1e6:.0f} MB written at "
-                f"{rates['write'] / 1e9:.2f} GB/s alone), {m['given_back_bytes'] / 2**20:.0f} MiB given back, "
-                f"{m['beyond_bytes'] / 2**20:.0f} MiB beyond what it held without the optimizer"
-            )
-            print(
-                f"    back {format_seconds(m['excess_s'])} later than a step of {format_seconds(m['usual_s'])}: "
-                f"{format_seconds(m['predicted_back_s'])} was said, rates allow {format_seconds(m['back_bound_s'])}; "
-                f"wait=False returns in {format_seconds(m['returns_s'])}, memory is gone in "
-                f"{format_seconds(m['gone_s'])}"
-            )
+            show(f"{where}, parked", m, "park_s", "write_bytes", "given_back_bytes", "beyond_bytes")
+            show("  back later than a usual step", m, "excess_s", "usual_s", "predicted_back_s", "back_bound_s")
+            show("  wait=False", m, "returns_s", "gone_s")
             # The bytes alone are a bound only where there are enough of them.
             bound_s = m["moved_bytes"] / rates["write"]
             slack_s = PARK_S if share < 1 else 0.0
@@ -428,7 +430,6 @@ class SerialLoop:
         self._buckets = buckets
         self._kernel = CpuUpdateKernel(threads=cores())
         self._steps = 0
-        self.spent_s: dict[str, float] = {}
         kinds = {name: kind(folder / name, buckets * self.bucket_bytes) for name, kind in FILES.items()}
         tried = {name: [math.inf, math.inf] for name in kinds}
         for _ in range(3):
@@ -476,9 +477,10 @@ class SerialLoop:
         flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
         self._kernel.run(segment_table([SegmentTensors(master, moments, gradient, weight, flags, row)]))
 
-    def step(self) -> None:
+    def step(self) -> Any:
+        """Take one; return the seconds that went to each part."""
         self._steps += 1
-        spent_s = self.spent_s = {"read": 0.0, "update": 0.0, "write": 0.0}
+        spent_s = {"read": 0.0, "update": 0.0, "write": 0.0}
 
         @contextlib.contextmanager
         def timed(what: str) -> Iterator[None]:
@@ -496,6 +498,7 @@ class SerialLoop:
             if moves:
                 with timed("write"):
                     self._file.write(self._memory[-1], at)
+        return spent_s
 
     def close(self) -> None:
         self._file.close()
@@ -523,11 +526,9 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
     buckets = 16
     forms = ("exact", "compact8")
     disk = Disk(run.folder, run.args)
-    used: dict[str, list[Row]] = {name: [] for name in ("serial", *forms)}
-    spent: list[dict[str, float]] = []
     with contextlib.ExitStack() as ends:
         ends.callback(disk.close)
-        engines, weights = {}, {name: start.clone() for name in used}
+        engines, weights = {}, {name: start.clone() for name in ("serial", *forms)}
         throttles = Throttles(run.folder, [math.inf if bytes_per_s is None else bytes_per_s / MB] * len(forms))
         ends.enter_context(throttles.opening())
         for form, path in zip(forms, throttles.rates, strict=True):
@@ -537,29 +538,14 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
         loop = SerialLoop(run.folder, weights["serial"], gradient, buckets, kept, bytes_per_s)
         ends.callback(loop.close)
 
-        def step(name: str) -> None:
-            before, started_s = kernel_io(), time.perf_counter()
-            if name == "serial":
-                loop.step()
-            else:
-                engines[name].step([GROUP])
-            used[name].append({"seconds": time.perf_counter() - started_s, **moved(before)})
-            if name == "serial":
-                spent.append(loop.spent_s)
-
-        for _ in range(3):
-            disk.measure()
         loop_bytes = loop.bucket_bytes * (buckets - kept)
         update_s = {form: one.plan.state_bytes / one.rates.cpu_bytes_per_s for form, one in engines.items()}
-        for _ in range(3):  # rates and staging memory have settled
-            for form in forms:
-                engines[form].step([GROUP])
-            loop.step()
-        contenders: dict[str, Callable[[], object]] = {name: partial(step, name) for name in used}
-        times = interleaved(contenders | {"disk": disk.measure}, 2 * run.args.rounds)
+        steps: dict[str, Callable[[], object]] = {form: partial(engines[form].step, [GROUP]) for form in forms}
+        contenders = {"serial": loop.step, **steps, "disk": disk.measure}
+        used = rows_of_rounds(contenders, 2 * run.args.rounds, settling=4)  # rates, staging memory
         digests = {name: digest([weight]) for name, weight in weights.items()}
     run.same("the loop and exact state came to other weights", [digests["serial"], digests["exact"]])
-    rates, each = disk.medians(), medians(spent[1:])
+    rates, each = disk.medians(), {way: medians(used["serial"])[way] for way in ("read", "update", "write")}
     if bytes_per_s is not None:
         rates = {"read": bytes_per_s, "write": bytes_per_s, "mixed": 2 * bytes_per_s}
     reached = {way: loop_bytes / each[way] / rates[way] for way in ("read", "write")}
@@ -571,23 +557,20 @@ def serial(run: Run, bytes_per_s: float | None = None, part: int = 1) -> Row:
         "checksum": "-".join(digests.values()),
     }
     run.checksums += digests.values()
-    for name, steps in used.items():
-        row = rows[name] = {**medians(steps[1:]), "step_s": statistics.median(times[name]), "steps": steps[1:]}
-        print(
-            f"  {name}: {format_seconds(row['step_s'])}, {row['read_bytes'] / 1e6:.0f} MB read and "
-            f"{row['write_bytes'] / 1e6:.0f} MB written"
-        )
-    print(
-        f"  the disk reads {rates['read'] / 1e9:.2f} GB/s, writes {rates['write'] / 1e9:.2f}, "
-        f"both {rates['mixed'] / 1e9:.2f}; the loop ({loop.chosen}) has {reached['read']:.2f} and "
-        f"{reached['write']:.2f} of them"
+    for name in ("serial", *forms):
+        figures = medians(used[name])
+        row = rows[name] = {**figures, "step_s": figures["seconds"], "steps": used[name]}
+        show(name, row, "step_s", "read_bytes", "write_bytes")
+    show(
+        "the disk", {f"{way}_bytes_per_s": rate for way, rate in rates.items()}, *(f"{w}_bytes_per_s" for w in rates)
     )
+    show(f"the loop ({loop.chosen}), of the disk's rates", reached, *reached)
     both_ways = {name: row["read_bytes"] + row["write_bytes"] for name, row in rows.items()}
     for form in forms:
-        times_serial = ratio(times["serial"], times[form])
+        times_serial = ratio(column(used["serial"], "seconds"), column(used[form], "seconds"))
         limit = bound(loop_bytes, both_ways[form] / 2, each["update"], update_s[form], rates)
         rows[form] |= {"times_serial": times_serial, "bound": limit}
-        print(f"  {form}: {times_serial:.2f} times as fast as the loop, of {limit:.2f}")
+        show(form, rows[form], "times_serial", "bound")
         what = f"{where}{form}: times as fast as the serial loop"
         if where and form == "exact":
             run.at_least(what, times_serial, 1.8)

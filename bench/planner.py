@@ -20,11 +20,12 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from _common import cores, progress
-from _harness import Option, Run, main, ratio, turns
+from _harness import Option, Row, Run, column, main, ratio, rows_of_rounds, show
 from _sessions import DISK, Configuration, Model, Pace, Session, Throttles, sessions
 
 from offload.formats import EXACT
@@ -32,7 +33,6 @@ from offload.measure import full, full_probe, observe
 from offload.plan import NO_GPU, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
 from offload.predict import predict
-from offload.units import format_seconds
 
 EACH_WAY = Pace(400, 400)
 THIRD = Pace(400 / 3, 400 / 3)
@@ -103,51 +103,48 @@ class Probed:
         return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=NO_GPU)
 
 
-def rounds_of(run: Run, opened: Sequence[Session], each: Callable[[Session], None]) -> str:
-    """Call `each` for all sessions, round by round, another one first each time; return the digest of the weights."""
+def rounds_of(
+    run: Run, opened: Sequence[Session], each: Callable[[Session], Row]
+) -> tuple[str, dict[Configuration, list[Row]]]:
+    """Return the digest of the weights, and the rows that `each` returns for all sessions, round by round."""
     digests = []
     for number, one in enumerate(opened):
         progress(f"warm-up {number + 1}/{len(opened)}: {one.configuration}")
         digests.append(one.warm_up())
-    for _, one in turns(opened, run.args.rounds):
-        each(one)
-    return str(run.same("the weights depend on the configuration", digests))
+    contenders = {one.configuration: partial(each, one) for one in opened}
+    rows = rows_of_rounds(contenders, run.args.rounds, settling=0)
+    return str(run.same("the weights depend on the configuration", digests)), rows
 
 
 def predictions(run: Run) -> dict[str, Any]:
     chosen = CONFIGURATIONS[4::4][:3] if run.smoke else CONFIGURATIONS
     chosen = tuple(dataclasses.replace(each, threads=min(each.threads, cores())) for each in chosen)
     probed = Probed(run, chosen)
-    found: dict[Configuration, dict[str, Any]] = {
-        each: {"steps_s": [], "predicted_each_s": [], "hindsight_s": []} for each in chosen
-    }
 
-    def measure(one: Session) -> None:
-        row = found[one.configuration]
-        predicted_s = one.predict()
-        row.setdefault("predicted_s", predicted_s)
-        row["predicted_each_s"].append(predicted_s)
-        known = one.engine.rates
-        row["steps_s"].append(one.step())
-        row["hindsight_s"].append(predict(one.engine.plan, observe(known, one.engine.timeline())).step_s)
+    def measure(one: Session) -> Row:
+        said_s, known = one.predict(), one.engine.rates
+        step_s = one.step()
+        hindsight_s = predict(one.engine.plan, observe(known, one.engine.timeline())).step_s
+        return {"step_s": step_s, "predicted_s": said_s, "hindsight_s": hindsight_s}
 
     with sessions(run.folder, Model(run.args.subgroups, run.args.numel), probed.rates, chosen) as opened:
-        run.checksums.append(rounds_of(run, opened, measure))
-    print(f"  {'':<52} measured     (a)     (b)     (c)")
-    for configuration, row in found.items():
-        row["measured_s"] = measured_s = statistics.median(row["steps_s"])
-        row["error"] = row["predicted_s"] / measured_s - 1
-        for error, predicted in (("error_each", "predicted_each_s"), ("error_in_hindsight", "hindsight_s")):
-            row[error] = ratio(row[predicted], row["steps_s"]) - 1
-        errors = " ".join(f"{row[error]:+7.1%}" for error in ("error", "error_each", "error_in_hindsight"))
-        print(f"  {configuration!s:<52} {measured_s:7.4f}s {errors}")
+        checksum, rounds = rounds_of(run, opened, measure)
+        run.checksums.append(checksum)
+    found: dict[str, Row] = {}
+    for configuration, rows in rounds.items():
+        steps_s = column(rows, "step_s")
+        row = found[str(configuration)] = {"rounds": rows, "measured_s": statistics.median(steps_s)}
+        row["error"] = rows[0]["predicted_s"] / row["measured_s"] - 1
+        row["error_each"] = ratio(column(rows, "predicted_s"), steps_s) - 1
+        row["error_in_hindsight"] = ratio(column(rows, "hindsight_s"), steps_s) - 1
+        show(str(configuration), row, "measured_s", "error", "error_each", "error_in_hindsight")
     for name, key in (
         ("largest error of a step's prediction, learnt rates", "error"),
         ("the same, predicted before each step", "error_each"),
         ("the same, by the rates that the step itself showed", "error_in_hindsight"),
     ):
         run.at_most(name, max(abs(row[key]) for row in found.values()), 0.1)
-    return {"configurations": {str(configuration): row for configuration, row in found.items()}}
+    return {"configurations": found}
 
 
 def choice(run: Run) -> dict[str, Any]:
@@ -165,23 +162,21 @@ def choice(run: Run) -> dict[str, Any]:
             return Configuration((memory - slots) / run.args.subgroups, paths, slots, threads, split)
 
         candidates = [configured(slots, split) for slots, split in itertools.product(depths, splits)]
-        steps: dict[Configuration, list[float]] = {each: [] for each in candidates}
         with sessions(run.folder, model, probed.rates, candidates) as opened:
             asked = opened[0].engine
             # Deciding, as a session does that is told the host memory and not the staging memory.
             budgets = dataclasses.replace(asked.plan.budgets, staging_bytes=None, follow_rates=True)
             plan = choose_plan(asked.plan.layout, budgets, probed.rates(candidates[0]))
             planned = configured(min(plan.staging_slots, deepest), ())
-            checksum = rounds_of(run, opened, lambda one, steps=steps: steps[one.configuration].append(one.step()))
+            checksum, rounds = rounds_of(run, opened, lambda one: {"step_s": one.step()})
             costs = {one.configuration: estimate(one.engine.plan, one.engine.rates).step_s for one in opened}
+        steps = {each: column(rows, "step_s") for each, rows in rounds.items()}
         medians = {each: statistics.median(seconds) for each, seconds in steps.items()}
         best = min(medians, key=lambda each: medians[each])
         value = ratio(steps[planned], steps[best])
         name = "+".join(map(str, paths))
-        print(
-            f"  {name}: chosen {planned}: {format_seconds(medians[planned])}; best of {len(candidates)} {best}: "
-            f"{format_seconds(medians[best])}"
-        )
+        said = {"chosen_s": medians[planned], "best_s": medians[best]}
+        show(f"{name}: chosen {planned}, best of {len(candidates)} {best}", said, "chosen_s", "best_s")
         run.at_most(f"the planner's choice over the best of all, {name}", value, 1.05)
         found[name] = {
             "chosen": str(planned),

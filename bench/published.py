@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from _common import progress
-from _harness import Option, Run, main
+from _harness import Option, Run, main, show
 from _schedules import STATE_BYTES, Drive, Node, Streamed, exact_layout, interleaved_update_s, streamed_update
 
 from offload.dtypes import DtypeCode
@@ -36,7 +36,6 @@ from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, NodeBudget, NodeRates, PathBudget, PathRates, Plan, Rates, choose_plan
 from offload.predict import predict
-from offload.units import format_seconds
 
 TABLES = Path(__file__).resolve().parent / "published"
 SEQUENCE = 2048
@@ -807,11 +806,8 @@ def ours(fitted: Fitted, sweep: Sequence[Interleaved], paths: Sequence[Paths]) -
         layout = _layout(sum(numels), max(numels) // 4)
         staging = max(numels) * STATE_BYTES
         plan = choose_plan(layout, Budgets(1 << 60, gpu_staging_bytes=staging, weights_on_gpu=True), rates)
-        measured = {row.row["stride_k"]: _needed(row.row, "update_s") for row in theirs}
-        best = min(measured, key=lambda stride: measured[stride])
-        found.append(
-            _compared(f"{machine}, {model}", plan, rates, f"stride {best}", measured[best], measured.get("0"))
-        )
+        best = min(theirs, key=lambda row: _needed(row.row, "update_s"))
+        found.append(_compared(f"{machine}, {model}", plan, rates, f"stride {best.stride}", best))
     for row in paths:
         if not row.multi:
             continue
@@ -824,10 +820,7 @@ def ours(fitted: Fitted, sweep: Sequence[Interleaved], paths: Sequence[Paths]) -
         plan = choose_plan(
             _layout(sum(row.numels), max(row.numels)), Budgets(0, staging, offers, follow_rates=True), rates
         )
-        plain = [each for each in paths if each.model == row.model and not each.multi]
-        before = _needed(plain[0].row, "update_s") if plain else None
-        approach, seconds = row.row["approach"], _needed(row.row, "update_s")
-        found.append(_compared(f"paths, {row.model}", plan, rates, approach, seconds, before))
+        found.append(_compared(f"paths, {row.model}", plan, rates, row.row["approach"], row))
     return found
 
 
@@ -835,25 +828,13 @@ def _layout(numel: int, subgroup_numel: int) -> Layout:
     return build_layout([Parameter("parameters", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel)
 
 
-def _compared(what: str, plan: Plan, rates: Rates, best: str, best_s: float, plain_s: float | None) -> dict[str, Any]:
+def _compared(what: str, plan: Plan, rates: Rates, name: str, theirs: Interleaved | Paths) -> dict[str, Any]:
     progress(f"our plan: {what}")
-    prediction = predict(plan, rates)
-    times = best_s / prediction.step_s
-    print(
-        f"  our planner with the same rates, {what}: {format_seconds(prediction.step_s)}, bound by "
-        f"{prediction.bound_by}; {best} {format_seconds(best_s)}: {times:.2f} times"
-    )
-    return {
-        "what": what,
-        "ours_predicted_s": prediction.step_s,
-        "bound_by": prediction.bound_by,
-        "updated_on_gpu": sum(map(plan.updates_on_gpu, range(len(plan.layout.subgroups))))
-        / len(plan.layout.subgroups),
-        "their_best": best,
-        "their_best_measured_s": best_s,
-        "unmodified_measured_s": plain_s,
-        "speedup": times,
-    }
+    prediction, best_s = predict(plan, rates), _needed(theirs.row, "update_s")
+    found = {"what": what, "ours_predicted_s": prediction.step_s, "bound_by": prediction.bound_by}
+    found |= {"their_best": name, "their_best_measured_s": best_s, "speedup": best_s / prediction.step_s}
+    show(f"our planner with the same rates, {what}", found, *list(found)[1:])
+    return found
 
 
 def constants_said(fitted: Fitted) -> list[str]:

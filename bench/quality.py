@@ -21,7 +21,7 @@ import math
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from _common import computing, progress
 from _harness import Option, Run, digest, main
+from _worker import Mastered
 
 import offload
 from offload.cli.model import Shape, build_model
@@ -46,31 +47,6 @@ QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.3
 
 SHOWN = {2: 16.32, 3: 5.65, 4: 4.25, 5: 3.76, 6: 3.51, 7: 3.37, 8: 3.27, 9: 3.20, 10: 3.15}
 """Standard errors from 0 at which that interval excludes 0 with a probability of 80% (noncentral t)."""
-
-
-class Mastered:
-    """Another optimizer over fp32 copies of the weights."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], make: Callable[[list[Any]], Any]) -> None:
-        self._parameters = parameters
-        self._masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
-        self._inner = make(self._masters)
-        self.param_groups = self._inner.param_groups
-
-    def step(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        self._inner.step()
-        with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                parameter.copy_(master)
-
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def close(self) -> None:
-        pass
 
 
 class Nearest(torch.optim.AdamW):
@@ -101,7 +77,7 @@ def make_optimizer(contender: str, model: Any, sizes: dict[str, Any], beta2: flo
         "bitsandbytes": lambda: import_module("bitsandbytes").optim.AdamW8bit,
     }
     made = makers[contender]()
-    return Mastered(list(model.parameters()), lambda masters: made(masters, **settings))
+    return Mastered(model.parameters(), lambda masters: made(masters, **settings))
 
 
 def available(contenders: tuple[str, ...]) -> Iterator[str]:

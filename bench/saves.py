@@ -22,12 +22,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from _common import computing, progress
-from _harness import Option, Row, Run, digest, in_process, main
-from _worker import kernel_io, moved
+from _common import computing, kernel_io, moved, progress
+from _harness import Option, Row, Run, beyond_around, column, digest, in_process, main, show
+from _worker import with_deepspeed
 
 from offload.plan import Home
-from offload.units import format_seconds
 
 MOST_STALL = 0.05
 OPTIONS = (
@@ -45,11 +44,7 @@ OPTIONS = (
 def child(request: dict[str, Any]) -> dict[str, Any]:
     """Be one rank."""
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
 
-    import offload.integrations.deepspeed as offload_deepspeed
-
-    get_accelerator()
     size, share, folder = SimpleNamespace(**request), request["share"], Path(request["folder"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -62,7 +57,6 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     numel = sum(parameter.numel() for parameter in model.parameters())
     config = {
         "train_micro_batch_size_per_gpu": size.batch,
-        "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "multi_tier_offload": {
@@ -70,9 +64,8 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
             "paths": [str(folder)],
             "checkpoint": {"wait": False, "layout": request["layout"]},
         },
-        "steps_per_print": 1 << 30,
     }
-    engine, *_ = offload_deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = with_deepspeed(model, config)
     rows = torch.randn(size.batch, size.width, generator=torch.Generator().manual_seed(rank)).bfloat16()
     tags = str(folder / "tags")
 
@@ -140,10 +133,7 @@ def summary(iterations: int, layout: str, ranks: list[dict[str, Any]]) -> dict[s
     first = ranks[0]
     plain, saving = first["plain"], first["saving"]
     iteration_s = statistics.median(one["seconds"] for one in plain) / iterations
-    longer_s = statistics.median(
-        one["seconds"] - (before["seconds"] + after["seconds"]) / 2
-        for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
-    )
+    longer_s = beyond_around(column(saving, "seconds"), column(plain, "seconds"))
 
     def of_all(kind: str, what: str) -> float:
         return sum(statistics.median(one[what] for one in rank[kind]) for rank in ranks)
@@ -185,12 +175,7 @@ def measure(run: Run) -> None:
                 ranks = start(run.options, layout, world, share, folder)
             found = run.results[where] = summary(args.iterations, layout, ranks)
             digests.append(tuple(found["digests"]))
-            print(
-                f"{where}: a save stalls for {found['stall']:.3f} of an iteration of "
-                f"{format_seconds(found['iteration_s'])} ({found['floor']:.3f} unavoidable), returns in "
-                f"{format_seconds(found['returned_s'])}, and is whole after {format_seconds(found['whole_s'])}; one "
-                f"that waits takes {format_seconds(found['waits_s'])}, {found['waits']:.2f} iterations"
-            )
+            show(where, found, "iteration_s", "stall", "floor", "returned_s", "whole_s", "waits_s", "waits")
             beyond = max(0.0, found["stall"] - found["floor"])
             run.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL)
         run.checksums.append(run.same("the weights differ between resident shares", digests)[0])

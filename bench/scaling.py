@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from _harness import Run, main, turns
+from _harness import Run, main, show, turns
 from _sessions import MB, Configuration, Model, Pace, Session
 
 from offload.cli.node import Machine
@@ -29,7 +29,6 @@ from offload.cli.scenario import Scenario, ask
 from offload.cli.shapes import Model as Trained
 from offload.measure import find_rates
 from offload.plan import Home, PathRates, Rates
-from offload.units import format_seconds
 
 RATE = 300.0
 """MB/s each way of an emulated path."""
@@ -75,7 +74,7 @@ def curve(run: Run, points: Sequence[tuple[float, int, float]], unit: str) -> di
         least_s = [one.least_bytes / (RATE * MB) for one in opened]
     step_s = [statistics.median(each) for each in seconds]
     for (at, *_), took_s, bound_s in zip(points, step_s, least_s, strict=True):
-        print(f"  {at:8g} {unit:<22} {format_seconds(took_s):>8}   least {format_seconds(bound_s):>8}")
+        show(f"{at:g} {unit}", {"step_s": took_s, "least_s": bound_s}, "step_s", "least_s")
     found: dict[str, Any] = {"unit": unit, "at": [at for at, *_ in points], "step_s": step_s, "least_s": least_s}
     bound = [(at, took_s) for at, took_s, bound_s in zip(found["at"], step_s, least_s, strict=True) if bound_s > 0]
     if len(bound) > 1:
@@ -115,17 +114,15 @@ def nodes(run: Run) -> dict[str, Any]:
             answer = ask(Scenario.of(trained, machine, host_memory=0 if run.smoke else PAPER_HOST_BYTES))
             plan = answer.plan
             row = {
-                "model": model,
                 "ranks": machine.all_ranks,
                 "nodes": count,
-                "storage": storage,
                 "params": trained.params,
                 "resident_share": 1 - plan.home_bytes[Home.STREAMED] / plan.state_bytes,
                 "step_s": answer.step_s,
                 "bound_s": answer.estimate.bound_s,
                 "bound_by": answer.estimate.bound_by,
             }
-            print(f"  {model}, {row['ranks']} ranks, {storage}: {format_seconds(answer.step_s)}, {row['bound_by']}")
+            show(f"{model}, {storage}", row, "ranks", "step_s", "bound_by")
             rows.append(row)
     return {
         "machine": MACHINE,

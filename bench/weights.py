@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
-from _harness import Option, Run, digest, main, medians
+from _harness import Option, Run, digest, main, medians, show
 
 SLOTS = 3
 READERS = 4
@@ -150,10 +148,6 @@ def reading_s(source: OnDisk, count: int) -> float:
     return time.perf_counter() - start_s
 
 
-def median(turns: list[dict[str, float]], value: Callable[[dict[str, float]], float]) -> float:
-    return statistics.median(map(value, turns))
-
-
 def measure(run: Run) -> None:
     args, same = run.args, True
     generator = torch.Generator().manual_seed(0)
@@ -174,19 +168,14 @@ def measure(run: Run) -> None:
             streamed, found = iteration(disk, args.blocks, x)
             same = same and torch.equal(expected.view(torch.int16), found.view(torch.int16))
             bound_s = sum(max(kept[part], alone_s) for part in ("forward_s", "backward_s"))
+            took_s = sum(streamed.values())
+            over = {"over_bound": took_s / bound_s, "over_memory": took_s / sum(kept.values())}
             turn = {f"kept_{part}": s for part, s in kept.items()} | streamed
-            turns.append(turn | {"reading_s": alone_s, "bound_s": bound_s})
+            turns.append({**turn, **over, "reading_s": alone_s, "bound_s": bound_s})
         run.checksums.append(digest([expected]))
         row = run.results[f"{tokens} tokens"] = medians(turns)
-        row["over_bound"] = median(turns, lambda turn: (turn["forward_s"] + turn["backward_s"]) / turn["bound_s"])
-        row["over_memory"] = median(
-            turns, lambda t: (t["forward_s"] + t["backward_s"]) / (t["kept_forward_s"] + t["kept_backward_s"])
-        )
         row["read_bytes_per_s"] = nbytes / row["reading_s"]
-        print(
-            f"{tokens} tokens: {row['over_memory']:.2f} of the time with weights in memory, "
-            f"{row['over_bound']:.2f} of the bound; {row['read_bytes_per_s'] / 1e9:.2f} GB/s"
-        )
+        show(f"{tokens} tokens", row, "over_memory", "over_bound", "read_bytes_per_s")
         run.at_most(f"{tokens} tokens: iteration over its bound", row["over_bound"], 1.1)
     disk.close()
     run.at_least("outputs and gradients with weights on the disk, bit for bit", float(same), 1.0)

@@ -104,24 +104,32 @@ def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
 
 
-def overlap_forward(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
-    """Give an optimizer of ours its models, if `overlap` says that steps go on into their next forward pass.
+def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iterable[torch.nn.Module]) -> None:
+    """Give an optimizer of ours the models by which steps are hidden where its `overlap` says.
 
     Args:
         optimizer: Ours; with "auto" it is not given models that it refuses.
-        models: Modules as they are called; those without parameters of the optimizer are left out.
+        called: Modules as they are called, into whose next forward pass steps may go on; those without parameters of
+            the optimizer are left out.
+        reducing: Modules of which those that are DDP's say which buckets they have reduced, for updates in backward;
+            one that has a communication hook, say, is left out.
 
     Raises:
-        ConfigError: A model cannot be given, with "forward" and "both".
+        ConfigError: A module that is called cannot be given, with "forward" and "both".
     """
-    is_auto, updated = optimizer.config.overlap == "auto", {p for g in optimizer.param_groups for p in g["params"]}
-    for model in models if is_auto or optimizer.config.overlaps_forward else ():
+    config, is_auto = optimizer.config, optimizer.config.overlap == "auto"
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for model in called if is_auto or config.overlaps_forward else ():
         if not updated.isdisjoint(model.parameters()):
             try:
                 optimizer.overlap_forward(model)
             except ConfigError:
                 if not is_auto:
                     raise
+    for model in reducing if is_auto or config.overlaps_backward else ():
+        if isinstance(model, DistributedDataParallel):
+            with contextlib.suppress(ConfigError):
+                optimizer.overlap_backward(model)
 
 
 def logged(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
@@ -166,17 +174,3 @@ def release(optimizer: Any, folder: str) -> None:
     """Give back what a checkpoint that is deleted holds on the paths, if it holds anything there."""
     with contextlib.suppress(OffloadError):  # it is a copy, or has been released, or the session has ended
         optimizer.release_checkpoint(folder)
-
-
-def overlap_backward(optimizer: Any, models: Iterable[torch.nn.Module]) -> None:
-    """Have an optimizer of ours hear of buckets that DDP has reduced, if `overlap` may hide steps in backward.
-
-    Args:
-        optimizer: Ours; it is not given models that it refuses: with a communication hook, say.
-        models: Modules as they are called; those that are not DDP's are left out.
-    """
-    may_hide = optimizer.config.overlaps_backward or optimizer.config.overlap == "auto"
-    for model in models if may_hide else ():
-        if isinstance(model, DistributedDataParallel):
-            with contextlib.suppress(ConfigError):
-                optimizer.overlap_backward(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import _contest
 import capacity
 import pytest
 from capacity import CONTENDERS, TOLERANCE, Trial, same_weights, search
@@ -12,7 +13,7 @@ from capacity import CONTENDERS, TOLERANCE, Trial, same_weights, search
 
 def trained(layers: int, peak_bytes: int, digest: int = 0) -> Trial:
     mark = {"own_bytes": peak_bytes, "file_bytes": 0, "peak_bytes": peak_bytes}
-    found: dict[str, Any] = {"marks": {"step": mark}, "losses": [1.0], "digest": digest}
+    found: dict[str, Any] = {"marks": {"step": mark}, "iterations": [{"loss": 1.0}], "digest": digest}
     return Trial(layers, 100 * layers, fits=True, found=found)
 
 
@@ -53,8 +54,8 @@ def test_a_process_beyond_the_limit_is_a_no_and_any_other_failure_an_error(
 ) -> None:
     """With a program of a few lines in the trial's place."""
     (tmp_path / "bench").mkdir()
-    monkeypatch.setattr(capacity, "ROOT", tmp_path)
-    program = tmp_path / "bench" / "_capacity.py"
+    monkeypatch.setattr(_contest, "ROOT", tmp_path)
+    program = tmp_path / "bench" / "_worker.py"
     contender, shape = CONTENDERS[0], capacity.Shape(1, 64)
     with capacity.made_group() as group:
         program.write_text("raise ValueError('wrong')")

@@ -18,7 +18,6 @@ from typing import Any
 
 import prepared
 import pytest
-from _gpu_runs import fitting_rates
 
 GPU = Path(__file__).resolve().parents[1] / "bench" / "gpu"
 
@@ -194,13 +193,6 @@ def test_the_page_says_what_each_part_decides(once: ModuleType) -> None:
     page = (GPU.parents[1] / "docs" / "gpu.md").read_text()
     names = {part.name.split()[0] for part in once.parts_of(Path(), "cuda")}
     assert {name for name in names if f"| `{name}` |" not in page} == set()
-
-
-def test_rates_that_do_not_fit_are_probed_and_it_is_said_why(tmp_path: Path) -> None:
-    assert fitting_rates("auto") == ("auto", "")
-    rates, why = fitting_rates(str(tmp_path / "none.json"))
-    assert rates == "auto"
-    assert "none.json" in why
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ from offload.combinations import BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
     clipper,
+    hide_steps,
     ours,
-    overlap_backward,
-    overlap_forward,
     pointer,
     release,
     save,
@@ -90,9 +89,9 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         optimizer.__class__ = Prepared  # the object is the one that the accelerator knows
         prepared.append(optimizer)
         tell_last_pass(ours(optimizer), accelerator)
-        if accelerator.state.dynamo_plugin.backend == "NO":  # else only the caller has what is called
-            overlap_forward(ours(optimizer), accelerator._models)
-        overlap_backward(ours(optimizer), accelerator._models)
+        models = accelerator._models
+        # A model that is compiled later only the caller has as it is called.
+        hide_steps(ours(optimizer), models if accelerator.state.dynamo_plugin.backend == "NO" else (), models)
     return optimizer
 
 

@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 import torch
 
 from offload import CheckpointError, Engine, OffloadConfig, SessionBrokenError
-from offload.checkpoint.torch_files import fill, start_of, without_memory
+from offload.checkpoint.torch_files import fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
-from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
+from offload.optim.announcer import Announcer
 from offload.optim.auto import AutoOverlap
 from offload.rules import UpdateRule
 
@@ -41,6 +41,19 @@ STEPS = "offload_steps"
 
 
 _T = TypeVar("_T")
+
+
+def say_what_waits(engine: Any, config: OffloadConfig) -> None:
+    """Warn of sizes, in elements, with which DeepSpeed holds all gradients, or asks for all weights, at once."""
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    gathers, stage = config.overlaps_forward, engine.zero_optimization_stage()
+    told = [
+        (config.overlaps_backward, "reduce_bucket_size", engine.zero_reduce_bucket_size(), "during backward"),
+        (gathers and stage == 3, "stage3_prefetch_bucket_size", engine.zero_prefetch_bucket_size(), "in forward"),
+    ]
+    for overlaps, name, size, where in told:
+        if overlaps and size >= numel:
+            log.warning("%s %d holds all %d parameters: little is hidden %s; give less", name, size, numel, where)
 
 
 def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
@@ -113,7 +126,6 @@ class OffloadedOptimizer:
     loss_scale: Any
     overflow: bool
     _factor = 1.0
-    _stepped_scale = 1.0
     _saved_steps: Mapping[str, int] | None = None
     _masters_reloaded = False
     _streams = False
@@ -132,8 +144,7 @@ class OffloadedOptimizer:
         self._names = names
         self._auto = AutoOverlap()
         super().__init__(*arguments, **keywords)
-        if offload_config.overlaps_backward:
-            self._speculate()
+        self._announcer = Announcer(self.optimizer, group_values, self.shard, self._auto.pace)
 
     # What users touch
 
@@ -167,7 +178,7 @@ class OffloadedOptimizer:
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
             ways = {"forward": self.can_go_on, "backward": self.is_early}
-            self._auto.after_step(self.offload, self._speculate, [self.dp_process_group], self._told_on, **ways)
+            self._auto.after_step(self.offload, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
@@ -187,6 +198,12 @@ class OffloadedOptimizer:
         """Whether the micro-step under way is the last before a step."""
         boundary = self.is_gradient_accumulation_boundary
         return bool(boundary() if callable(boundary) else boundary)
+
+    def _arrives(self, number: int) -> bool:
+        """Note that a reduced gradient of a piece is about to be taken in; return whether a step follows its pass."""
+        is_last = self._is_boundary
+        self._announcer.arrives(self.offload.gradients, number, is_last=is_last, scale=float(self.loss_scale))
+        return is_last
 
     @property
     def _told_on(self) -> torch.device:
@@ -219,9 +236,8 @@ class OffloadedOptimizer:
         return int(numbers.item())
 
     def _update_all(self) -> None:
-        groups, self._stepped_scale = group_values(self.optimizer), float(self.loss_scale)
-        order = self._use_order()
-        self._on_all_ranks(lambda: self.shard.step(groups, self._factor, self._stepped_scale, order))
+        groups, order = group_values(self.optimizer), self._use_order()
+        self._on_all_ranks(lambda: self.shard.step(groups, self._factor, float(self.loss_scale), order))
         self._report()
 
     def _use_order(self) -> Mapping[int, int] | None:
@@ -248,25 +264,6 @@ class OffloadedOptimizer:
             monitor.write_events(
                 [(f"Train/Offload/{name}", value, samples) for name, value in self.metrics().items()]
             )
-
-    def _speculate(self) -> None:
-        """Have updates made during backward from now on."""
-        owner = weakref.ref(self)
-        # In host memory a gradient is said to have arrived when all of it has.
-        in_parts = not isinstance(self.shard.gradients, HostGradients)
-        is_last = functools.partial(_is_last, owner) if in_parts else None
-        self.offload.speculate(functools.partial(_foreseen, owner), is_last)
-
-    def foreseen(self) -> tuple[list[Any], list[torch.Tensor]] | None:
-        """Return what the next step would be told now; see `Engine.speculate`.
-
-        None where nobody can tell: weights have moved, or the loss scale is not the last step's, which is what the
-        engine expects.
-        """
-        kept = self.shard.read_by_speculation()
-        if kept is None or float(self.loss_scale) != self._stepped_scale:
-            return None
-        return group_values(self.optimizer), kept
 
     # State in DeepSpeed's layout, for its own checkpoint code
 
@@ -314,7 +311,7 @@ class OffloadedOptimizer:
             yield self._lent
             return
         self.finish()
-        self._lent = self.shard.empty(without_memory) if self._streams else self.shard.export()
+        self._lent = self.shard.without_memory() if self._streams else self.shard.export()
         try:
             self._lend(self._lent)
             yield self._lent
@@ -713,20 +710,6 @@ def _identity(path: str) -> tuple[int, ...]:
         found = os.stat(path)
         return found.st_ino, found.st_size, found.st_mtime_ns
     return ()
-
-
-def _foreseen(
-    optimizer: weakref.ref[OffloadedOptimizer],
-) -> tuple[list[Any], list[torch.Tensor]] | None:
-    """Return what the next step of an optimizer would be told now, if it is still there."""
-    found = optimizer()
-    return None if found is None else found.foreseen()
-
-
-def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
-    """Return whether the micro-step under way is an optimizer's last before a step."""
-    found = optimizer()
-    return found is not None and found._is_boundary
 
 
 def _is_accelerates() -> bool:

@@ -14,12 +14,10 @@ Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +25,11 @@ import numpy as np
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
+from offload.checkpoint.torch_files import without_memory
 from offload.combinations import DEEPSPEED_MUON
-from offload.integrations.deepspeed.gradients import EngineGradients, HostGradients
+from offload.integrations.deepspeed.gradients import ArrivingGradients, SlotGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.rules import ADAMW, LION, GroupScalars, UpdateRule
-
-BATCH_NUMEL = 1 << 26
-"""Elements that are copied into the engine at a time."""
 
 
 @dataclass
@@ -97,27 +93,24 @@ class Shard:
             for p in self.pieces
             for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
-        self._scratch = next((path.path for path in config.path_configs if os.path.isdir(path.path)), None)
-        self.gradients: HostGradients | EngineGradients
-        if device is None and config.gradient_memory is None:
-            self.engine = Engine(parameters, config, among=among, rule=rule)
-            self.gradients = HostGradients(self.pieces, self.engine)
-        else:
-            config = dataclasses.replace(
-                config,
-                keep_grads=False,
-                gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter",
-                # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-                gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
-            )
-            self.engine = Engine(parameters, config, device=device, among=among, rule=rule)
-            dtypes = [gradient_dtype or weight.dtype for weight in weights]
-            later = config.gradient_memory is None
-            self.gradients = EngineGradients(self.pieces, self.engine, weights[0].device, dtypes, reads_later=later)
+        reads_later = config.gradient_memory is None
+        in_slots = device is None and reads_later
+        config = dataclasses.replace(
+            config, gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter"
+        )
+        if not in_slots:
+            # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
+            gpu_memory = 0 if config.gpu_memory == "auto" else config.gpu_memory
+            config = dataclasses.replace(config, keep_grads=False, gpu_memory=gpu_memory)
+        self.engine = Engine(parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule)
+        place = weights[0].device if weights else torch.device("cpu")
+        dtypes = [gradient_dtype or weight.dtype for weight in weights]
+        given = self.pieces, self.engine, place, dtypes
+        self.gradients = SlotGradients(*given) if in_slots else ArrivingGradients(*given, reads_later=reads_later)
         self._bind_weights()
 
-    def read_by_speculation(self) -> list[torch.Tensor] | None:
-        """Return what speculative updates read: gradients, and fp32 weights, which are masters.
+    def read_by_updates(self) -> list[torch.Tensor] | None:
+        """Return what updates in backward read: gradients, and fp32 weights, which are masters.
 
         None if weights are not where they are bound.
         """
@@ -243,7 +236,7 @@ class Shard:
             self.engine.reload_master(number)
 
     def park(self, *, wait: bool) -> None:
-        """See `Engine.park`; gradients that a step has used go first, as the engine's memory for them does."""
+        """See `Engine.park`; gradients in slots stay, others that a step has used go first, as their memory does."""
         if not self._open:
             self.gradients.begin(None)
         self.engine.park(keep_host=True, wait=wait)
@@ -265,57 +258,34 @@ class Shard:
         """Return the number of updates of each piece by name."""
         return {piece.name: self.engine.step_count(number) for number, piece in enumerate(self.pieces)}
 
-    def _batches(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        numel = 0
-        for number, piece in enumerate(self.pieces):
-            batch.append(number)
-            numel += piece.numel
-            if numel >= BATCH_NUMEL:
-                yield batch
-                batch, numel = [], 0
-        if batch:
-            yield batch
-
-    def _zeros(self, numel: int) -> torch.Tensor:
-        """Return fp32 zeros; in a file without a name where there is a directory for state, as they may not fit.
-
-        Raises:
-            OSError: The disk has no room for them; a page without any would end the process, by SIGBUS.
-        """
-        if self._scratch is None or numel == 0:
-            return torch.zeros(numel, dtype=torch.float32, device="cpu")
-        with tempfile.TemporaryFile(dir=self._scratch) as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, numel * 4)
-            except OSError as cause:
-                raise OSError(cause.errno, cause.strerror, self._scratch) from cause
-            return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)
-
-    def empty(self, make: Callable[[int], torch.Tensor] | None = None) -> list[FlatState]:
-        """Return a row of zeros for each flat tensor, with the number of updates that it has had.
-
-        Args:
-            make: Makes fp32 zeros from a number of elements; by default in memory, or in a file where state has one.
-        """
-        make = make or self._zeros
-        numels = [weight.numel() for weight in self.weights]
-        states = [FlatState({name: make(numel) for name in self.names}, 0) for numel in numels]
+    def _flat_states(self, tensors: Sequence[torch.Tensor]) -> list[FlatState]:
+        """Return tensors, one for each name of each flat tensor in order, as the states of flat tensors."""
+        count = len(self.names)
+        rows = (tensors[count * flat : count * (flat + 1)] for flat in range(len(self.weights)))
+        states = [FlatState(dict(zip(self.names, row, strict=True)), 0) for row in rows]
         for number, piece in enumerate(self.pieces):
             states[piece.flat].step = max(states[piece.flat].step, self.engine.step_count(number))
         return states
 
+    @property
+    def _state_numels(self) -> list[int]:
+        return [weight.numel() for weight in self.weights for _ in self.names]
+
+    def without_memory(self) -> list[FlatState]:
+        """Return what stands for the state of all flat tensors in a file in which it is left out."""
+        return self._flat_states([*map(without_memory, self._state_numels)])
+
     def export(self) -> list[FlatState]:
-        """Return the state of all flat tensors."""
-        states = self.empty()
+        """Return the state of all flat tensors, zeros where there is padding; see `offload.Engine`'s `state.read`."""
+        with contextlib.closing(copy := self.engine.state.new_copy(self._state_numels)):
 
-        def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
-            piece = self.pieces[number]
-            for name, whole in states[piece.flat].tensors.items():
-                whole.narrow(0, piece.offset + first, views[name].numel()).copy_(views[name])
+            def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+                piece = self.pieces[number]
+                for place, name in enumerate(self.names):
+                    copy.write(len(self.names) * piece.flat + place, piece.offset + first, views[name])
 
-        self.engine.state.visit(take)
-        return states
+            self.engine.state.visit(take)
+        return self._flat_states(copy.tensors)
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
         """Replace all state by that of flat tensors.
@@ -324,15 +294,13 @@ class Shard:
             states: One for each flat tensor.
             steps: Number of updates by name; for others, that of the flat tensor counts.
         """
-        for batch in self._batches():
-            values: dict[int | str, dict[str, torch.Tensor]] = {}
-            counts: dict[int | str, int] = {}
-            for number in batch:
-                piece = self.pieces[number]
-                state = states[piece.flat]
-                values[number] = {n: t.narrow(0, piece.offset, piece.numel) for n, t in state.tensors.items()}
-                counts[number] = steps.get(piece.name, state.step)
-            self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
+        values: dict[int | str, dict[str, torch.Tensor]] = {}
+        counts: dict[int | str, int] = {}
+        for number, piece in enumerate(self.pieces):
+            state = states[piece.flat]
+            values[number] = {n: t.narrow(0, piece.offset, piece.numel) for n, t in state.tensors.items()}
+            counts[number] = steps.get(piece.name, state.step)
+        self.engine.state.write(values, counts, weights=False)  # DeepSpeed makes them
 
     def load_in_place(self, checkpoint: Any, rank: int, ranks: int) -> None:
         """Go on from an engine's checkpoint, and make the weights; see `Checkpoints.load`."""

@@ -18,7 +18,6 @@ from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.gathers import Gathers
-from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import FlatState, rule_of
@@ -123,8 +122,6 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         rule = rule_of(self.optimizer)
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype, rule)
         buffers.extend(self.shard.weights)
-        if isinstance(gradients := self.shard.gradients, HostGradients):
-            gradients.buffers = [gradients.transfers.buffer(weight, dtype) for weight in weights]
         self._sums: dict[int, torch.Tensor] = {}
         self.take_back()
 
@@ -220,13 +217,13 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> torch.Tensor | None:
-        """Return what a reduction in fp32 adds to: our buffer, or zeros elsewhere that are accumulated there next."""
+        """Return what a reduction in fp32 adds to: its slot, or zeros elsewhere that are accumulated there next."""
         mine = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
         if not mine or not self._use_compact_grad_partition_buffer(group_idx):
             return None
         target: torch.Tensor
         weight = self.parallel_partitioned_bit16_groups[group_idx][partition_id]
-        if self.shard.gradients.is_far(weight):
+        if not self.shard.gradients.adds_in_slots or weight.device.type != "cpu":
             if param_id not in self._sums:
                 dtype = self.gradient_accumulation_dtype
                 self._sums[param_id] = torch.zeros(int(num_elements), dtype=dtype, device=weight.device)
@@ -238,8 +235,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
         """Take in a reduced gradient, in the dtype that it is accumulated in."""
         identity = self.get_param_id(param)
-        final = self._is_boundary
-        self._auto.pace.arrived()
+        final = self._arrives(self._numbers[identity])
         flat, source, _, numel = self.grad_position[identity]
         if not self._use_compact_grad_partition_buffer(flat):
             gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)

@@ -16,7 +16,6 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
-from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import rule_of
@@ -49,16 +48,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        if isinstance(gradients := self.shard.gradients, HostGradients):
-            numels = self.fp16_partitioned_groups_flat_numel
-            starts = itertools.accumulate(numels, initial=0)
-            gradients.buffers = [
-                self.grad_partitions_flat_buffer.narrow(0, start, numel)
-                for start, numel in zip(starts, numels, strict=False)
-            ]
-        else:  # the engine has memory of its own for them
-            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
-            self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
+        # The engine has memory of its own for them.
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+        self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
         self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
         if self.can_go_on:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
@@ -152,11 +144,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
         """Take in reduced gradients, in the dtype that they are accumulated in."""
-        final = self._is_boundary
-        self._auto.pace.arrived()
         for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
             number = self._numbers[parameter.ds_id]
             numel = self.shard.pieces[number].numel
+            final = self._arrives(number)
             if numel:
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
                 if parameter.grad is not None and parameter.grad.device.type != "cpu":

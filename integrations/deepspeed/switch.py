@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError, OffloadConfig
+from offload import ConfigError
 from offload.combinations import OTHER_PARALLELISM
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
@@ -155,7 +155,7 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]) -> None:
     """Stand in for `DeepSpeedEngine._configure_optimizer` where the config has our object."""
-    from offload.integrations.deepspeed.common import OffloadedOptimizer
+    from offload.integrations.deepspeed.common import OffloadedOptimizer, say_what_waits
     from offload.integrations.deepspeed.shard import LionGroups, check_optimizer
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
@@ -202,19 +202,6 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     if engine.global_rank == 0:
         say_what_waits(engine, config)
         log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", type(engine.optimizer).__name__)
-
-
-def say_what_waits(engine: Any, config: OffloadConfig) -> None:
-    """Warn of sizes, in elements, with which DeepSpeed holds all gradients, or asks for all weights, at once."""
-    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-    gathers, stage = config.overlaps_forward, engine.zero_optimization_stage()
-    told = [
-        (config.overlaps_backward, "reduce_bucket_size", engine.zero_reduce_bucket_size(), "during backward"),
-        (gathers and stage == 3, "stage3_prefetch_bucket_size", engine.zero_prefetch_bucket_size(), "in forward"),
-    ]
-    for overlaps, name, size, where in told:
-        if overlaps and size >= numel:
-            log.warning("%s %d holds all %d parameters: little is hidden %s; give less", name, size, numel, where)
 
 
 def _is_offloaded(engine: Any) -> bool:

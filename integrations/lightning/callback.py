@@ -13,10 +13,9 @@ from offload import CheckpointError, ConfigError
 from offload.combinations import AVERAGED, BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
+    hide_steps,
     logged,
     ours,
-    overlap_backward,
-    overlap_forward,
     pointer,
     release,
     save,
@@ -71,14 +70,13 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
             raise ConfigError("optimizers", ", ".join(found) or "none", allowed)
         optimizer = ours(trainer.optimizers[0])
-        overlap_backward(optimizer, [trainer.strategy.model])
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
         is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
-        if kinds.isdisjoint(AVERAGING) and not is_compiled:
-            # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
-            overlap_forward(optimizer, pl_module.children())
-        elif optimizer.config.overlaps_forward:
+        waits = kinds.isdisjoint(AVERAGING) and not is_compiled
+        if not waits and optimizer.config.overlaps_forward:
             AVERAGED.refuse("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
+        # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
+        hide_steps(optimizer, pl_module.children() if waits else (), [trainer.strategy.model])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """See Lightning; whoever comes next may look at weights."""

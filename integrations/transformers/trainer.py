@@ -206,8 +206,8 @@ def _overlapping(trainer: Any) -> Any:
         def on_train_begin(self, *arguments: Any, **options: Any) -> None:
             ours = _ours(trainer)
             if ours is not None:
-                shared.overlap_forward(ours, [trainer.model_wrapped])  # as it is called: wrapped, compiled
-                shared.overlap_backward(ours, [trainer.model_wrapped])
+                called = [trainer.model_wrapped]  # wrapped, compiled
+                shared.hide_steps(ours, called, called)
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
             ours = _ours(trainer)

@@ -198,6 +198,10 @@ class GradientStore:
         """Return where updates in backward read gradients: in the slots, or else where they are bound."""
         return self.slots_at() if self._like.exist else None
 
+    def bound_slots(self) -> Sequence[tuple[int, int]]:
+        """Return address and size of the slots in which gradients are bound, and stay when memory is given back."""
+        return ()
+
     def bound_at(self) -> GradientsAt:
         """Return where the CPU reads the gradients that are bound: in their slots, if they have left a GPU."""
         return None
@@ -288,6 +292,11 @@ class HostGradients(GradientStore):
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(len(counts), np.uint64)])
         return [np.zeros(count, np.float64) for count in counts]
+
+    def bound_slots(self) -> Sequence[tuple[int, int]]:
+        """See `GradientStore.bound_slots`."""
+        slots = ((slot.data_ptr(), slot.nbytes) for slot in self._slots)
+        return [slot for slot, at in zip(slots, self._tables.gradients.tolist(), strict=False) if at == slot[0] != 0]
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
         """See `Gradients.arrived`."""

@@ -9,7 +9,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,6 @@ class AutoOverlap:
     def after_step(
         self,
         engine: Engine,
-        speculate: Callable[[], None],
         groups: Sequence[Any],
         device: torch.device,
         *,
@@ -86,7 +85,6 @@ class AutoOverlap:
 
         Args:
             engine: Makes the updates. A pending step goes on in it.
-            speculate: Switches updates during backward on.
             groups: Process groups by which the first rank's choice comes to all: from the first rank of each of the
                 first group to that group, and so on. Empty where there is one rank.
             device: Where weights are: that of the groups' backends.
@@ -115,10 +113,7 @@ class AutoOverlap:
         if self.mode != before:
             self._latest_s.clear()
         _, in_backward = MODES[self.mode]
-        if in_backward and not engine.speculates:
-            speculate()
-        elif not in_backward:
-            engine.speculate(None)
+        engine.speculate(in_backward)
 
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
         """Return the number of the mode to use from now on, and the step after which it is chosen again."""

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import chain
 from typing import Any, overload
 
@@ -33,6 +32,7 @@ from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.activations import LEAST_BYTES, ActivationsOnPaths, check_model
+from offload.optim.announcer import Announcer
 from offload.optim.auto import AutoOverlap
 from offload.optim.buckets import CommHook, attach
 from offload.optim.frozen import tell_little
@@ -50,7 +50,6 @@ from offload.rules import UpdateRule, number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.parking import check_keep_host
 from offload.session.setup import gradient_budget
-from offload.session.speculation import Foreseen
 
 HEADLINES = "step_s", "predicted_step_s", "hidden_s", "resident_share", "gradient_norm"
 """The metrics that `log_to` writes where nobody says which."""
@@ -89,9 +88,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         if config.shard and world > 1:
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
+        self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
+        self._route.announcer = self._announcer
         self._auto = AutoOverlap(self._overlap.pace)
         self._forecast = Forecast()
-        self._is_last_pass: Callable[[], bool] | None = None
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         self._preemption = Preemption()
         self._training_thread = threading.get_ident()  # that took the last step
@@ -124,18 +124,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._holder.start(descriptions, config, self._route.has_slots)
-            if config.overlaps_backward:
-                self._speculate()
             # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
             self._widen_gradients(self._parameters())
             self._attach(trainable, descriptions)
         tell_little(self.engine.plan.state_bytes, self._parameters())
-
-    def _speculate(self) -> None:
-        """Have the engine update during backward from now on."""
-        owner = weakref.ref(self)
-        is_last = None if self._is_last_pass is None else partial(_is_last, owner)
-        self.engine.speculate(partial(_foreseen, owner), is_last)
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
@@ -147,16 +139,14 @@ class OffloadedOptimizer(StatefulOptimizer):
             is_last: Whether they are; a function is asked whenever a gradient arrives, and is kept as long as the
                 optimizer. None: nobody knows.
         """
-        self._is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
-        if self._holder.engine_if_open is not None and self.engine.speculates:
-            self._speculate()
+        self._announcer.is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
 
     def _choose_overlap(self) -> None:
         """Have "auto" choose where steps are hidden; collective after a few steps."""
         device, forward = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
         backward = self._route.is_early and not self._route.is_deaf  # gradients come to host memory then
         groups = self._weights.groups
-        self._auto.after_step(self.engine, self._speculate, groups, device, forward=forward, backward=backward)
+        self._auto.after_step(self.engine, groups, device, forward=forward, backward=backward)
 
     # Parameters
 
@@ -908,21 +898,3 @@ def parse_config(offload: OffloadConfig | Mapping[str, Any] | None) -> OffloadCo
     if offload is not None and not isinstance(offload, OffloadConfig):
         raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
     return offload or OffloadConfig()
-
-
-def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
-    """Return whether the backward pass under way is the last before a step, by what the optimizer was told."""
-    owner = optimizer()
-    is_last_pass = None if owner is None else owner._is_last_pass
-    return is_last_pass is not None and bool(is_last_pass())
-
-
-def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
-    """Return the hyperparameters and fp32 weights that a step would use now; None if a weight has been moved."""
-    owner = optimizer()
-    if owner is None:
-        return None
-    weights = [bound.local.detach() for bound in owner._weights.bound.values() if bound.form[0] is torch.float32]
-    if not owner._weights.are_where_bound():
-        return None
-    return owner._values(), weights

@@ -107,12 +107,6 @@ class Overlap:
         if self.is_pending or self.hidden_copies:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
-    def arrived(self, bound: BoundParameter) -> None:
-        """Note that a gradient has arrived, and wait until the last step has read the parameter's previous one."""
-        self.pace.arrived()
-        if self.models:
-            self.wait_for([bound])
-
     def agree(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
         """Return the weights whose rows ranks exchange behind the next step, in order; a collective if there are any.
 

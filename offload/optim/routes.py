@@ -21,6 +21,7 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
+from offload.optim.announcer import Announcer
 from offload.optim.buckets import Buckets
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
@@ -96,6 +97,8 @@ class Route:
     """Whether gradients are known to come reduced, so that what is made of them before the step is of use."""
     is_deaf: bool = False
     """Whether gradients are copied to the host by FSDP2, and no model has been given that says when."""
+    announcer: Announcer | None = None
+    """Is told of each gradient before the engine."""
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -130,8 +133,10 @@ class Route:
         gradient = bound.parameter.grad
         if gradient is None:
             return
-        if self._overlap.pace.in_forward or self._overlap.models:
-            self._overlap.arrived(bound)
+        if self.announcer is not None:
+            self.announcer.arrives(self._engine.gradients, bound.position)
+        if self._overlap.models:  # the last step may still read the parameter's previous one
+            self._overlap.wait_for([bound])
         if self._engine.broken is not None:
             return
         bound.arrivals += 1

@@ -250,6 +250,12 @@ class Weights:
         """Return whether all weights lie where the engine knows them."""
         return all(bound.current_stamp()[0] == bound.stamp[0] for bound in self.bound.values())
 
+    def read_by_updates(self) -> list[torch.Tensor] | None:
+        """Return fp32 weights, which updates read as masters; None if a weight is not where the engine knows it."""
+        if not self.are_where_bound():
+            return None
+        return [bound.local.detach() for bound in self.bound.values() if bound.form[0] is torch.float32]
+
     def note_different(self, bounds: Iterable[BoundParameter]) -> None:
         """Note weights that were not what masters say that were set; see `differing`."""
         for bound in bounds:

@@ -40,7 +40,6 @@ from offload.session.parking import PendingPark
 from offload.session.parts import SessionParts
 from offload.session.setup import named_shortage
 from offload.session.shutdown import Shutdown
-from offload.session.speculation import Foreseen
 from offload.session.state import State
 from offload.session.step import PendingStep, StepAccount
 from offload.session.thread import EngineThread, nothing
@@ -113,6 +112,7 @@ class Engine:
                 try:
                     with named_shortage("the session cannot be opened"):
                         thread.open(tuple(parameters))
+                    self.speculate(self.config.overlaps_backward)
                 except BaseException:
                     self.close()
                     raise
@@ -166,7 +166,7 @@ class Engine:
     @property
     def speculates(self) -> bool:
         """Whether streamed subgroups are updated during backward; see `speculate`."""
-        return self._thread.speculation.hyperparameters is not None
+        return self._thread.speculation.is_on
 
     def metrics(self) -> dict[str, float]:
         """Return the last step that has ended as a flat dict; wait for nothing.
@@ -235,7 +235,7 @@ class Engine:
         *,
         keep_host: bool = False,
         wait: bool = True,
-        accepted: Callable[[], Sequence[tuple[int, int]]] = tuple,
+        accepted: Callable[[], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         """Give memory back to the system between steps, until the next request that needs it, or `unpark`.
 
@@ -248,7 +248,7 @@ class Engine:
                 this goes on behind the caller, and ends early where the session is used.
             accepted: Called on the engine thread when nothing else stands against it, before any memory goes: the
                 caller lets go of gradients in slots, or refuses. Returns address and size of those that somebody
-                still holds, whose memory stays.
+                still holds, whose memory stays. By default that of slots stays in which gradients are bound.
 
         Raises:
             ConfigError: Gradients have left a GPU and no step has used them, or tensors are saved for a backward pass
@@ -263,7 +263,8 @@ class Engine:
                 parts.saves.wait_for_pending()
 
             def begin() -> None:
-                pending.append(thread.parking.begin(accepted, keep_host=keep_host))
+                kept = accepted or parts.gradients.bound_slots
+                pending.append(thread.parking.begin(kept, keep_host=keep_host))
 
             pending: list[PendingPark] = []
             if self.activations.are_in_use():
@@ -322,28 +323,22 @@ class Engine:
         how = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
         self._parts.tables.take_master(self._parts.position(parameter), how)
 
-    def speculate(
-        self, hyperparameters: Callable[[], Foreseen | None] | None, is_last_pass: Callable[[], bool] | None = None
-    ) -> None:
+    def speculate(self, on: bool) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
-        A step that would do the same, bit for bit, takes over the new version; else it is revoked. With weights on a
-        GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
+        `overlap` "backward" and "both" begin with it. A step that would do the same, bit for bit, takes over the new
+        version; else it is revoked. Whoever gives gradients to the engine says what the step would use, as each
+        pass begins (`gradients.foresee`; `offload.optim.announcer.Announcer` does it): else nothing is updated.
+        With weights on a GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
         stay and are copied when an update is about to read them (`final`). Where they leave for the paths
         (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
 
         Args:
-            hyperparameters: Called when the first gradient of a pass arrives, by whoever says that it has. Returns
-                those of all groups (see `step`) as they are now, and tensors that have the memory of fp32 weights,
-                and of gradients that lie in no slot, which updates read until the step. Returns None if a weight has
-                moved or hyperparameters cannot be read. None switches this off from the next step on.
-            is_last_pass: Returns whether the backward pass under way is the last before a step. Without it, or if it
-                never says False, a gradient is final at its n-th arrival, n being the number before the last step.
+            on: False: not from the next step on.
         """
         if self.plan.home_bytes[Home.STREAMED] and not self.plan.gradient_buffers:
-            self._parts.lanes.wakes = hyperparameters is not None
-            self._thread.speculation.is_last_pass = is_last_pass
-            self._thread.speculation.hyperparameters = hyperparameters
+            self._parts.lanes.wakes = on
+            self._thread.speculation.is_on = on
 
     # Work
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,35 @@ class Gradients:
         self._parts = parts
         self._thread = thread
         self._visits = visits
+
+    @property
+    def are_read_early(self) -> bool:
+        """Whether updates in backward read gradients as soon as they are final; see `Engine.speculate`."""
+        return self._thread.speculation.is_on
+
+    def begins_pass(self, parameter: int | str, is_last: bool | None = None) -> bool:
+        """Say of which pass a gradient is that is about to arrive; return whether updates in backward ask for more.
+
+        Args:
+            parameter: Whose gradient it is.
+            is_last: Whether its pass is the last before a step. None, or if none is said not to be: a gradient is
+                final at its n-th arrival, n being the number before the last step.
+
+        Returns:
+            Whether a pass begins with it: `foresee` is called then, before it arrives.
+        """
+        return self._thread.speculation.begins_pass(self._parts.position(parameter), is_last)
+
+    def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None = None) -> None:
+        """Say what the step would use if it came now. A pass of which nothing is said has no updates.
+
+        Args:
+            groups: Hyperparameters of all groups; see `Engine.step`.
+            kept: Tensors with the memory of fp32 weights, and of gradients that lie in no slot, which updates read
+                until the step.
+            scale: See `Engine.step`; None for that of the last step.
+        """
+        self._thread.speculation.foresee(groups, kept, scale)
 
     def announce(self, parameter: int | str) -> None:
         """Say that a gradient is about to arrive, and is dropped where it was: see `PathGradients.announce`."""

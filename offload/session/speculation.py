@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import DtypeCode
 from offload.engine.tables import StepRows
-from offload.errors import ConfigError, InternalError, OffloadError, known
+from offload.errors import InternalError, OffloadError, known
 from offload.gradients.store import FinalGradient
 from offload.kernels.table import active_rows
 from offload.layout import Subgroup
@@ -42,20 +42,31 @@ log = logging.getLogger("offload")
 LONGEST_PAUSE = 64
 """Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
 
-UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
-"""What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
-
 MOST_WAITING = 1024
 """Arrivals that the engine thread leaves where they were posted, at most, while they have nothing updated."""
 
 DROPPED = -1
 """Posted in the place of a parameter's position: all gradients that have arrived are dropped."""
 
-Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
-"""Hyperparameters of all groups, and memory to be kept while updates read it: fp32 weights, gradients in no slot."""
-
 SUMS = 2
 """Fingerprints of a segment: of its gradient, and of its fp32 weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """What the step would use if it came now.
+
+    Attributes:
+        groups: Hyperparameters of all groups.
+        kept: Memory to be kept while updates read it: fp32 weights, gradients in no slot.
+        scale: Of the loss; None for that of the last step.
+        weights: Where weights are bound.
+    """
+
+    groups: Sequence[Any]
+    kept: Sequence[torch.Tensor]
+    scale: float | None
+    weights: npt.NDArray[np.uint64]
 
 
 @dataclass(slots=True)
@@ -85,10 +96,8 @@ class Speculation:
     """
 
     def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:
-        self.hyperparameters: Callable[[], Foreseen | None] | None = None
-        """Returns those of all groups, as the step will have them, or None; without it there is no speculation."""
-        self.is_last_pass: Callable[[], bool] | None = None
-        """Returns whether the backward pass under way is the last before a step; None where nobody knows."""
+        self.is_on = False
+        """Whether anything is updated before its step is sealed, from the next step on."""
         self.account = StepAccount()
         """The account of the step that was sealed last."""
         self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
@@ -96,7 +105,8 @@ class Speculation:
         self._parts = parts
         self._sweeps = sweeps
         self._first_position: int | None = None  # of the gradient that came first: with it a pass begins
-        self._foreseen: tuple[Foreseen, npt.NDArray[np.uint64]] | None = None  # and where weights were bound then
+        self._is_last: bool | None = None  # whether the pass is the last before the step, if that is known
+        self._foreseen: _Foreseen | None = None
         self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
         self._wanted = MOST_WAITING  # with fewer arrivals nothing can be admitted
         self._revoked_bytes = 0  # of versions that were revoked for other requests since the last step
@@ -124,25 +134,26 @@ class Speculation:
 
     # On the caller's thread, or that of backward
 
+    def begins_pass(self, position: int, is_last: bool | None) -> bool:
+        """Take note of the pass of which a gradient is about to arrive; return whether it begins, to be foreseen."""
+        self._is_last = is_last
+        begins = self.is_on and self._is_asking and self._first_position in (None, position)
+        if begins:
+            self._first_position, self._foreseen = position, None
+        return begins
+
+    def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None) -> None:
+        """Take note of what the step would use if it came now, as a pass begins."""
+        # Weights that are bound later may be gone before the step; the caller has these kept.
+        self._foreseen = _Foreseen(groups, kept, scale, self._parts.tables.weights.copy())
+
     def note_arrival(self, position: int, gradient: FinalGradient | None = None) -> None:
         """Post that a gradient has arrived, accumulated or new: in its slot, or where `gradient` lies."""
-        if self.hyperparameters is None:
+        if not self.is_on:
             return
-        if self._is_asking and self._first_position in (None, position):
-            self._foresee(position)
-        self.arrivals.append((position, gradient, None if self.is_last_pass is None else self.is_last_pass()))
+        self.arrivals.append((position, gradient, self._is_last))
         if len(self.arrivals) >= self._wanted or gradient is not None:  # which is not to be held for nothing
             self._parts.queue.post(WAKE)
-
-    def _foresee(self, position: int) -> None:
-        """Say what the step would use if it came now, as a pass begins."""
-        self._first_position = position
-        try:
-            foreseen = self.hyperparameters() if self.hyperparameters is not None else None
-        except UNREADABLE:  # the caller may mend them before the step, which raises it else
-            foreseen = None
-        # Weights that are bound later may be gone before the step; the caller has these kept.
-        self._foreseen = None if foreseen is None else (foreseen, self._parts.tables.weights.copy())
 
     def drop_arrivals(self) -> bool:
         """Post that gradients are dropped; return whether a version may have been made from them."""
@@ -219,10 +230,10 @@ class Speculation:
         foreseen = self._foreseen
         if foreseen is None:
             return None
-        (groups, self._kept_tensors), weights = foreseen
-        slots = self._parts.gradients.read_at()
+        self._kept_tensors, slots = foreseen.kept, self._parts.gradients.read_at()
+        scale = self._scale if foreseen.scale is None else foreseen.scale
         try:
-            return self._parts.tables.rows(groups, self._scale, 1.0, [*self._expected], slots, weights)
+            return self._parts.tables.rows(foreseen.groups, scale, 1.0, [*self._expected], slots, foreseen.weights)
         except Exception:  # the caller may mend hyperparameters before the step, which raises it else
             return None
 
@@ -311,7 +322,7 @@ class Speculation:
         """Take note that a step begins: gradients that arrive from now on are for the next one."""
         self._is_armed = False
         self._count_arrivals()
-        self._is_asking = self.hyperparameters is not None
+        self._is_asking = self.is_on
         self._first_position = self._foreseen = None
         # As many arrivals as before this step are expected before the next one.
         self._expected = {position: self._counts[position] for position in active}
@@ -412,7 +423,7 @@ class Speculation:
 
     def end_step(self, scale: float, clip: float) -> None:
         """Take note of a step that has ended well, and choose what to speculate on before the next one."""
-        if self.hyperparameters is None:
+        if not self.is_on:
             with contextlib.suppress(OffloadError):  # a GPU that has failed, as the next step will find
                 self._free_images()
             return
@@ -478,7 +489,7 @@ class Speculation:
                 log.warning(text, len(offsets), len(candidates), end, needed)
             self._images = self._parts.memory.arena(max(end, 1))
         except OffloadError as error:
-            self.hyperparameters = None
+            self.is_on = False
             log.warning("nothing is updated during backward: %s", error)
             return False
         self._image_offsets, self._image_candidates = offsets, frozenset(candidates)

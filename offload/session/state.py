@@ -59,10 +59,7 @@ class State:
             ]
             numbers = {tensor: number for number, tensor in enumerate(tensors)}
             numels = [layout.numel_of(position, name) for position, name in tensors]
-            rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
-            with named_shortage("state cannot be copied"):
-                copy = StateCopy(numels, rooms, parts.limits.large_copy_bytes)
-            with contextlib.closing(copy):
+            with contextlib.closing(copy := self.new_copy(numels)):
 
                 def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
                     for name, values in views.items():
@@ -75,6 +72,17 @@ class State:
                 for (position, name), tensor in zip(tensors, copy.tensors, strict=True):
                     states[position][name] = tensor
             return [states[position] for position in positions]
+
+    def new_copy(self, numels: Sequence[int]) -> StateCopy:
+        """Return new fp32 zeros, to be filled with state that `visit` hands out; the caller ends writing (`close`).
+
+        Args:
+            numels: Elements of each tensor. Where they lie, and what is raised: see `read`.
+        """
+        parts = self._parts
+        with self._thread.turn(), named_shortage("state cannot be copied"):
+            rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
+            return StateCopy(numels, rooms, parts.limits.large_copy_bytes)
 
     def visit(
         self,

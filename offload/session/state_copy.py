@@ -79,7 +79,7 @@ os.register_at_fork(before=_before_fork)
 
 
 class StateCopy:
-    """New fp32 tensors that are filled piece by piece.
+    """New fp32 tensors that are filled piece by piece; zeros where nothing has been written.
 
     Args:
         numels: Elements of each.
@@ -103,7 +103,7 @@ class StateCopy:
         if needed > large_bytes:
             self._directory, self._file = _reserve(needed, rooms, large_bytes)
         if self._file is None:
-            self.tensors = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in numels]
+            self.tensors = [torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
         pages = _Pages(self._file.fileno(), needed)
         pages.descriptor = os.dup(self._file.fileno())

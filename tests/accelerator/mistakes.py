@@ -409,9 +409,11 @@ def marks_before_the_copy() -> AbstractContextManager[Any]:
 
     def wrong(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         right(self, target.flatten()[:0], source.flatten()[:0])
-        far = source if self.is_far(source) else target
-        target.copy_(source, non_blocking=True)
-        far.record_stream(torch.accelerator.current_stream(far.device))
+        mark, _, _ = self.under_way.pop()
+        pinned = torch.empty(source.numel(), dtype=target.dtype, pin_memory=True)
+        pinned.copy_(source, non_blocking=True)
+        source.record_stream(torch.accelerator.current_stream(source.device))
+        self.under_way.append((mark, pinned, target))
 
     return replaced(Transfers, "start", wrong)
 

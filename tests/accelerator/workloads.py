@@ -581,7 +581,7 @@ def ending(run: Run) -> None:
 def transfers(run: Run) -> None:
     """DeepSpeed's way of gradients to host memory."""
     moved, source, streams = Transfers(), batch(0).to(run.device), [run.user(), run.user()]
-    targets = [moved.buffer(source) for _ in range(3)]
+    targets = [torch.zeros(source.numel(), dtype=source.dtype, device="cpu") for _ in range(3)]
     for number in range(3):
         for target, stream in zip(targets, (None, *streams), strict=True):
             made = source * (number + 1)

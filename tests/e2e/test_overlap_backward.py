@@ -26,6 +26,7 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 import offload.session.speculation
 from offload.errors import ConfigError, InfeasiblePlanError
+from offload.optim.announcer import Announcer
 from offload.optim.pace import Pace
 from offload.protocols import SECTOR_BYTES
 
@@ -807,10 +808,11 @@ def test_hyperparameters_are_read_as_a_pass_begins(tmp_path: Path, fails: bool) 
     """Once, and on the caller's thread, whatever else is asked for before the step; which asks itself."""
     training, asked = Training(tmp_path / "run", "backward"), []
 
-    def foreseen() -> None:
+    def values(optimizer: torch.optim.Optimizer) -> list[Any]:
         asked.append(threading.current_thread())
         if fails:
             raise ValueError("no schedule")
+        return []
 
     with training.optimizer as optimizer:
         for _ in range(4):
@@ -818,7 +820,7 @@ def test_hyperparameters_are_read_as_a_pass_begins(tmp_path: Path, fails: bool) 
             training.step()
             optimizer.zero_grad()
         confirmed_bytes = training.counts["confirmed"]
-        optimizer.engine.speculate(foreseen)
+        optimizer._route.announcer = Announcer(optimizer, values, optimizer._weights, Pace())
         for passes in (1, 2):
             training.backward()
             training.settle()

@@ -2102,7 +2102,7 @@ def run(folder: Path, names: list[str]) -> None:
 
         def init(self: Any, *arguments: Any, **keywords: Any) -> None:
             plain_init(self, *arguments, **keywords)
-            self._speculate()
+            self.offload.speculate(True)
 
         common.OffloadedOptimizer.__init__ = init  # type: ignore[method-assign]
     torch.set_num_threads(1)

@@ -369,7 +369,7 @@ def test_buckets_as_large_as_the_model_are_named(
     import torch
 
     from offload import OffloadConfig
-    from offload.integrations.deepspeed import switch
+    from offload.integrations.deepspeed import common
 
     def names(size: int) -> list[str]:
         caplog.clear()
@@ -379,7 +379,7 @@ def test_buckets_as_large_as_the_model_are_named(
             zero_reduce_bucket_size=lambda: size,
             zero_prefetch_bucket_size=lambda: size,
         )
-        switch.say_what_waits(engine, OffloadConfig(host_memory=0, paths=["."], overlap=overlap))
+        common.say_what_waits(engine, OffloadConfig(host_memory=0, paths=["."], overlap=overlap))
         return [record.getMessage().split()[0] for record in caplog.records]
 
     assert (names(15), names(14)) == (said, [])

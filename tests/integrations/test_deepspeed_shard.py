@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,18 +18,19 @@ import torch
 from accelerator import late
 from world import SimulatedDevice
 
-from offload import Engine, OffloadConfig
+from offload import Engine, InfeasiblePlanError, OffloadConfig
 from offload.gradients import gpu as gpu_gradients
 from offload.integrations.deepspeed import gradients as gradients_module
 from offload.integrations.deepspeed import shard as shard_module
-from offload.integrations.deepspeed.gradients import HostGradients, Transfers
+from offload.integrations.deepspeed.gradients import Transfers
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
 from offload.limits import Limits
 from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
 from offload.rules import GroupScalars
-from offload.session import parts, placement_review, visits
+from offload.session import parts, placement_review, state, state_copy, visits
+from offload.units import format_bytes
 
 PIECES = (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 3, 0))
 GROUPS = [GroupScalars(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True, maximize=False)]
@@ -38,10 +39,7 @@ GRADIENT = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
 
 def make(dtype: torch.dtype = torch.bfloat16) -> tuple[Shard, torch.Tensor]:
     weights = torch.linspace(-1, 1, 8).to(dtype)
-    shard = Shard(PIECES, [weights], OffloadConfig(host_memory="1MiB", threads=1))
-    assert isinstance(shard.gradients, HostGradients)
-    shard.gradients.buffers = [torch.zeros(8, dtype=dtype)]
-    return shard, weights
+    return Shard(PIECES, [weights], OffloadConfig(host_memory="1MiB", threads=1)), weights
 
 
 @pytest.fixture
@@ -50,9 +48,6 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
     accelerator = SimpleNamespace(get_accelerator=lambda: torch.get_device_module("late"))
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", accelerator)
     shard, _ = make()
-    assert isinstance(shard.gradients, HostGradients)
-    like = torch.zeros(8, dtype=torch.bfloat16, device="late")
-    shard.gradients.buffers = [shard.gradients.transfers.buffer(like)]
     stream = torch.accelerator.current_stream()
     late.dawdle(stream)
     yield shard
@@ -91,6 +86,48 @@ def test_readers_wait_for_gradients(reader: str, arrivals: int, far: Shard) -> N
 
 
 @pytest.mark.late(shared=True)
+def test_gradients_on_their_way_take_no_more_memory_than_allowed(far: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it the oldest is waited for; one alone may be larger."""
+    monkeypatch.setattr(gradients_module, "IN_TRANSIT_BYTES", 12)
+    transfers = Transfers()
+    targets = [torch.zeros(5, dtype=torch.bfloat16) for _ in range(3)]
+    for number, target in enumerate(targets):
+        transfers.start(target, GRADIENT.to("late", torch.bfloat16) * (number + 1))
+    assert [target.tolist() for target in targets[:2]] == [GRADIENT.tolist(), (2 * GRADIENT).tolist()]
+    transfers.wait()
+    assert targets[2].tolist() == (3 * GRADIENT).tolist()
+
+
+@pytest.mark.parametrize("sums", [None, torch.float32])
+def test_the_plan_counts_the_memory_of_gradients(sums: torch.dtype | None) -> None:
+    """They lie in the engine's slots, in the type that they are summed in."""
+    shard = on_device(0, torch.bfloat16, sums)
+    plan, nbytes = shard.engine.plan, (4 if sums else 2) * (5008 + 3008)  # slots are aligned
+    without = dataclasses.replace(plan, budgets=dataclasses.replace(plan.budgets, gradient_bytes=0))
+    assert plan.budgets.gradient_bytes >= nbytes
+    assert plan.host_bytes - without.host_bytes == plan.budgets.gradient_bytes
+    assert f"{format_bytes(plan.budgets.gradient_bytes)}  gradients" in str(plan)
+    shard.accumulate(0, drawn(5000, 0), final=False)
+    slots = [shard.engine.gradients.slot(number) for number in (0, 1)]
+    assert shard.gradient(0).data_ptr() == slots[0].data_ptr()
+    assert {slot.dtype for slot in slots} == {sums or torch.bfloat16}
+    shard.close()
+
+
+def test_gradients_outlast_memory_that_is_given_back_between_steps() -> None:
+    shard = on_device(0, torch.bfloat16, None)
+    shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
+    before = shard.gradient(0).tolist()
+    shard.park(wait=True)
+    assert shard.engine.is_parked
+    assert shard.gradient(0).tolist() == before
+    shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
+    assert not shard.engine.is_parked
+    assert shard.gradient(0).tolist() == [2 * value for value in before]
+    shard.close()
+
+
+@pytest.mark.late(shared=True)
 def test_an_overflow_that_is_on_its_way_is_seen(far: Shard) -> None:
     far.accumulate(0, torch.full((5,), math.inf, device="late"), final=True)
     assert not far.is_finite()
@@ -100,8 +137,7 @@ def test_an_overflow_that_is_on_its_way_is_seen(far: Shard) -> None:
 def test_what_is_thrown_away_does_not_arrive_later(far: Shard) -> None:
     far.accumulate(0, GRADIENT.to("late"), final=True)
     far.close_window()
-    assert isinstance(far.gradients, HostGradients)
-    far.gradients.buffers[0].fill_(7)
+    far.engine.gradients.slot(0).fill_(7)
     assert far.gradient(0).tolist() == [7] * 5
 
 
@@ -113,23 +149,26 @@ def test_the_source_may_change_when_the_copy_has_been_started(far: Shard) -> Non
     assert far.gradient(0).tolist() == GRADIENT.tolist()
 
 
-def test_a_copy_of_the_state_that_finds_no_room_says_so(mounted: Callable[..., Path]) -> None:
-    """Written to through a mapping, a page without room would end the process."""
-    path = mounted("tmpfs", "size=1m")
-    weights = torch.linspace(-1, 1, 8)
-    shard = Shard(PIECES, [weights], OffloadConfig(paths=[path], host_memory="1MiB", threads=1))
-    before = shard.export()[0].tensors["exp_avg"].tolist()
-    (path / "others").write_bytes(bytes(shutil.disk_usage(path).free))
-    with pytest.raises(OSError, match="No space left on device") as caught:
+def test_a_copy_of_the_state_lies_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file that is written to by system calls, else in memory; it says so where neither has room."""
+    weights, pieces = torch.linspace(-1, 1, 8), (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 1, 0))
+    monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(large_copy_bytes=0)))
+    shard = Shard(pieces, [weights], OffloadConfig(paths=[tmp_path], host_memory="1MiB", threads=1))
+    in_file = shard.export()[0]
+    assert [*in_file.tensors] == ["master", "exp_avg", "exp_avg_sq"]
+    assert in_file.master.tolist() == [*weights[:6].tolist(), 0.0, 0.0]  # padding
+    rooms: dict[str, int] = {}
+    monkeypatch.setattr(state, "rooms_beside", lambda *session: rooms)
+    in_memory = shard.export()[0]
+    assert all(map(torch.equal, in_memory.tensors.values(), in_file.tensors.values()))
+    monkeypatch.setattr(state_copy, "available_bytes", lambda: 0)
+    with pytest.raises(InfeasiblePlanError, match="a copy of the state"):
         shard.export()
-    assert caught.value.filename == str(path)
-    (path / "others").unlink()
-    assert shard.export()[0].tensors["exp_avg"].tolist() == before
     shard.engine.close()
 
 
 def test_reductions_in_fp32_are_added_to_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device they go to zeros there, which are then accumulated on the host; on the CPU to our own buffer."""
+    """On a device they go to zeros there, which are then accumulated on the host; on the CPU to their slot."""
     pytest.importorskip("deepspeed")
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
 
@@ -152,7 +191,7 @@ def test_reductions_in_fp32_are_added_to_where_the_weights_are(monkeypatch: pyte
 def test_copies_of_a_gpu_are_waited_for() -> None:
     transfers = Transfers()
     source = torch.zeros(1 << 24, device="cuda")
-    target = transfers.buffer(source)
+    target = torch.zeros(1 << 24)
     torch.cuda.synchronize()
     for value in (1.0, 2.0):
         torch.cuda._sleep(100_000_000)  # else it might have ended anyway
@@ -178,10 +217,7 @@ def on_device(placement: Any, dtype: torch.dtype, sums: torch.dtype | None, **ho
     device = SimulatedDevice(**how) if how else None
     if device is None:
         config = OffloadConfig(host_memory="1MiB", threads=1, subgroup_numel=2048)
-    shard = Shard(pieces, [weights], config, device, sums)
-    if isinstance(shard.gradients, HostGradients):
-        shard.gradients.buffers = [torch.zeros(8192, dtype=sums or dtype)]
-    return shard
+    return Shard(pieces, [weights], config, device, sums)
 
 
 def drawn(numel: int, seed: int) -> torch.Tensor:
@@ -329,10 +365,7 @@ SMALL = tuple(Piece(str(number), 0, 64 * number, 61, 0) for number in range(32))
 
 def small_on_device(device: SimulatedDevice | None) -> Shard:
     config = OffloadConfig(host_memory="1MiB", threads=1, subgroup_numel=1024, placement=0)
-    shard = Shard(SMALL, [torch.linspace(-1, 1, 2048).bfloat16()], config, device)
-    if isinstance(shard.gradients, HostGradients):
-        shard.gradients.buffers = [torch.zeros(2048, dtype=torch.bfloat16)]
-    return shard
+    return Shard(SMALL, [torch.linspace(-1, 1, 2048).bfloat16()], config, device)
 
 
 def reduce_all(shard: Shard, step: int) -> None:

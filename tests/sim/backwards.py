@@ -369,7 +369,7 @@ class Session(forwards.Session):
         super().serve_with(thread_type, pending_type)
         parts = self.thread._parts
         self.thread.speculation = speculation_type(parts, self)
-        self.thread.speculation.hyperparameters = lambda: ([self.rate], ())
+        self.thread.speculation.is_on = True
         handle = self.machine.handle
 
         def told(event: Event) -> None:
@@ -487,6 +487,8 @@ class Session(forwards.Session):
                 before = self.gradients[number] if number in self.arrived else None
                 self.gradients[number] = zlib.crc32(repr((loss, number, before)).encode())
                 self.arrived[number] = None
+                if self.thread.speculation.begins_pass(number, None):
+                    self.thread.speculation.foresee([self.rate], (), None)
                 self.thread.speculation.note_arrival(number)
             if self.rng.random() < 0.05:
                 self.scribble(False)

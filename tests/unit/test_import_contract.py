@@ -40,6 +40,7 @@ PUBLIC = (
     "offload",
     "offload.checkpoint.torch_files",
     "offload.combinations",
+    "offload.optim.announcer",
     "offload.optim.auto",
     "offload.optim.exchange",
     "offload.optim.frozen",

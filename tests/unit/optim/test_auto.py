@@ -21,11 +21,8 @@ class Steps:
         self.speculates = False
         self._can = {"forward": forward, "backward": backward}
 
-    def speculate(self, hyperparameters: None = None) -> None:
-        self.speculates = hyperparameters is not None
-
-    def _begin(self) -> None:
-        self.speculates = True
+    def speculate(self, on: bool) -> None:
+        self.speculates = on
 
     @property
     def mode(self) -> str:
@@ -39,7 +36,7 @@ class Steps:
             found.append(self.mode)
             self.auto.pace.iteration_s = seconds[self.mode]
             engine: Any = self
-            self.auto.after_step(engine, self._begin, [], torch.device("cpu"), **self._can)
+            self.auto.after_step(engine, [], torch.device("cpu"), **self._can)
         return found
 
 
