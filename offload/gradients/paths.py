@@ -2,14 +2,14 @@
 
 Each gradient is copied to the buffers of its subgroups as it arrives, or added there to those of earlier passes, and
 its norm is gathered on the way. Which buffers there are, what leaves them and what comes back is decided elsewhere
-(`offload.schedule.buffers`); here a buffer is asked for (`fill`) and written to until another one is.
+(`offload.schedule.buffers`); here a buffer is asked for (`Filler`) and written to until another one is.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,22 +29,36 @@ from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL
 
 
+class Filler(Protocol):
+    """Gives `PathGradients` buffers to fill: the engine thread."""
+
+    def fill(self, subgroup: int) -> int:
+        """Return a subgroup's buffer, which belongs to the caller until the next call, a step, or `drop`.
+
+        Raises:
+            SessionBrokenError: The session was closed, or is broken.
+        """
+
+    def drop(self, dropped: Callable[[], None]) -> None:
+        """Have all gradients in buffers and on paths forgotten, then call `dropped`.
+
+        An interrupt comes before both or after both.
+        """
+
+
 class PathGradients(GradientStore):
     """The gradients of one session, as far as they are in memory; see the module.
 
     Args:
         parts: See `GradientStore`.
         lanes: The session's, by which gradients come to host memory.
-        fill: Returns the address of a subgroup's buffer, which belongs to the caller until the next call, or a step.
-        drop: Has all gradients forgotten, wherever they lie, and calls its argument with that.
+        filler: Gives buffers to fill.
     """
 
-    def __init__(
-        self, *parts: Any, lanes: Lanes, fill: Callable[[int], int], drop: Callable[[Callable[[], None]], None]
-    ) -> None:
+    def __init__(self, *parts: Any, lanes: Lanes, filler: Filler) -> None:
         super().__init__(*parts)
         self._lanes = lanes
-        self._ask, self._drop = fill, drop
+        self._filler = filler
         # Of each parameter, with their subgroups; the last first.
         self._segments: list[list[tuple[int, Segment]]] = []
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -85,13 +99,10 @@ class PathGradients(GradientStore):
             self._buffer_bytes = plan.gradient_buffer_bytes
             self._filling = None
             self._bounce = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
+            self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         return [np.zeros(count, np.float64) for count in counts]
-
-    def buffer_address(self, buffer: int) -> int:
-        """Return the address of a gradient buffer."""
-        return (self._buffers.address if self._buffers is not None else 0) + buffer * self._buffer_bytes
 
     # During backward
 
@@ -159,7 +170,7 @@ class PathGradients(GradientStore):
     def _fill(self, subgroup: int) -> int:
         if self._filling is None or self._filling[0] != subgroup:
             self._filling = None
-            self._filling = subgroup, self._ask(subgroup)
+            self._filling = subgroup, self._memory.buffer_address("gradients", self._filler.fill(subgroup))
         return self._filling[1]
 
     def _put(
@@ -211,7 +222,7 @@ class PathGradients(GradientStore):
     def forget(self) -> None:
         """Forget all gradients that no step has used."""
         if self.have_arrived():
-            self._drop(self._reset)
+            self._filler.drop(self._reset)
 
     def _check_whole(self) -> None:
         if self._torn:

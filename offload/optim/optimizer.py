@@ -38,7 +38,7 @@ from offload.optim.buckets import CommHook, attach
 from offload.optim.frozen import tell_little
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
-from offload.optim.overlap import FollowedModel, Overlap
+from offload.optim.overlap import FollowedModel
 from offload.optim.preemption import Preemption
 from offload.optim.routes import StepRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
@@ -46,7 +46,7 @@ from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
 from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
-from offload.rules import number
+from offload.rules import UpdateRule, number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.parking import check_keep_host
 from offload.session.setup import gradient_budget
@@ -62,6 +62,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
+    _is_reported = True  # the last step
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         check_options(self.kind, options or {})
         config = parse_config(offload)
         owner = weakref.proxy(self)  # the engine does not keep it alive
-        holder = EngineHolder(config, self.rule, lambda config: owner._open(config), self.limits)
+        holder = EngineHolder(config, self.rule, owner, self.limits)
         super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
         world, rank = ranks.world()
@@ -89,12 +90,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
-        self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
-        self._is_reported = True  # the last step
-        self._lock.wait_for_step = lambda: owner._finish()
         self._auto = AutoOverlap(self._overlap.pace)
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
@@ -104,6 +102,16 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._widen_gradients(parameters)
         else:
             self._open(holder.config)
+
+    def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule | None]:
+        """Return which of the engine's groups a parameter is in, and its rule (None for the optimizer's).
+
+        Args:
+            parameter: The parameter.
+            name: Its name.
+            group: The number of its group in torch.
+        """
+        return group, None
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
         """Return the device that all weights lie on."""
@@ -116,7 +124,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _open(self, config: OffloadConfig) -> None:
         trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        descriptions = self._weights.describe(self.param_groups, trainable)
+        descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._holder.start(descriptions, config, self._route.has_slots)
             # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
@@ -192,7 +200,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                     parameter.grad_dtype = torch.float32
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
-        descriptions = self._weights.describe(self.param_groups, parameters)
+        descriptions = self._weights.describe(self.param_groups, parameters, self._kept_as)
         # An interrupted addition may have reached the engine, and not `self._weights.bound`.
         if self.engine.plan.layout.parameters[len(self._weights.bound) :] != descriptions:
             self.engine.add(descriptions)

@@ -17,7 +17,7 @@ Invariants, verified by `check`:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -25,6 +25,7 @@ from offload.errors import TierFullError, invariant, known
 from offload.plan.budget import Plan
 from offload.protocols import ACTIVATIONS, TileId
 from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.issued import Issued
 from offload.schedule.operations import Operation, ReadTile, WriteTile
 
 
@@ -61,16 +62,14 @@ class Buffers:
 
     Args:
         index: Slots of the stores.
-        new_op: Returns the id of the next operation.
-        issue: Starts an operation.
+        issued: Takes their operations.
     """
 
     what: ClassVar[Literal["gradients", "activations"]]
 
-    def __init__(self, index: TileIndex, new_op: Callable[[], int], issue: Callable[[Operation], None]) -> None:
+    def __init__(self, index: TileIndex, issued: Issued) -> None:
         self._index = index
-        self._new_op = new_op
-        self._issue = issue
+        self._issued = issued
         self._owners: list[int | None] = []
         self._held: dict[int, Held] = {}  # by owner; those that were filled last are last
         self._stored: set[int] = set()  # owners whose data is whole on the paths
@@ -210,7 +209,7 @@ class Buffers:
         held.unread = len(tiles)
         for tile, offset, _ in tiles:
             record = known(self._index.get(tile), f"{tile} is on no path")
-            self._issue(ReadTile(self._new_op(), tile, buffer, offset, record, self.what))
+            self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self.what))
 
     def _make_newest(self, owner: int) -> None:
         """Have a buffer changed that nothing is on its way to or from: what lies on the paths is of no use then."""
@@ -246,7 +245,7 @@ class Buffers:
             return False
         self._writes += 1
         record = Record(location, self._writes, 0)
-        self._issue(WriteTile(self._new_op(), tile, buffer, offset, record, self.what))
+        self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self.what))
         return True
 
     def _free(self, owner: int) -> None:
@@ -290,23 +289,17 @@ class GradientBuffers(Buffers):
     Args:
         plan: How many there are, and how gradients are cut.
         index: Slots of the stores.
-        new_op: Returns the id of the next operation.
-        issue: Starts an operation.
-        full: Called with a tile that no path has room for.
+        issued: Takes their operations.
+
+    Attributes:
+        homeless: A tile that no path has room for.
     """
 
     what = "gradients"
 
-    def __init__(
-        self,
-        plan: Plan,
-        index: TileIndex,
-        new_op: Callable[[], int],
-        issue: Callable[[Operation], None],
-        full: Callable[[TileId], None],
-    ) -> None:
-        super().__init__(index, new_op, issue)
-        self._full = full
+    def __init__(self, plan: Plan, index: TileIndex, issued: Issued) -> None:
+        super().__init__(index, issued)
+        self.homeless: TileId | None = None
         # Subgroups whose gradients are to be read for their visits: those with streamed state, which has a staging
         # slot meanwhile, come first.
         self._streamed: deque[int] = deque()
@@ -376,9 +369,8 @@ class GradientBuffers(Buffers):
                 return
             if subgroup not in self._filling:
                 count -= 1
-                tile = self._leave(subgroup)
-                if tile is not None:
-                    self._full(tile)
+                self.homeless = self._leave(subgroup)
+                if self.homeless is not None:
                     return
 
 
@@ -400,8 +392,7 @@ class ActivationBuffers(Buffers):
     Args:
         plan: How many there are, and how large.
         index: Slots of the stores.
-        new_op: Returns the id of the next operation.
-        issue: Starts an operation.
+        issued: Takes their operations.
 
     Attributes:
         is_full: Whether no path takes any more; until all tiles are discarded.
@@ -411,10 +402,8 @@ class ActivationBuffers(Buffers):
 
     what = "activations"
 
-    def __init__(
-        self, plan: Plan, index: TileIndex, new_op: Callable[[], int], issue: Callable[[Operation], None]
-    ) -> None:
-        super().__init__(index, new_op, issue)
+    def __init__(self, plan: Plan, index: TileIndex, issued: Issued) -> None:
+        super().__init__(index, issued)
         self.is_full = False
         self.errors: dict[int, Exception] = {}
         self._packed: deque[int] = deque()  # tiles in buffers alone, which nobody writes to, in order

@@ -15,8 +15,10 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from offload import combinations, metrics, waits
 from offload.errors import ConfigError, InfeasiblePlanError, known
@@ -29,7 +31,6 @@ from offload.plan.budget import (
 from offload.protocols import WAKE, Mark
 from offload.schedule.operations import Discard, Extend, Pack, Packed, ReadTile, Unpack, Unpacked, WriteTile
 from offload.session.parts import SessionParts
-from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
 """Of what lies beside each other in a tile."""
@@ -86,6 +87,31 @@ class _Asked:
         self.answered.set()
 
 
+class Turns(Protocol):
+    """The session's engine thread, which makes this: see `EngineThread`."""
+
+    pid: int
+
+    @property
+    def is_usable(self) -> bool:
+        """See `EngineThread`."""
+
+    def check_usable(self) -> None:
+        """See `EngineThread`."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `EngineThread`."""
+
+    def request(self, begin: Callable[[], None], *, needs_memory: bool = True) -> None:
+        """See `EngineThread`."""
+
+    def take_memory(self) -> None:
+        """See `EngineThread`."""
+
+    def settle(self) -> None:
+        """See `EngineThread`."""
+
+
 class Activations:
     """The activations of one session.
 
@@ -97,11 +123,9 @@ class Activations:
         posts: What callers have done that the engine has not heard of.
     """
 
-    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
+    def __init__(self, parts: SessionParts, thread: Turns) -> None:
         self._parts = parts
         self._thread = thread
-        parts.activation_address, thread.activations = self._address, self
-        thread.parking.saves_activations = self.are_alive
         self.posts: deque[tuple[str, Any]] = deque()
         # On callers' threads
         self._writing, self._reading = threading.RLock(), threading.RLock()
@@ -161,15 +185,12 @@ class Activations:
         self._arena = arena
         budgets = dataclasses.replace(parts.plan.budgets, activation_bytes=nbytes, activation_tile_bytes=tile_bytes)
         plan = dataclasses.replace(parts.plan, budgets=budgets)
+        if arena is not None:
+            parts.memory.place_buffers("activations", arena.address, tile_bytes)
         parts.lanes.bind(plan)
-        parts.executor.bind(plan, parts.memory.staging[0])
+        parts.executor.bind(plan)
         parts.machine.handle(Extend(plan))
         parts.plan = parts.views.plan = plan
-
-    def _address(self, buffer: int) -> int:
-        """Return the address of a buffer."""
-        arena = known(self._arena, "activations without buffers")
-        return int(arena.address) + buffer * self._parts.plan.budgets.activation_tile_bytes
 
     # On callers' threads
 
@@ -186,9 +207,7 @@ class Activations:
         """
         if not self._thread.is_usable:
             return None
-        if self._thread.parking.is_held:
-            with self._thread.turn():
-                self._thread.request(lambda: None)
+        self._thread.take_memory()
         with self._writing:
             if self._is_writing:  # a signal handler has interrupted it
                 return None
@@ -350,7 +369,8 @@ class Activations:
             self._awaited.remove(asked)
             error = machine.broken if isinstance(machine.broken, Exception) else book.errors.get(asked.tile)
             there = error is None and (book.are_there(asked.tile) if asked.reads else book.is_filling(asked.tile))
-            asked.answer(self._address(book.buffer_of(asked.tile)) if there else None, error)
+            address = self._parts.memory.buffer_address("activations", book.buffer_of(asked.tile)) if there else None
+            asked.answer(address, error)
 
     def _is_answerable(self, asked: _Asked) -> bool:
         machine, tile = self._parts.machine, asked.tile

@@ -25,7 +25,7 @@ import torch
 from offload import combinations, metrics
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
-from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
+from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure import lane_totals
@@ -34,7 +34,6 @@ from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
-from offload.session.activations import Activations
 from offload.session.checkpoints import Checkpoints
 from offload.session.gradients import Gradients
 from offload.session.parking import PendingPark
@@ -103,11 +102,10 @@ class Engine:
                 )
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
-                thread.aborted = partial(_aborted, parts, visits)
                 self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
-                self.activations = Activations(parts, thread)
+                self.activations = thread.activations
                 # None of these holds this object, so an engine that is forgotten is closed.
                 self._shutdown = Shutdown(parts, thread)
                 self._finalizer = weakref.finalize(self, self._shutdown.forgotten)
@@ -143,7 +141,7 @@ class Engine:
     def step_number(self) -> int:
         """How many steps the state has had; a checkpoint brings its own."""
         self._thread.wait_pending()
-        return self._visits.step_number
+        return self._thread.sweeps.step_number
 
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
@@ -154,15 +152,16 @@ class Engine:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
         self._thread.wait_pending()
         self._parts.executor.take_timed()
-        last, now = self._visits.last, self._visits.account
+        last, now = self._thread.sweeps.last, self._thread.sweeps.account
         return [*last.timeline, *(now.timeline if now is not last else ())]
 
     @property
     def last_step(self) -> StepAccount:
         """The account of the last step that has ended."""
-        if self._visits.account is self._visits.last:  # else a GPU's lanes have worked for the next step since
+        sweeps = self._thread.sweeps
+        if sweeps.account is sweeps.last:  # else a GPU's lanes have worked for the next step since
             self._parts.executor.take_timed()
-        return self._visits.last
+        return sweeps.last
 
     @property
     def speculates(self) -> bool:
@@ -181,7 +180,7 @@ class Engine:
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         figures: dict[str, float] = {
-            metrics.STEP: self._visits.step_number,
+            metrics.STEP: self._thread.sweeps.step_number,
             metrics.STEP_S: max([account.step_s, *ends_s]),
             metrics.STATE_BYTES: plan.state_bytes,
             metrics.RESIDENT_BYTES: resident_bytes,
@@ -376,13 +375,13 @@ class Engine:
 
             def applied() -> None:
                 tables.steps[chosen] += 1
-                visits.end_step(started_s)
+                thread.sweeps.end_step(started_s)
                 thread.speculation.end_step(scale, clip)
 
-            pending_step = None if pending is None else PendingStep(pending, thread.aborted, begun)
+            pending_step = None if pending is None else PendingStep(pending)
             begin = partial(visits.begin_step, subgroups, chosen)
             try:
-                thread.request(begin, applied, visits.learn, pending_step, seals=True)
+                thread.request(begin, applied, visits.learn, pending_step, begun=begun, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -439,12 +438,3 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _aborted(parts: SessionParts, visits: Visits, error: BaseException) -> StepAbortedError:
-    """Return what to raise for a step that has failed with an error."""
-    if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
-        error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
-    aborted = StepAbortedError(visits.step_number + 1, error, parts.machine.moved, parts.saves.last_folder)
-    aborted.__cause__ = error
-    return aborted

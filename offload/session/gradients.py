@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ import torch
 from offload.dtypes import DtypeCode
 from offload.errors import SessionBrokenError
 from offload.protocols import Mark
-from offload.schedule.loop import pump
-from offload.schedule.operations import Drop, Fill
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Visits
@@ -32,31 +29,6 @@ class Gradients:
         self._parts = parts
         self._thread = thread
         self._visits = visits
-        parts.fill_gradients, parts.drop_gradients = self._fill, self._drop
-
-    def _fill(self, subgroup: int) -> int:
-        """Return the address of a subgroup's gradient buffer, once it may be written to."""
-        with self._thread.turn():
-            self._thread.request(partial(self._begin_fill, subgroup))
-        return self._parts.gradients.buffer_address(self._parts.machine.gradients.buffer_of(subgroup))
-
-    def _begin_fill(self, subgroup: int) -> None:
-        parts, machine = self._parts, self._parts.machine
-        self._visits.open_account()
-        machine.handle(Fill(subgroup))
-        pump(machine, parts.executor, lambda m: m.gradients.is_filling(subgroup) or m.broken is not None)
-        if machine.broken is not None:
-            raise machine.broken
-
-    def _drop(self, dropped: Callable[[], None]) -> None:
-        """Have all gradients in buffers and on paths forgotten; an interrupt comes before both or after both."""
-
-        def drop() -> None:
-            self._parts.machine.handle(Drop())
-            dropped()
-
-        with self._thread.turn():
-            self._thread.request(drop)
 
     @property
     def are_read_early(self) -> bool:
@@ -128,9 +100,7 @@ class Gradients:
 
     def take_memory(self) -> None:
         """Take memory again that `Engine.park` has given back, or is about to; call this before writing to a slot."""
-        if self._thread.parking.is_held:
-            with self._thread.turn():
-                self._thread.request(nothing)
+        self._thread.take_memory()
 
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
         """Say that a parameter's gradient lies where the step will read it, unless more of it comes.
@@ -159,7 +129,7 @@ class Gradients:
         """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
         if self._thread.is_usable and self._thread.speculation.drop_arrivals():
             with self._thread.turn():
-                self._thread.request(lambda: None)
+                self._thread.request(nothing)
 
     def forget(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU, or in buffers: those that arrive next are the first.

@@ -27,9 +27,11 @@ from offload.memory.nodes import check_free
 from offload.plan import Home
 from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
-from offload.schedule.operations import Leave, Run, Stay, Sweep
+from offload.schedule.operations import Leave, Run, Stay
 from offload.schedule.staging import Phase
+from offload.session.activations import Activations
 from offload.session.parts import SessionParts
+from offload.session.sweeps import Sweeps
 from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
@@ -85,20 +87,20 @@ class Parking:
 
     Args:
         parts: Its parts.
+        sweeps: Bring state home.
+        activations: What is saved for backward in memory of the session's.
 
     Attributes:
         is_parked: Whether memory has been given back, and none taken again.
         figures: Of the last park that gave memory back, by the names of metrics.
     """
 
-    def __init__(self, parts: SessionParts) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps, activations: Activations) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
-        self.visit: Callable[[Sequence[int], Callable[[Run], None]], Sweep]
-        """Begins a sweep in which the visitor works on some subgroups, and changes nothing."""
-        self.saves_activations: Callable[[], bool]
-        """Says whether tensors are saved for backward in memory of the session's."""
         self._parts = parts
+        self._sweeps = sweeps
+        self._activations = activations
         self._pending: PendingPark | None = None
         self._numbers = 0
         self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
@@ -140,7 +142,7 @@ class Parking:
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
 
-        if self.saves_activations():
+        if self._activations.are_alive():
             raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
 
         def at(home: Home) -> list[int]:
@@ -430,7 +432,7 @@ class Parking:
                 number = run.visit.subgroup
                 parts.lanes.store(self._copies({number: places[number]}))
 
-            self.visit(batch, visit)
+            self._sweeps.begin(batch, visit, changes=False)
             pump(machine, parts.executor, lambda m: m.finished_sweep is not None)
             machine.take_finished_sweep()
             parts.executor.visit_with(visit_nothing)

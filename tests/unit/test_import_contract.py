@@ -49,7 +49,7 @@ PUBLIC = (
     "offload.rules",
 )
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
-SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "buffers")
+SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "issued", "buffers")
 PURE = ["plan", *(f"schedule/{name}.py" for name in SCHEDULE), "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",
