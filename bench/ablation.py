@@ -54,8 +54,8 @@ from _harness import Run, main, ratio, show
 from _needs import Need
 from _schedules import Forgetting
 
+from offload.cli.machine import Machine as Node
 from offload.cli.model import choose_shape
-from offload.cli.node import Machine as Node
 from offload.cli.scenario import Scenario, ask
 from offload.cli.shapes import Model
 from offload.measure import find_rates

@@ -31,8 +31,8 @@ from _worker import SETTINGS, adamw_of, with_deepspeed
 from torch import multiprocessing as mp
 
 import offload
+from offload.cli.machine import Machine
 from offload.cli.model import VOCABULARY, build_model, choose_shape
-from offload.cli.node import Machine
 from offload.cli.scenario import Scenario, ask
 from offload.cli.shapes import Model
 from offload.measure import find_rates

@@ -23,8 +23,7 @@ from typing import Any
 from _harness import Run, main, show, turns
 from _sessions import MB, Configuration, Model, Pace, Session
 
-from offload.cli.node import Machine
-from offload.cli.plan import with_shared_path
+from offload.cli.machine import Machine, with_shared_path
 from offload.cli.scenario import Scenario, ask
 from offload.cli.shapes import Model as Trained
 from offload.measure import find_rates

@@ -2,15 +2,14 @@
 
     make docs, or: python docs/generate.py
 
-Whole pages: configuration.md (config classes), api.md (docstrings, `reference.py`). Marked parts of others: measured
-figures (reports, `figures.py`), the versions that tests run, and what excludes each other.
+Whole pages: configuration.md (config classes), metrics.md (their table), api.md (docstrings, `reference.py`). Marked
+parts of others: measured figures (reports, `figures.py`), the versions that tests run, and what excludes each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import re
 import tomllib
 from collections import defaultdict
@@ -21,6 +20,7 @@ import figures
 import machines
 import reference
 
+from offload import metrics
 from offload.combinations import TABLE
 from offload.config import OffloadConfig, PathConfig
 
@@ -39,31 +39,39 @@ one process. Words such as subgroup, tier and home are explained in [step.md](st
 """
 
 
-def attributes(config: type) -> dict[str, str]:
-    """Return what a class's docstring says of each attribute, on one line each."""
-    text = inspect.cleandoc(config.__doc__ or "").split("Attributes:\n", 1)[1]
-    found: dict[str, str] = {}
-    name = ""
-    for line in text.splitlines():
-        start = re.match(r"    (\w+): (.*)", line)
-        if start:
-            name = start.group(1)
-            found[name] = start.group(2)
-        elif line.strip():
-            found[name] += " " + line.strip()
-    return found
-
-
 def table(config: type) -> str:
     """Return the settings of a config class as a Markdown table."""
-    meanings = attributes(config)
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(config):
         required = field.default is dataclasses.MISSING
         default = "required" if required else f"`{field.default!r}`".replace("'", '"')
-        meaning = meanings[field.name].replace("|", "\\|")
+        meaning = field.metadata["meaning"].replace("|", "\\|")
         lines.append(f"| `{field.name}` | {default} | {meaning} |")
     return "\n".join(lines)
+
+
+METRICS_HEAD = """# Metrics
+
+Written by `python docs/generate.py` from `offload/metrics.py`; change that.
+
+`optimizer.metrics()` returns these figures of the last step that has ended, `offload.Engine.metrics()` those of the
+first table; [frameworks.md](frameworks.md) says how to log them. Units come last in names: bytes, seconds (`_s`).
+"""
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics."""
+    lines = ["| name | unit | there | what it is |", "|---|---|---|---|"]
+    for name, metric in metrics.TABLE.items():
+        if name == metrics.FIRST_OF_OPTIMIZER:
+            lines += [
+                "",
+                "An optimizer's besides; predictions are those that were due before the step:",
+                "",
+                *lines[:2],
+            ]
+        lines.append(f"| `{name}` | {metric.unit} | {metric.since} | {metric.meaning} |")
+    return "\n".join([METRICS_HEAD, *lines, ""])
 
 
 def configuration() -> str:
@@ -127,7 +135,11 @@ def versions(page: Path) -> str:
     return "\n".join(lines)
 
 
-PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
+PAGES = {
+    DOCS / "configuration.md": configuration,
+    DOCS / "metrics.md": metrics_page,
+    DOCS / "api.md": reference.page,
+}
 PARTS = {
     ROOT / "README.md": {"machines": machines.fitting, "cost": figures.cost},
     DOCS / "step.md": {"cpu": figures.checked_cpu, "hidden": figures.hidden, "saved": figures.saved},

@@ -8,15 +8,16 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from decimal import Decimal
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from offload import combinations
 from offload.errors import ConfigError, check_text
-from offload.formats import STATE_FORMATS
+from offload.formats import STATE_FORMATS, StateFormat
 from offload.protocols import MAX_DEPTH, MAX_NODES
 from offload.units import read_number
 
@@ -102,6 +103,223 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
     return found
 
 
+# How one value is checked
+
+
+class Size:
+    """Takes a size in bytes, or one of `words`."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __call__(self, field: str, value: Any) -> int | str:
+        return str(value) if value in self.words else parse_bytes(field, value)
+
+
+class Count:
+    """Takes an integer from `least` to `most`."""
+
+    def __init__(self, least: int, most: int = MAX_INTEGER) -> None:
+        self.least, self.most = least, most
+
+    def __call__(self, field: str, value: Any) -> Any:
+        check_int(field, value, self.least, self.most)
+        return value
+
+
+class OneOf:
+    """Takes one of `words`; or of those of earlier versions, which are not told; or what is a `number`."""
+
+    def __init__(self, *words: str, earlier: Sequence[str] = (), number: Count | None = None) -> None:
+        self.words, self._earlier, self._number = words, earlier, number
+
+    def __call__(self, field: str, value: Any) -> Any:
+        if self._number is not None and isinstance(value, int):
+            return self._number(field, value)
+        if not isinstance(value, str) or value not in (*self.words, *self._earlier):
+            raise ConfigError(field, value, "use " + " or ".join(f'"{word}"' for word in self.words))
+        return value
+
+
+def check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:
+    """Refuse what is no integer from `least` to `most`.
+
+    Raises:
+        ConfigError: It is none; names `field`.
+    """
+    number = value if isinstance(value, int) and not isinstance(value, bool) else least - 1
+    if not least <= number <= most:
+        allowed = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"
+        raise ConfigError(field, value, f"give an integer {allowed}")
+
+
+def check_bool(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(field, value, "use true or false")
+    return value
+
+
+def check_seconds(field: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise ConfigError(field, value, "give seconds, greater than 0")
+    return value
+
+
+def check_threads(field: str, value: Any) -> Any:
+    check_int(field, value, 1)
+    if value > MAX_THREADS:
+        raise ConfigError("threads", value, f"use at most {MAX_THREADS}, and no more than there are CPUs")
+    return value
+
+
+def check_placement(field: str, value: Any) -> Any:
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    if not is_share and value not in ("auto", "cpu", "gpu"):
+        raise ConfigError(field, value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
+    return value
+
+
+def check_mirror(field: str, value: Any) -> str:
+    name = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(name, str) or not name:
+        raise ConfigError(field, value, "name a directory or s3://bucket/prefix, or none for no mirror")
+    check_text(field, name)
+    return os.path.expanduser(name)
+
+
+def check_rates(field: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(field, value, 'use "auto" or name a file that `offload probe` wrote')
+    return os.path.expanduser(os.fspath(value))
+
+
+def check_patterns(field: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(field, value, 'give a list of patterns like "*embed*"')
+    return tuple(value)
+
+
+def check_paths(field: str, value: Any) -> tuple[PathConfig, ...]:
+    if isinstance(value, str | os.PathLike | Mapping) or not isinstance(value, Sequence):
+        raise ConfigError(field, value, "give a list of directories")
+    return tuple(PathConfig.parse(f"{field}[{number}]", path) for number, path in enumerate(value))
+
+
+def check_place(field: str, value: Any) -> str:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(path, str) or not path:
+        raise ConfigError(field, path, "give a directory")
+    check_text(field, path)
+    return os.path.expanduser(path)
+
+
+def check_share(field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_SHARE:
+        raise ConfigError(field, value, "give a number greater than 0, or none to follow measured rates")
+    return float(value)
+
+
+def check_folder(field: str, value: Any) -> str:
+    name = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(name, str) or not os.path.isdir(name):
+        raise ConfigError(field, name, "name a directory that exists, or none for `path`")
+    check_text(field, name)
+    return name
+
+
+# How a setting is declared
+
+Check = Callable[[str, Any], Any]
+"""Returns a value as it is kept, from its setting's name and what was given; `ConfigError` if that cannot be used."""
+
+
+class Flag(NamedTuple):
+    """How a command takes a setting: by an option of its name, with dashes.
+
+    Attributes:
+        help: What it is, for `--help`.
+        metavar: What `--help` calls the value; "" for what the check says.
+    """
+
+    help: str
+    metavar: str = ""
+
+
+class Tried(NamedTuple):
+    """What `offload plan` may choose for a setting that it is not given, and pastes.
+
+    Attributes:
+        values: What it tries, that first which asks least of the user; none where it computes the value.
+        why: What the others do, in words that follow the setting.
+        weights_on: "cpu" or "gpu" if it is tried where weights lie there alone.
+        asks: How much each value asks of the user more than the one before; numbers that change are asked for last.
+    """
+
+    values: tuple[Any, ...] = ()
+    why: str = ""
+    weights_on: str = ""
+    asks: int = 1
+
+
+def said(
+    check: Check,
+    meaning: str,
+    *,
+    plan: Flag | None,
+    train: Flag | None,
+    advised: Tried | None = None,
+    deepspeed: combinations.Row | None = None,
+    alike: bool = False,
+) -> dict[str, Any]:
+    """Return all that is known of a setting but its name, type and default: the metadata of its field.
+
+    Everybody else asks for it: `__post_init__`, docs/generate.py, the commands (`offload.cli.values.add_settings`),
+    DeepSpeed's object. Where the default is None, None is taken unchecked.
+
+    Args:
+        check: Of a value by itself. What is not combined is refused by rows of `offload.combinations`.
+        meaning: What users are told of it.
+        plan: How `offload plan` takes it; None: not at all, as what is predicted does not depend on it.
+        train: Likewise `offload train`.
+        advised: What `offload plan` may choose for it; None: that is left to the user.
+        deepspeed: The row that refuses it as a key of DeepSpeed's object; None: it is one.
+        alike: Whether a session that another is compared with has it, too: bits depend on it, or how work is cut.
+    """
+    taken = {"plan": plan, "train": train, "advised": advised, "deepspeed": deepspeed, "alike": alike}
+    return {"check": check, "meaning": " ".join(meaning.split()), **taken}
+
+
+NO_OPTION: dict[str, Any] = {"plan": None, "train": None}
+"""Of a setting that no command takes."""
+
+
+def setting(default: T, check: Check, meaning: str, **taken: Any) -> T:
+    """Return the field of a setting that need not be given; see `said`."""
+    found: T = field(default=default, metadata=said(check, meaning, **taken))
+    return found
+
+
+def _kept(one: Field[Any], name: str, value: Any) -> Any:
+    """Return the value of a setting as it is kept, by its check."""
+    return None if value is None and one.default is None else one.metadata["check"](name, value)
+
+
+def _settings(cls: type[T]) -> type[T]:
+    """Have a dataclass's docstring say what its settings mean, and have it name the nearest to an unknown one."""
+    init, declared = cls.__init__, fields(cls)  # type: ignore[arg-type]
+    fill = functools.partial(textwrap.fill, width=118, initial_indent=8 * " ", subsequent_indent=12 * " ")
+    lines = [fill(f"{one.name}: {one.metadata['meaning']}") for one in declared]
+    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
+
+    @functools.wraps(init)
+    def checked(self: T, **values: Any) -> None:
+        _check_keys(cls.__name__, values, [one.name for one in declared])
+        init(self, **values)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
 def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in values:
         if key not in known:
@@ -110,26 +328,45 @@ def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> 
             raise ConfigError(f"{field}.{key}", values[key], f"unknown key; {nearest}known are {', '.join(known)}")
 
 
+@_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathConfig:
-    """One place in a storage tier.
+    """One place in a storage tier."""
 
-    Attributes:
-        path: A directory that exists and can be written (`~`: your home), or "s3://bucket/prefix": endpoint, region
-            and credentials from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.
-        max_bytes: Most bytes the session may occupy there; None for all that is free.
-        share: Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
-            others have one and this has not). None for all: in proportion to measured bandwidth.
-        lock_path: Directory that processes take turns on when they use this path (see `OffloadConfig.path_lock`).
-            None: `path`. Name one for several paths that lie on one device, or for subdirectories of one path.
-        depth: Requests of each direction in flight; None: a few are tried when the session opens.
-    """
-
-    path: str
-    max_bytes: int | None = None
-    share: float | None = None
-    lock_path: str | None = None
-    depth: int | None = None
+    path: str = field(
+        metadata=said(
+            check_place,
+            """A directory that exists and can be written (`~`: your home), or "s3://bucket/prefix": endpoint, region
+            and credentials from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.""",
+            **NO_OPTION,
+        )
+    )
+    max_bytes: int | None = setting(
+        None,
+        Size(),
+        """Most bytes the session may occupy there; None for all that is free.""",
+        **NO_OPTION,
+    )
+    share: float | None = setting(
+        None,
+        check_share,
+        """Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
+        others have one and this has not). None for all: in proportion to measured bandwidth.""",
+        **NO_OPTION,
+    )
+    lock_path: str | None = setting(
+        None,
+        check_folder,
+        """Directory that processes take turns on when they use this path (see `OffloadConfig.path_lock`). None:
+        `path`. Name one for several paths that lie on one device, or for subdirectories of one path.""",
+        **NO_OPTION,
+    )
+    depth: int | None = setting(
+        None,
+        Count(1, MAX_DEPTH),
+        """Requests of each direction in flight; None: a few are tried when the session opens.""",
+        **NO_OPTION,
+    )
 
     @classmethod
     def parse(cls, field: str, value: object) -> PathConfig:
@@ -139,255 +376,278 @@ class PathConfig:
             ConfigError: If a key is unknown or a value is not usable.
         """
         if isinstance(value, cls):
-            value = {item.name: getattr(value, item.name) for item in dataclasses.fields(cls)}
+            value = {item.name: getattr(value, item.name) for item in fields(cls)}
         if isinstance(value, str | os.PathLike):
             value = {"path": os.fspath(value)}
         if not isinstance(value, Mapping) or "path" not in value:
             raise ConfigError(
                 field, value, 'give a directory, "s3://bucket/prefix", or {"path": ..., "max_bytes": ...}'
             )
-        _check_keys(field, value, [item.name for item in dataclasses.fields(cls)])
-        path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
-        if not isinstance(path, str) or not path:
-            raise ConfigError(f"{field}.path", path, "give a directory")
-        check_text(f"{field}.path", path)
-        path = os.path.expanduser(path)
-        max_bytes = value.get("max_bytes")
-        if max_bytes is not None:
-            max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
-        share = value.get("share")
-        if share is not None and (
-            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < MAX_SHARE
-        ):
-            raise ConfigError(
-                f"{field}.share", share, "give a number greater than 0, or none to follow measured rates"
-            )
-        lock_path = value.get("lock_path")
-        if isinstance(lock_path, os.PathLike):
-            lock_path = os.fspath(lock_path)
-        if lock_path is not None and (not isinstance(lock_path, str) or not os.path.isdir(lock_path)):
-            raise ConfigError(f"{field}.lock_path", lock_path, "name a directory that exists, or none for `path`")
-        if lock_path is not None:
-            check_text(f"{field}.lock_path", lock_path)
-        depth = value.get("depth")
-        if depth is not None:
-            check_int(f"{field}.depth", depth, 1, MAX_DEPTH)
-        share = None if share is None else float(share)
-        return cls(path=path, max_bytes=max_bytes, share=share, lock_path=lock_path, depth=depth)
+        _check_keys(field, value, [item.name for item in fields(cls)])
+        return cls(**{item.name: _kept(item, f"{field}.{item.name}", value.get(item.name)) for item in fields(cls)})
 
 
-def _refuses_unknown(cls: type[T]) -> type[T]:
-    """Have a dataclass say which fields it has, where it is given others."""
-    init, known = cls.__init__, [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def checked(self: T, **values: Any) -> None:
-        _check_keys(cls.__name__, values, known)
-        init(self, **values)
-
-    cls.__init__ = checked  # type: ignore[assignment]
-    return cls
-
-
-@_refuses_unknown
+@_settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """Where optimizer state may live and how much of each tier it may use.
 
     Sizes are integers (bytes) or strings such as "8GiB". Values are checked on construction.
-
-    Attributes:
-        host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
-            otherwise up to half of the memory that is available (its part of that, where a launcher has started
-            several ranks on the node), and no more than buffers and gradients leave of all of it beside 2 GiB, or
-            half where that is less, for forward and backward: all state streams where there is no more. Where host
-            memory is of several kinds (sockets, CXL cards), a size for each memory node, by Linux's numbers:
-            {"node0": "200GiB", "node2": "400GiB"}. Homes then lie where the step is shortest, and all other memory of
-            the session on the fastest of these nodes; memory is bound there.
-        gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
-            after the first backward pass; nothing if the state is asked for before that. "borrow": no state is at
-            home there, and what the step needs of it (staging slots, as many as pay of those that the first backward
-            pass leaves room for) is taken when backward has ended, and given back to torch before the next forward
-            pass; so "borrow" and `overlap` "forward" exclude each other. More than 0 is refused where weights lie on
-            the CPU.
-        gradient_memory: Bytes of host memory for gradients. None: for all of them. What does not fit leaves for the
-            paths as it arrives, and comes back in the step; "auto": as much as stays in memory as `host_memory` and
-            what is available leave. Whether all fit is decided when an optimizer is made. Where they do not, `.grad`
-            is None after backward for every parameter, and `optimizer.clip_grad_norm_` and `offload.GradScaler` take
-            the place of torch's own; to drop gradients without a step, call `optimizer.zero_grad()`. A few buffers
-            come on top, named in the plan. Excludes `overlap` "backward" and "both"; with weights on a GPU the CPU
-            updates all.
-        paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
-            `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
-            paths are seen to have, step by step, unless a `share` is given.
-        staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups, or more where
-            rates from a file say that they pay.
-        subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
-        threads: CPU threads of the update. None: as many as this process may use (its part of them, as for
-            `host_memory`), and two less with weights on a GPU.
-        gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32". Those that DDP, FSDP or `shard`
-            reduce for the CPU are in the weight's dtype anyway.
-        keep_grads: Whether gradients on a GPU stay in `.grad` until the step. If not, they leave during backward, and
-            `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop them without a
-            step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them. Refused where weights lie
-            on the CPU.
-        checksum: Whether tiles on storage carry a checksum that is verified on every read.
-        checkpoints_kept: How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is
-            room for them and for the next one. None: 1, or as there is room: without it, saving raises.
-        mirror: A directory that exists, or "s3://bucket/prefix", that gets a copy of each committed checkpoint behind
-            training: a self-contained one, in a folder of the same name. The plan makes room for one more checkpoint
-            on the paths, which is kept while it is copied. Where several are committed meanwhile, the newest is next.
-            Checkpoints that are copies anyway are not mirrored.
-        io_backend: How directories are read and written: "threads", "asyncio" (through aiofiles), or "auto": threads,
-            and asyncio on network file systems without O_DIRECT. "io_uring", of earlier versions, is "threads".
-        path_lock: Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a
-            time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
-            pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm; object
-            stores and asyncio take no turns.
-        stall_timeout_s: Seconds without an answer from any device, with something asked for, after which the session
-            gives up on them.
-        lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
-        placement: The device that runs updates where weights lie on a GPU: "auto" for whatever the model finds
-            fastest, chosen again by what the first steps show, "cpu", "gpu", or the GPU's share from 0 to 1. State at
-            home on the GPU is updated there anyway. Where weights lie on the CPU, "auto" and "cpu" are all there is.
-        rates: Where the first rates come from; every step refines them. "auto": this machine's file, which
-            `offload probe` writes, if there is one that fits and has all paths, else a short probe (about
-            half a second; it passes over as much memory as the session takes, up to 512 MiB or three times the
-            last-level caches, and at most an eighth of what is free). Or such a file, which must fit.
-        state_format: How state is stored, everywhere: "exact" (fp32); "compact16": the master in fp32, the tensors
-            beside it in bf16; or "compact8": the upper 24 bits of the master, and 8-bit codes that share scales in
-            blocks of 64. Both are rounded stochastically. With Adam and 16-bit weights they take 8 and 5.03 bytes a
-            parameter and not 12. The same seed gives the same bits on every placement.
-        exact_names: Patterns (as in a shell) of names of parameters that "compact8" keeps exact, as it does all with
-            fewer than two dimensions or 4,096 elements. By default those of embeddings and of the output layer.
-        seed: What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
-            ranks. A checkpoint brings its own.
-        shard: Whether each rank of `torch.distributed` keeps and updates state of its rows of every weight alone,
-            where gradients are reduced on all, as under DDP; ranks exchange new weights in `step()`. Weights and
-            gradients stay whole on every rank. For the optimizers of this package with plain tensors.
-        overlap: Where a step is hidden: "off", "forward", "backward", or "both". In the next forward pass of the
-            model that `overlap_forward` is given, which has each module wait for its own weights; integrations give
-            theirs, and giving one is enough in place of "forward". In backward, where streamed subgroups are updated
-            as soon as their gradients are there, each into a version beside the live one. A step that would do the
-            same takes it over; else, as when it clips, the time was lost and nothing has changed. That takes room on
-            the paths for a second version of that state as far as there is some, and memory for new weights; with
-            weights on a GPU the CPU makes these updates. Refused for FSDP1 on several ranks; where FSDP2's weights
-            wait in host memory for a GPU, `overlap_backward` needs the model.
-            "auto": nowhere, in forward (if a model is given), in backward or in both, of what is possible: each is
-            tried for some steps, and what took the first rank least time is kept.
     """
 
-    host_memory: int | str | Mapping[str, int | str] | None = None
-    gpu_memory: int | str = "auto"
-    gradient_memory: int | str | None = None
-    paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = ()
-    staging_memory: int | str | None = None
-    subgroup_numel: int | None = None
-    threads: int | None = None
-    gradient_dtype: str = "parameter"
-    keep_grads: bool = True
-    checksum: bool = True
-    checkpoints_kept: int | None = None
-    mirror: str | None = None
-    io_backend: str = "auto"
-    path_lock: str | int = "auto"
-    stall_timeout_s: float = 300.0
-    lock_timeout_s: float = 30.0
-    placement: str | float = "auto"
-    rates: str | os.PathLike[str] = "auto"
-    state_format: str = "exact"
-    exact_names: Sequence[str] = EXACT_NAMES
-    seed: int = 0
-    shard: bool = False
-    overlap: str = "off"
+    host_memory: int | str | Mapping[str, int | str] | None = setting(
+        None,
+        parse_host_memory,
+        """Bytes of host memory for state at home there. None: all of the state without `paths`, otherwise up to half
+        of the memory that is available (its part of that, where a launcher has started several ranks on the node),
+        and no more than buffers and gradients leave of all of it beside 2 GiB, or half where that is less, for
+        forward and backward: all state streams where there is no more. Where host memory is of several kinds
+        (sockets, CXL cards), a size for each memory node, by Linux's numbers: {"node0": "200GiB", "node2": "400GiB"}.
+        Homes then lie where the step is shortest, and all other memory of the session on the fastest of these nodes;
+        memory is bound there.""",
+        plan=Flag(
+            "for state at home there (default: what the node can spare, if that is known); of each memory node of "
+            "the rates as node0=200GiB,node2=400GiB"
+        ),
+        train=Flag("budget for state that stays in host memory, such as 8GiB (default: a quarter of the state)"),
+        advised=Tried(),
+    )
+    gpu_memory: int | str = setting(
+        "auto",
+        Size("auto", BORROW),
+        """Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free after the
+        first backward pass; nothing if the state is asked for before that. "borrow": no state is at home there, and
+        what the step needs of it (staging slots, as many as pay of those that the first backward pass leaves room
+        for) is taken when backward has ended, and given back to torch before the next forward pass; so "borrow" and
+        `overlap` "forward" exclude each other. More than 0 is refused where weights lie on the CPU.""",
+        plan=Flag("for state at home on the GPU (default: what activations leave, if known)"),
+        train=None,
+        advised=Tried(weights_on="gpu"),
+    )
+    gradient_memory: int | str | None = setting(
+        None,
+        Size("auto"),
+        """Bytes of host memory for gradients. None: for all of them. What does not fit leaves for the paths as it
+        arrives, and comes back in the step; "auto": as much as stays in memory as `host_memory` and what is available
+        leave. Whether all fit is decided when an optimizer is made. Where they do not, `.grad` is None after backward
+        for every parameter, and `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own;
+        to drop gradients without a step, call `optimizer.zero_grad()`. A few buffers come on top, named in the plan.
+        Excludes `overlap` "backward" and "both"; with weights on a GPU the CPU updates all.""",
+        plan=Flag("for gradients; beyond it they leave for the paths during backward (default: for all of them)"),
+        train=Flag("host memory for gradients, which leave it for the paths beyond (default: for all of them)"),
+        advised=Tried((None, 0), ": gradients leave for the paths during backward", "cpu", 2),
+    )
+    paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = setting(
+        (),
+        check_paths,
+        """Directories or "s3://bucket/prefix" for the state that does not fit; each a string or `{"path": ...,
+        "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the paths are seen to
+        have, step by step, unless a `share` is given.""",
+        plan=None,
+        train=Flag("where streamed state is stored, one for each disk (default: OUTPUT/state)", "DIR"),
+        advised=Tried(),
+    )
+    staging_memory: int | str | None = setting(
+        None,
+        Size(),
+        """Bytes of host memory through which streamed state passes. None: four subgroups, or more where rates from a
+        file say that they pay.""",
+        plan=Flag("that streamed state passes through (default: chosen)"),
+        train=Flag("buffers for state on its way (default: the engine's choice)"),
+    )
+    subgroup_numel: int | None = setting(
+        None,
+        Count(1024),
+        """Most elements of a subgroup. None: chosen from the model's size.""",
+        plan=Flag("most elements of a subgroup (default: chosen)"),
+        train=Flag("parameters a subgroup (default: the engine's choice)", "COUNT"),
+        alike=True,
+    )
+    threads: int | None = setting(
+        None,
+        check_threads,
+        """CPU threads of the update. None: as many as this process may use (its part of them, as for `host_memory`),
+        and two less with weights on a GPU.""",
+        plan=None,
+        train=Flag("CPU threads of model and updates (default: one a core)"),
+        alike=True,
+    )
+    gradient_dtype: str = setting(
+        "parameter",
+        OneOf("parameter", "float32"),
+        """"parameter" (gradients in the weight's dtype) or "float32". Those that DDP, FSDP or `shard` reduce for the
+        CPU are in the weight's dtype anyway.""",
+        **NO_OPTION,
+        deepspeed=combinations.DEEPSPEED_DTYPE,
+        alike=True,
+    )
+    keep_grads: bool = setting(
+        True,
+        check_bool,
+        """Whether gradients on a GPU stay in `.grad` until the step. If not, they leave during backward, and
+        `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop them without a
+        step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them. Refused where weights lie on
+        the CPU.""",
+        plan=Flag(
+            "gradients on the GPU stay until the step, as OffloadConfig(keep_grads=...) says; with --no-keep-grads, "
+            "and under ZeRO, they leave during backward (default: they stay with one rank)"
+        ),
+        train=None,
+        deepspeed=combinations.DEEPSPEED_KEEPS,
+        advised=Tried((True, False), ": gradients leave the GPU during backward", "gpu", 4),
+    )
+    checksum: bool = setting(
+        True,
+        check_bool,
+        """Whether tiles on storage carry a checksum that is verified on every read.""",
+        **NO_OPTION,
+    )
+    checkpoints_kept: int | None = setting(
+        None,
+        Count(0),
+        """How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is room for them and
+        for the next one. None: 1, or as there is room: without it, saving raises.""",
+        **NO_OPTION,
+    )
+    mirror: str | None = setting(
+        None,
+        check_mirror,
+        """A directory that exists, or "s3://bucket/prefix", that gets a copy of each committed checkpoint behind
+        training: a self-contained one, in a folder of the same name. The plan makes room for one more checkpoint on
+        the paths, which is kept while it is copied. Where several are committed meanwhile, the newest is next.
+        Checkpoints that are copies anyway are not mirrored.""",
+        **NO_OPTION,
+    )
+    io_backend: str = setting(
+        "auto",
+        OneOf("auto", "threads", "asyncio", earlier=("io_uring",)),
+        """How directories are read and written: "threads", "asyncio" (through aiofiles), or "auto": threads, and
+        asyncio on network file systems without O_DIRECT. "io_uring", of earlier versions, is "threads".""",
+        **NO_OPTION,
+    )
+    path_lock: str | int = setting(
+        "auto",
+        OneOf("auto", "on", "off", number=Count(1, MAX_HOLDERS)),
+        """Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a time, the
+        same in all processes), "off", or "auto": off, as long as no device is known on which turns pay (bench/lock.py
+        measures yours). The lock is among the processes that see the same /dev/shm; object stores and asyncio take no
+        turns.""",
+        **NO_OPTION,
+    )
+    stall_timeout_s: float = setting(
+        300.0,
+        check_seconds,
+        """Seconds without an answer from any device, with something asked for, after which the session gives up on
+        them.""",
+        **NO_OPTION,
+    )
+    lock_timeout_s: float = setting(
+        30.0,
+        check_seconds,
+        """Seconds of waiting for a turn after which a warning names the process that has it.""",
+        **NO_OPTION,
+    )
+    placement: str | float = setting(
+        "auto",
+        check_placement,
+        """The device that runs updates where weights lie on a GPU: "auto" for whatever the model finds fastest,
+        chosen again by what the first steps show, "cpu", "gpu", or the GPU's share from 0 to 1. State at home on the
+        GPU is updated there anyway. Where weights lie on the CPU, "auto" and "cpu" are all there is.""",
+        plan=Flag('updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)', "P"),
+        train=None,
+        advised=Tried(),
+    )
+    rates: str | os.PathLike[str] = setting(  # noqa: RUF009
+        "auto",
+        check_rates,
+        """Where the first rates come from; every step refines them. "auto": this machine's file, which `offload
+        probe` writes, if there is one that fits and has all paths, else a short probe (about half a second; it passes
+        over as much memory as the session takes, up to 512 MiB or three times the last-level caches, and at most an
+        eighth of what is free). Or such a file, which must fit.""",
+        plan=None,
+        train=Flag("what `offload probe` wrote (default: this machine's file if it fits, else a short probe)"),
+    )
+    state_format: str = setting(
+        "exact",
+        OneOf(*STATE_FORMATS),
+        """How state is stored, everywhere: "exact" (fp32); "compact16": the master in fp32, the tensors beside it in
+        bf16; or "compact8": the upper 24 bits of the master, and 8-bit codes that share scales in blocks of 64. Both
+        are rounded stochastically. With Adam and 16-bit weights they take 8 and 5.03 bytes a parameter and not 12.
+        The same seed gives the same bits on every placement.""",
+        plan=Flag("how state is stored (default: exact)"),
+        train=Flag("how state is stored (default: exact)"),
+        advised=Tried(tuple(STATE_FORMATS), ", which rounds state", asks=100),
+        alike=True,
+    )
+    exact_names: Sequence[str] = setting(
+        EXACT_NAMES,
+        check_patterns,
+        """Patterns (as in a shell) of names of parameters that "compact8" keeps exact, as it does all with fewer than
+        two dimensions or 4,096 elements. By default those of embeddings and of the output layer.""",
+        **NO_OPTION,
+        alike=True,
+    )
+    seed: int = setting(
+        0,
+        Count(0),
+        """What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
+        ranks. A checkpoint brings its own.""",
+        **NO_OPTION,
+        alike=True,
+    )
+    shard: bool = setting(
+        False,
+        check_bool,
+        """Whether each rank of `torch.distributed` keeps and updates state of its rows of every weight alone, where
+        gradients are reduced on all, as under DDP; ranks exchange new weights in `step()`. Weights and gradients stay
+        whole on every rank. For the optimizers of this package with plain tensors.""",
+        **NO_OPTION,
+        alike=True,
+    )
+    overlap: str = setting(
+        "off",
+        OneOf(*OVERLAPS),
+        """Where a step is hidden: "off", "forward", "backward", or "both". In the next forward pass of the model that
+        `overlap_forward` is given, which has each module wait for its own weights; integrations give theirs, and
+        giving one is enough in place of "forward". In backward, where streamed subgroups are updated as soon as their
+        gradients are there, each into a version beside the live one. A step that would do the same takes it over;
+        else, as when it clips, the time was lost and nothing has changed. That takes room on the paths for a second
+        version of that state as far as there is some, and memory for new weights; with weights on a GPU the CPU makes
+        these updates. Refused for FSDP1 on several ranks; where FSDP2's weights wait in host memory for a GPU,
+        `overlap_backward` needs the model. "auto": nowhere, in forward (if a model is given), in backward or in both,
+        of what is possible: each is tried for some steps, and what took the first rank least time is kept.""",
+        plan=None,
+        train=Flag(
+            "hide the optimizer's step in the next forward pass, in backward, in both, or wherever that should pay "
+            "(default: off); the numbers are the same"
+        ),
+        advised=Tried(),
+    )
 
     def __post_init__(self) -> None:
-        for field, parse in (("host_memory", parse_host_memory), ("staging_memory", parse_bytes)):
-            value = getattr(self, field)
-            if value is not None:
-                self._set(field, parse(field, value))
-        if self.gpu_memory not in ("auto", BORROW):
-            self._set("gpu_memory", parse_bytes("gpu_memory", self.gpu_memory))
-        if isinstance(self.paths, str | os.PathLike | Mapping) or not isinstance(self.paths, Sequence):
-            raise ConfigError("paths", self.paths, "give a list of directories")
-        self._set("paths", tuple(PathConfig.parse(f"paths[{i}]", p) for i, p in enumerate(self.paths)))
-        for field, least in (("subgroup_numel", 1024), ("threads", 1), ("checkpoints_kept", 0)):
-            value = getattr(self, field)
-            if value is not None:
-                check_int(field, value, least)
-        if self.threads is not None and self.threads > MAX_THREADS:
-            raise ConfigError("threads", self.threads, f"use at most {MAX_THREADS}, and no more than there are CPUs")
-        _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
-        for field in ("checksum", "keep_grads", "shard"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(field, getattr(self, field), "use true or false")
-        _check_choice("overlap", self.overlap, OVERLAPS)
-        self._check_gradient_memory()
+        for one in fields(self):
+            object.__setattr__(self, one.name, _kept(one, one.name, getattr(self, one.name)))
+        if self.gradient_memory is not None:
+            if not self.paths:
+                combinations.WITHOUT_PATHS.refuse("gradient_memory", self.gradient_memory, what="gradients")
+            if self.overlaps_backward:
+                combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
         if self.borrows and self.overlaps_forward:
             combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
-        if self.io_backend != "io_uring":  # of earlier versions: taken as threads where a path is opened
-            _check_choice("io_backend", self.io_backend, ("auto", "threads", "asyncio"))
-        if isinstance(self.path_lock, int):
-            check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
-        else:
-            _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
             combinations.NO_TURNS.refuse("path_lock", self.path_lock)
-        for field in ("stall_timeout_s", "lock_timeout_s"):
-            timeout_s = getattr(self, field)
-            if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
-                raise ConfigError(field, timeout_s, "give seconds, greater than 0")
-        self._check_mirror()
-        self._check_placement()
-        _check_choice("state_format", self.state_format, tuple(STATE_FORMATS))
-        names = self.exact_names
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise ConfigError("exact_names", names, 'give a list of patterns like "*embed*"')
-        self._set("exact_names", tuple(names))
-        check_int("seed", self.seed, 0)
-        if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
-            raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
-        self._set("rates", os.path.expanduser(os.fspath(self.rates)))
+        if self.mirror is not None:
+            if not self.paths or not self.checkpoints:
+                combinations.MIRRORED_COPIES.refuse("mirror", self.mirror)
+            from offload.tiers import parse_place  # as in `for_rank`
 
-    def _check_placement(self) -> None:
-        value = self.placement
-        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-        if not is_share and value not in ("auto", "cpu", "gpu"):
-            raise ConfigError("placement", value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
-
-    def _check_gradient_memory(self) -> None:
-        value = self.gradient_memory
-        if value is None:
-            return
-        if value != "auto":
-            self._set("gradient_memory", parse_bytes("gradient_memory", value))
-        if not self.paths:
-            combinations.WITHOUT_PATHS.refuse("gradient_memory", value, what="gradients")
-        if self.overlaps_backward:
-            combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
-
-    def _check_mirror(self) -> None:
-        value = self.mirror
-        if value is None:
-            return
-        name = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(name, str) or not name:
-            raise ConfigError("mirror", value, "name a directory or s3://bucket/prefix, or none for no mirror")
-        check_text("mirror", name)
-        name = os.path.expanduser(name)
-        if not self.paths or not self.checkpoints:
-            combinations.MIRRORED_COPIES.refuse("mirror", name)
-        from offload.tiers import parse_place  # as in `for_rank`
-
-        parts = parse_place(name, "mirror").parts()
-        for path in self.path_configs:
-            outer = parse_place(path.path).parts()
-            if parts[: len(outer)] == outer:
-                raise ConfigError("mirror", name, f"name a place outside of {path.path}, on another device")
-        self._set("mirror", name)
-
-    def _set(self, field: str, value: object) -> None:
-        object.__setattr__(self, field, value)
+            parts = parse_place(self.mirror, "mirror").parts()
+            for path in self.path_configs:
+                outer = parse_place(path.path).parts()
+                if parts[: len(outer)] == outer:
+                    raise ConfigError(
+                        "mirror", self.mirror, f"name a place outside of {path.path}, on another device"
+                    )
 
     @property
     def node_bytes(self) -> dict[int, int]:
@@ -404,6 +664,11 @@ class OffloadConfig:
     def staging_bytes(self) -> int | None:
         """Bytes of host memory for staging slots; None where nothing was said."""
         return None if self.staging_memory is None else int(self.staging_memory)
+
+    @property
+    def format(self) -> StateFormat:
+        """What `state_format` names."""
+        return STATE_FORMATS[self.state_format]
 
     @property
     def borrows(self) -> bool:
@@ -490,8 +755,17 @@ class OffloadConfig:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(name, values, "give an object of OffloadConfig's fields")
-        _check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
+        _check_keys(name, values, [one.name for one in fields(cls)])
         return cls(**values)
+
+    def in_memory(self, **settings: Any) -> OffloadConfig:
+        """Return a config with the bits of this one, whose state is all in host memory and whose steps nothing hides.
+
+        Args:
+            settings: What it has besides.
+        """
+        alike = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["alike"]}
+        return OffloadConfig(**alike, **settings)
 
     def check_paths(self) -> None:
         """Verify that this machine has the paths, and that they can be written; touches nothing.
@@ -525,20 +799,3 @@ class OffloadConfig:
     def to_json(self) -> str:
         """Return all fields as JSON that `from_dict` reads back."""
         return json.dumps(dataclasses.asdict(self))
-
-
-def check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:
-    """Refuse what is no integer from `least` to `most`.
-
-    Raises:
-        ConfigError: It is none; names `field`.
-    """
-    number = value if isinstance(value, int) and not isinstance(value, bool) else least - 1
-    if not least <= number <= most:
-        allowed = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"
-        raise ConfigError(field, value, f"give an integer {allowed}")
-
-
-def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(field, value, "use " + " or ".join(f'"{choice}"' for choice in choices))

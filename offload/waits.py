@@ -1,8 +1,11 @@
 """Waiting: no wait of this package is silent for long, and each one has a way out.
 
 A wait here is for something that may never come: a device, another rank, another process, a thread that is stuck in
-one of them. After `QUIET_S` without progress a warning names what is waited for; it comes back ever more rarely. What
-may hang for good while a session ends is done as `BackgroundWork`, and goes on when nobody waits for it any more.
+one of them. After `QUIET_S` without progress a warning names what is waited for; it comes back ever more rarely.
+
+A Ctrl-C is raised on the main thread, at any line. What it must not cut in two is done on another one: `apart`, or
+`side_by_side`. What may hang for good while a session ends is `BackgroundWork`, which goes on when nobody waits for
+it any more.
 
 Not done here: deciding how long a wait is worth while.
 """
@@ -14,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 QUIET_S = 30.0
@@ -193,6 +196,14 @@ class BackgroundWork:
         """Wait for the end, for so long at most; return whether it has come."""
         return self._ended.wait(pause_s)
 
+    def do(self, what: Callable[[], str], timeout_s: float | None = None) -> bool:
+        """Start, and wait for the end (see `wait_for`); return whether it has come. Raises the work's error."""
+        self.start()
+        has_ended = wait_for(self.wait, what, timeout_s)
+        if has_ended and self.error is not None:
+            raise self.error
+        return has_ended
+
     def _run(self) -> None:
         if self.forestall():
             return
@@ -207,3 +218,39 @@ class BackgroundWork:
 
 def _nothing() -> None:
     pass
+
+
+def apart(work: Callable[[], None], name: str, what: Callable[[], str], timeout_s: float | None = None) -> bool:
+    """Do work on a thread of its own, so that no interrupt comes between its parts; see `BackgroundWork.do`."""
+    return BackgroundWork(work, name).do(what, timeout_s)
+
+
+def side_by_side(
+    works: Sequence[Callable[[], None]], name: str, what: Callable[[], str], give_up: Callable[[], None] = _nothing
+) -> None:
+    """Do several works at once, each on a thread of its own, and wait until all have ended.
+
+    Args:
+        works: What to do; what has begun ends before an interrupt is raised.
+        name: That of the threads.
+        what: See `wait_for`.
+        give_up: Called at an interrupt, to have them end soon.
+
+    Raises:
+        BaseException: What the first of them, in this order, has raised.
+    """
+    crew = [BackgroundWork(work, name) for work in works]
+    try:
+        for each in crew:
+            each.start()
+        for each in crew:
+            wait_for(each.wait, what)
+    except BaseException:
+        give_up()
+        for each in crew:
+            if each.started:
+                each.wait()
+        raise
+    for each in crew:
+        if each.error is not None:
+            raise each.error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import ConfigError, OffloadConfig
-from offload.combinations import DEEPSPEED_DTYPE, DEEPSPEED_KEEPS, DEEPSPEED_MUON, ZERO_1_REDUCES
+from offload.combinations import DEEPSPEED_MUON, ZERO_1_REDUCES
 from offload.integrations import shared
 
 KEY = "multi_tier_offload"
@@ -79,9 +79,6 @@ _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("compile", "deepcompile", False, "use false; torch.compile of the model is fine"),
     ("torch_autocast", "enabled", False, 'leave it out and use "bf16" or "fp16"'),
 )
-
-# Fields of OffloadConfig that DeepSpeed has keys of its own for.
-_DEEPSPEEDS = {"gradient_dtype": DEEPSPEED_DTYPE, "keep_grads": DEEPSPEED_KEEPS}
 
 ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
@@ -148,9 +145,9 @@ def check(values: Any) -> OffloadConfig:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(KEY, values, 'give an object, such as {"host_memory": "64GiB", "paths": ["/mnt/nvme0"]}')
-    for field, row in _DEEPSPEEDS.items():
-        if field in values:
-            row.refuse(f"{KEY}.{field}", values[field])
+    for field in dataclasses.fields(OffloadConfig):
+        if field.name in values and field.metadata["deepspeed"] is not None:  # DeepSpeed has a key of its own for it
+            field.metadata["deepspeed"].refuse(f"{KEY}.{field.name}", values[field.name])
     given = values.get(CHECKPOINT, {})
     if not isinstance(given, Mapping):
         raise ConfigError(

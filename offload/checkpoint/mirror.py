@@ -215,7 +215,7 @@ class Mirror:
                 self.wait(patience_s)
         for task in self._tasks:
             log.warning("%s is not mirrored yet: load_checkpoint of it goes on with that", task.source)
-        waits.BackgroundWork(self._cancelled.set, "offload-mirror-end").start()  # a Ctrl-C would leave it half set
+        waits.apart(self._cancelled.set, "offload-mirror-end", lambda: "")  # a Ctrl-C would leave it half set
         self._news.put(None)
         waits.wait_for(self._thread.wait, lambda: "the mirror to end", settle_s)
 

@@ -236,15 +236,12 @@ class Checkpoint:
             self.id, self.manifests = part[0], [read_manifest(self._folder, *part)]
         self._parts = self._find_parts()
         # A request that is still out between two reads is stuck, and may write into its buffer at any time.
-        self._flights = Flights[_Flight](self.queue, str, STALL_S)
+        self._flights = Flights[_Flight](self.queue, STALL_S)
         # On a thread of its own, so that no interrupt comes between what is opened and taking note of it.
         self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
         self._end = waits.BackgroundWork(self._close, "offload-close")
         try:
-            self._opening.start()
-            waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")
-            if self._opening.error is not None:
-                raise self._opening.error
+            self._opening.do(lambda: f"the stores of {self.path} to be opened")
             # It may have been replaced, or released, before its stores were marked as being read.
             if part is not None:
                 read_manifest(self._folder, *part)

@@ -14,9 +14,10 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -36,8 +37,10 @@ from offload.checkpoint.stores import (
     unpin_released,
 )
 from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
+from offload.device.host import HostMemory
+from offload.engine.views import StateViews
 from offload.errors import CheckpointError, OffloadError, invariant, known
-from offload.layout import Layout
+from offload.plan import Plan
 from offload.protocols import Tier, TileId
 from offload.schedule.index import Record, TileIndex
 from offload.schedule.operations import Commit, Save, SaveTile
@@ -53,22 +56,22 @@ NOT_MIRRORED = "offload.not_mirrored"
 """In the metadata of a checkpoint that no mirror gets."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreReuse:
-    """Lets a resumed session continue in a store that an earlier session left, instead of in its own empty one.
+class Session(Protocol):
+    """Lets a resumed session continue in a store that an earlier session left, instead of in its own empty one."""
 
-    Attributes:
-        layout: How the session's state is cut.
-        is_possible: Returns whether nothing has been written to the new store of a path yet.
-        open: Opens a store for writing, given the number of its path, its id, and how many bytes are cut into slots
-            already; raises an `OffloadError` if it cannot.
-        install: Puts the opened store in the place of the new one, which is deleted.
-    """
+    plan: Plan
 
-    layout: Layout
-    is_possible: Callable[[int], bool]
-    open: Callable[[int, uuid.UUID, int], Tier]
-    install: Callable[[int, Tier], None]
+    def reopen_tier(self, number: int, store: uuid.UUID, used_bytes: int) -> Tier:
+        """Open a store for writing; raises an `OffloadError` if it cannot.
+
+        Args:
+            number: That of its path.
+            store: Its id.
+            used_bytes: What of it is cut into slots already.
+        """
+
+    def replace_tier(self, number: int, tier: Tier) -> None:
+        """Put an opened store in the place of the new one, which is deleted."""
 
 
 @dataclass(slots=True)
@@ -145,11 +148,8 @@ class Saves:
         queue: The session's completion queue.
         stores: Path and store of each path number.
         others: Tiers beyond the session's own, by path number: the sink and foreign stores.
-        resident_address: Returns the address of a resident subgroup's state.
-        give_back: Gives back the memory of its home.
-        take_back: Takes some of that memory again: subgroup, offset, bytes.
-        gather: Copies a tile of masters that are weights to an address.
-        buffers: Takes memory for the copy buffers; returns its address and the bytes of each buffer.
+        memory: Gives that of the copy buffers.
+        views: Gather tiles that are not as they will be stored: of masters that are weights, of state on a GPU.
         mirror: Gets checkpoints that were committed or loaded.
         keep: How many checkpoints are kept.
         checksum: Whether tiles carry checksums.
@@ -161,11 +161,8 @@ class Saves:
         queue: CompletionQueue,
         stores: Sequence[tuple[str, uuid.UUID]],
         others: dict[int, Tier],
-        resident_address: Callable[[int], int],
-        give_back: Callable[[int], None],
-        take_back: Callable[[int, int, int], None],
-        gather: Callable[[TileId, int], None],
-        buffers: Callable[[], tuple[int, int]],
+        memory: HostMemory,
+        views: StateViews,
         mirror: Mirror,
         *,
         keep: int,
@@ -189,16 +186,11 @@ class Saves:
         self._paths = len(stores)
         self._queue = queue
         self._others = others
-        self._resident_address = resident_address
-        self.give_back = give_back
-        """See `SaveSource.give_back`."""
-        self.take_back = take_back
-        """See `SaveSource.take_back`."""
-        self._gather = gather
+        self._memory = memory
+        self._views = views
         self._keep = keep
         self._checksum = checksum
         self._settle_s = settle_s
-        self._make_buffers = buffers
         self._mirror = mirror
         self._buffers = (0, 0)
         self._numbers = 0
@@ -252,7 +244,9 @@ class Saves:
         empty = not manifest.layout.parameters
         copy = request.copy and not empty
         if copy or needs_buffers:
-            self._buffers = self._make_buffers()  # until the save has ended
+            plan = self._views.plan  # which has come since the manifest was made, if state was added
+            address, _ = self._memory.checkpoint_buffers(plan)
+            self._buffers = address, plan.largest_tile_bytes  # until the save has ended
         sink = None
         self._numbers += 1
         self._steps = *self._steps[-1:], manifest.step
@@ -285,10 +279,6 @@ class Saves:
 
     # On the engine thread: what the executor needs
 
-    def resident_address(self, subgroup: int) -> int:
-        """See `SaveSource.resident_address`."""
-        return self._resident_address(subgroup)
-
     def buffer_address(self, buffer: int) -> int:
         """See `SaveSource.buffer_address`."""
         address, nbytes = self._buffers
@@ -298,7 +288,7 @@ class Saves:
     def gather(self, operation: SaveTile) -> None:
         """See `SaveSource.gather`."""
         if operation.buffer is not None:
-            self._gather(operation.tile, self.buffer_address(operation.buffer))
+            self._views.gather_tile(operation.tile, self.buffer_address(operation.buffer))
 
     def commit(self, operation: Commit) -> None:
         """See `SaveSource.commit`."""
@@ -487,7 +477,7 @@ class Saves:
         stores = tuple((ref.path, ref.store) for ref in checkpoint.manifests[rank].stores if ref.path is not None)
         if not stores:
             return
-        locked = self._lock(stores, checkpoint, None)
+        locked = self._lock(stores, checkpoint)
         if locked is not None:
             self.kept.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, stores, None, locked.locks))
 
@@ -500,8 +490,21 @@ class Saves:
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
             self._mirror.offer(saved, is_new=False)
 
-    def _lock(self, stores: Sequence[Place], checkpoint: Checkpoint, reuse: StoreReuse | None) -> _StoreLocks | None:
-        """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had."""
+    def _lock(
+        self,
+        stores: Sequence[Place],
+        checkpoint: Checkpoint,
+        session: Session | None = None,
+        empty: Collection[int] = (),
+    ) -> _StoreLocks | None:
+        """Lock all stores, and open those for writing that the session can reuse; None if one is not to be had.
+
+        Args:
+            stores: Which.
+            checkpoint: Whose stores they are.
+            session: Opens them; None if they are only to be locked.
+            empty: The paths to whose new stores nothing has been written yet.
+        """
         locked = _StoreLocks()
         try:
             is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
@@ -513,8 +516,8 @@ class Saves:
             return None
         for path, store in stores:
             number = next((n for n, (own, _) in enumerate(self.stores[: self._paths]) if own == path), None)
-            if reuse is not None and number is not None and number not in locked.tiers and reuse.is_possible(number):
-                opened = self._open_store(number, path, store, checkpoint, reuse)
+            if session is not None and number is not None and number in empty and number not in locked.tiers:
+                opened = self._open_store(number, path, store, checkpoint, session)
                 if opened is not None:
                     locked.tiers[number] = opened
                     continue
@@ -531,23 +534,24 @@ class Saves:
         return locked
 
     def _open_store(
-        self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, reuse: StoreReuse
+        self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, session: Session
     ) -> tuple[uuid.UUID, Tier, list[PinnedTiles]] | None:
-        pinned = pinned_in(path, store, number, checkpoint, reuse.layout)
+        layout = session.plan.layout
+        pinned = pinned_in(path, store, number, checkpoint, layout)
         if pinned is None:
             return None
         try:
-            tier = reuse.open(number, store, used_bytes(pinned))
+            tier = session.reopen_tier(number, store, used_bytes(pinned))
         except OffloadError as error:
             log.info("offload-%s on %s is only read: %s", store, path, error)
             return None
-        if pinned_in(path, store, number, checkpoint, reuse.layout) != pinned:  # it changed before it was locked
+        if pinned_in(path, store, number, checkpoint, layout) != pinned:  # it changed before it was locked
             tier.close()
             return None
         return store, tier, pinned
 
     def take_over(
-        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, reuse: StoreReuse, rank: int, ranks: int
+        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, session: Session, rank: int, ranks: int
     ) -> Takeover:
         """Take over the stores of a checkpoint as far as possible; on the engine thread, with nothing in flight.
 
@@ -562,7 +566,8 @@ class Saves:
         places = dict.fromkeys((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
         numbers = {place: own[place] for place in places if place in own}
         others = [place for place in places if place not in own]
-        locked = self._lock(others, checkpoint, reuse) if manifest.rank == rank else None
+        empty = [number for number in range(self._paths) if index.is_empty(number)]
+        locked = self._lock(others, checkpoint, session, empty) if manifest.rank == rank else None
         if locked is not None and locked.tiers:
             trial = deepcopy(index)
             for number, (_, tier, pinned) in locked.tiers.items():
@@ -573,7 +578,7 @@ class Saves:
             if not trial.fits():
                 locked.give_up()
                 takeover.limit_bytes.clear()
-                locked = self._lock(others, checkpoint, None)
+                locked = self._lock(others, checkpoint)
         tiers = locked.tiers if locked is not None else {}
         numbers.update({(self.stores[number][0], store): number for number, (store, _, _) in tiers.items()})
         foreign: dict[int, Tier] = {}
@@ -597,7 +602,7 @@ class Saves:
             self._read.append(KeptCheckpoint(checkpoint.path, checkpoint.id, rank, without_locks, None))
         self._others.update(foreign)
         for number, (store, tier, _) in tiers.items():
-            reuse.install(number, tier)
+            session.replace_tier(number, tier)
             self.stores[number] = self.stores[number][0], store
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)

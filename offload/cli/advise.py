@@ -11,11 +11,22 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from offload.cli.node import STAND_IN, check_fits, gpu_room, reserved_bytes
-from offload.cli.scenario import Answer, Scenario, ask, parked, rank_rates, unknown_words, use
-from offload.cli.values import in_columns
+from offload.cli.machine import STAND_IN
+from offload.cli.scenario import (
+    ADVISED,
+    Answer,
+    Scenario,
+    ask,
+    budget_text,
+    check_fits,
+    gpu_room,
+    rank_rates,
+    reserved_bytes,
+    unknown_words,
+    use,
+)
+from offload.cli.values import in_columns, in_options, option_of
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
-from offload.formats import STATE_FORMATS
 from offload.units import format_bytes, format_seconds
 
 Report = Callable[[int, int, str], None]
@@ -51,36 +62,57 @@ MEMORY_WORTH = 0.01
 """Part of an iteration below which the setting that takes less memory is the better one."""
 
 
+RECOMPUTE_ASKS = 3
+"""How much recomputation asks of the user, beside what settings do (`offload.config.Tried`)."""
+
+COMPUTED = frozenset(name for name, one in ADVISED.items() if not one.metadata["advised"].values)
+"""Settings whose values are computed, and not tried."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """What nobody has decided.
 
     Attributes:
-        placement: Whether it is to be chosen what the GPU updates.
-        host_memory: Whether host memory for state is to be chosen.
-        gpu_memory: Whether GPU memory for state is.
-        state_formats: Formats of the state that may be taken, the least that changes numbers first.
-        keep_grads: Whether gradients may stay on the GPU, and whether they may leave, as they are to be tried.
+        computed: Settings that are to be computed: budgets, and what the GPU updates.
+        tried: Other settings, with the values that are to be tried in their order.
         recompute: Likewise whether activations are recomputed.
-        gradient_memory: What host memory there may be for gradients, likewise.
     """
 
-    placement: bool
-    host_memory: bool
-    gpu_memory: bool
-    state_formats: tuple[str, ...]
-    keep_grads: tuple[bool, ...]
+    computed: frozenset[str]
+    tried: Mapping[str, tuple[Any, ...]]
     recompute: tuple[bool, ...]
-    gradient_memory: tuple[int | None, ...] = (None,)
+
+    @classmethod
+    def of(cls, scenario: Scenario, given: Mapping[str, Any]) -> Choices:
+        """Return what is left open.
+
+        Args:
+            scenario: What is asked.
+            given: The settings that it was given.
+        """
+        computed, tried = set(), {}
+        for name, one in ADVISED.items():
+            if name in COMPUTED:
+                computed |= {name} if given.get(name, "auto") == "auto" else set()
+            elif name not in given and scenario.tries(name):
+                tried[name] = tuple(value for value in one.metadata["advised"].values if scenario.admits(name, value))
+            else:
+                tried[name] = (scenario.value(name),)
+        recompute = (False, True) if scenario.beside and not scenario.model.recompute else (scenario.model.recompute,)
+        return cls(frozenset(computed - scenario.decided), tried, recompute)
 
     def variants(self, scenario: Scenario) -> list[Scenario]:
-        """Return all switches, those first that ask least of the user: exact state, then the fewest."""
-        combinations = itertools.product(self.keep_grads, self.recompute, self.gradient_memory)
-        changed = []
-        for keep_grads, recompute, nbytes in sorted(combinations, key=_switched):
+        """Return all switches, those first that ask least of the user."""
+        found = []
+        for *chosen, recompute in itertools.product(*self.tried.values(), self.recompute):
+            settings = dict(zip(self.tried, chosen, strict=True))
+            asks = RECOMPUTE_ASKS * recompute
+            for name, value in settings.items():
+                asks += ADVISED[name].metadata["advised"].asks * self.tried[name].index(value)
             other = replace(scenario, model=replace(scenario.model, recompute=recompute))
-            changed.append(other.given(keep_grads=keep_grads, gradient_memory=nbytes))
-        return [other.in_format(name) for name, other in itertools.product(self.state_formats, changed)]
+            found.append((asks, other.given(**settings)))
+        return [other for _, other in sorted(found, key=lambda each: each[0])]
 
     def fitting(
         self, scenario: Scenario, report: Report = lambda done, total, words: None, *, leaves: bool = True
@@ -103,7 +135,9 @@ class Choices:
                 other = self.settle(variant)
                 answer = ask(other, simulate=False)
                 # What is left of a host whose budget is given is the user's choice.
-                memory = other.machine.memory_bytes if self.host_memory else None
+                memory = other.machine.memory_bytes if "host_memory" in self.computed else None
+                if memory is not None and not (leaves or other.machine.rates.paths):  # else less state were at home
+                    memory -= reserved_bytes(memory, other.machine.ranks)
                 check_fits(memory, other.machine.ranks, answer.use, answer.rates, leaves=leaves)
             except InfeasiblePlanError as error:
                 lacking.append((error.needed_bytes - sum(error.available_bytes.values()), other, error))
@@ -112,7 +146,7 @@ class Choices:
                 yield answer
         if not fits:
             _, other, why = min(lacking, key=lambda each: each[0])
-            raise PlanError(f"no setting fits; with the leanest ({_words(other)}), {why}") from why
+            raise PlanError(f"no setting fits; with the leanest ({other}), {in_options(str(why), 'plan')}") from why
 
     def settle(self, scenario: Scenario) -> Scenario:
         """Return a scenario in whose budgets is what lies idle, and whose GPU updates no more than it has room for.
@@ -123,11 +157,11 @@ class Choices:
         if not (size and scenario.model.weights_on_gpu):
             return self._with_budgets(scenario)
         if size < scenario.least_gpu_bytes:
-            least = 0 if scenario.machine.rates.paths else self._host_room(scenario)
-            leanest = scenario.given(placement="cpu") if self.placement else scenario
-            return leanest.given(host_memory=least) if self.host_memory else leanest
+            least = 0 if scenario.machine.rates.paths else scenario.state_bytes
+            leanest = scenario.given(placement="cpu") if "placement" in self.computed else scenario
+            return leanest.given(host_memory=least) if "host_memory" in self.computed else leanest
         taken: dict[int, Scenario] = {}
-        for placement in (scenario.config.placement, *(*SHARES, "cpu") * self.placement):
+        for placement in (scenario.config.placement, *(*SHARES, "cpu") * ("placement" in self.computed)):
             settled = self._with_budgets(scenario.given(placement=placement))
             try:
                 nbytes = use(settled).gpu_bytes
@@ -140,16 +174,22 @@ class Choices:
         return next((settled for nbytes, settled in taken.items() if nbytes <= size), taken[min(taken)])
 
     def _with_budgets(self, scenario: Scenario) -> Scenario:
-        """Return a scenario with the most memory for state that leaves the system's part, on the GPU and the host."""
+        """Return a scenario with the most memory for state that leaves the system's part, on the GPU and the host.
+
+        Without paths state takes what it needs, as that of a session does.
+        """
         gpu, host_room = scenario.machine.rates.gpu.memory_bytes, self._host_room(scenario)
-        if self.gpu_memory:
+        chooses_host, chooses_gpu = "host_memory" in self.computed, "gpu_memory" in self.computed
+        if chooses_gpu:
             scenario = scenario.given(gpu_memory=0)
-        if self.host_memory:
+        if chooses_host and host_room and not scenario.machine.rates.paths:
+            scenario, chooses_host = scenario.given(host_memory=_spared(scenario.state_bytes)), False
+        if chooses_host:
             scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
         # Of activations nothing is known without tokens.
-        if self.gpu_memory and gpu and scenario.model.weights_on_gpu and scenario.beside:
+        if chooses_gpu and gpu and scenario.model.weights_on_gpu and scenario.beside:
             scenario = scenario.given(gpu_memory=_fitted(scenario, "gpu_memory", gpu_room(gpu)))
-            if self.host_memory and scenario.gpu_memory:
+            if chooses_host and scenario.gpu_memory:
                 scenario = scenario.given(host_memory=_fitted(scenario, "host_memory", host_room))
         return scenario
 
@@ -193,19 +233,19 @@ def _rounded(budget: int) -> int:
     return budget // _grain(budget) * _grain(budget)
 
 
+def _spared(used: int, most: int = 1 << 62) -> int:
+    """Return what state takes with a little to spare, but not more than there is, rounded up."""
+    nbytes = min(used + used // SPARED, most)
+    return -(-nbytes // _grain(nbytes)) * _grain(nbytes)
+
+
 def _grain(budget: int) -> int:
     return next((grain for grain in GRAINS if budget >= 8 * grain), 1)
 
 
-def _switched(setting: tuple[bool, bool, int | None]) -> int:
-    """Return how much of the user a setting asks for."""
-    keep_grads, recompute, gradient_memory = setting
-    return (not keep_grads) + recompute + (gradient_memory is not None)
-
-
 def what_fits(scenario: Scenario, choices: Choices) -> str:
     """Return the fewest switches with which a model fits that does not, in words; "" if none help."""
-    for opened in (choices, replace(choices, placement=True, host_memory=True, gpu_memory=True)):
+    for opened in (choices, replace(choices, computed=COMPUTED - scenario.decided)):
         with contextlib.suppress(ConfigError, PlanError):
             return " and ".join(switches(scenario, next(opened.fitting(scenario, leaves=False)).scenario, choices))
     return ""
@@ -213,21 +253,23 @@ def what_fits(scenario: Scenario, choices: Choices) -> str:
 
 def switches(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
     """Return how to come from one scenario to another, each switch by its setting and its option."""
-    found = []
-    if after.config.keep_grads != before.config.keep_grads:
-        found.append("keep_grads=False (--no-keep-grads): gradients leave the GPU during backward")
-    if after.gradient_memory != before.gradient_memory:
-        found.append("gradient_memory=0 (--gradient-memory 0): gradients leave for the paths during backward")
+    asked: list[tuple[int, str]] = []
     if after.model.recompute != before.model.recompute:
-        found.append("recomputation of activations (--recompute, gradient checkpointing)")
-    if after.state_format != before.state_format:
-        found.append(f'state_format="{after.state_format.name}" (--state-format), which rounds state')
-    for field in ("placement", "host_memory", "gpu_memory"):
-        value = getattr(after, field)
-        if value != getattr(before, field) and not getattr(choices, field):
-            words = value if field == "placement" else budget_text(value)
-            found.append(f"{field}={words} (--{field.replace('_', '-')})")
-    return found
+        asked.append((99, "recomputation of activations (--recompute, gradient checkpointing)"))
+    for name, one in ADVISED.items():
+        value, option = after.value(name), option_of(name)
+        if value == before.value(name) or name in choices.computed:
+            continue
+        if name in COMPUTED:
+            asked.append((1000, f"{name}={budget_text(value)} ({option})"))
+            continue
+        if isinstance(value, bool):
+            option = option if value else option.replace("--", "--no-", 1)
+        elif not isinstance(value, str):
+            option += f" {value}"
+        written = json.dumps(value) if isinstance(value, str) else value
+        asked.append((one.metadata["advised"].asks, f"{name}={written} ({option}){one.metadata['advised'].why}"))
+    return [text for _, text in sorted(asked, key=lambda each: each[0])]
 
 
 # Settings
@@ -273,45 +315,20 @@ class Setting:
         return config_of(self.answer, self.overlap)
 
     def __str__(self) -> str:
-        return _words(self.answer.scenario) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
-
-
-def _words(scenario: Scenario) -> str:
-    """Return a setting in words, without its budgets."""
-    words = [f"state {scenario.state_format.name}{' (rounded)' * scenario.state_format.rounds}"]
-    if scenario.model.weights_on_gpu:
-        words.append("keep_grads" if scenario.config.keep_grads else "keep_grads=False")
-    if scenario.placement != "auto":
-        words.append(f"placement {scenario.placement}")
-    if scenario.gradients_leave:
-        words.append(f"gradient_memory {budget_text(scenario.gradient_memory or 0)}")
-    if scenario.model.recompute:
-        words.append("recomputation")
-    return ", ".join(words)
+        return str(self.answer.scenario) + (f", overlap {self.overlap}" if self.overlap != "off" else "")
 
 
 def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
     """Return the fields of an `OffloadConfig` that an answer is about; what is the default is left out."""
     scenario = answer.scenario
     nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in scenario.config.node_bytes.items()}
-    host_bytes = _used(answer, "HOST", scenario.host_memory, answer.use.host_bytes)
-    found: dict[str, Any] = {"host_memory": nodes or budget_text(host_bytes)}
-    if scenario.model.weights_on_gpu:
-        gpu_bytes = _used(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)
-        found["gpu_memory"] = budget_text(gpu_bytes)
-    if scenario.machine.rates.paths:
-        found["paths"] = [path.path for path in scenario.config.path_configs]
-    if scenario.model.weights_on_gpu and not scenario.config.keep_grads and scenario.machine.all_ranks == 1:
-        found["keep_grads"] = False
-    if scenario.gradients_leave:
-        found["gradient_memory"] = budget_text(scenario.gradient_memory or 0)
-    if scenario.placement != "auto":
-        found["placement"] = scenario.placement
-    if scenario.state_format.rounds:
-        found["state_format"] = scenario.state_format.name
-    if overlap != "off":
-        found["overlap"] = overlap
-    return found
+    used = {
+        "host_memory": nodes or budget_text(_used(answer, "HOST", scenario.host_memory, answer.use.host_bytes)),
+        "gpu_memory": budget_text(_used(answer, "GPU", scenario.gpu_memory, answer.use.gpu_bytes)),
+        "overlap": overlap,
+    }
+    values = {name: used.get(name, scenario.pasted(name)) for name in ADVISED}
+    return {name: value for name, value in values.items() if value != ADVISED[name].default and scenario.takes(name)}
 
 
 def _used(answer: Answer, home: str, budget: int, taken: int) -> int:
@@ -322,17 +339,7 @@ def _used(answer: Answer, home: str, budget: int, taken: int) -> int:
     """
     from offload.plan import Home
 
-    used = answer.plan.home_bytes[Home[home]]
-    nbytes = min(used + used // SPARED, taken)
-    return min(budget, -(-nbytes // _grain(nbytes)) * _grain(nbytes))
-
-
-def budget_text(nbytes: int) -> str | int:
-    """Return a budget as one would write it."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes and nbytes % size == 0:
-            return f"{nbytes // size}{unit}"
-    return nbytes
+    return min(budget, _spared(answer.plan.home_bytes[Home[home]], taken))
 
 
 def best(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
@@ -358,12 +365,11 @@ def best(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
 
 def _beats(one: Setting, other: Setting) -> bool:
     """Whether a setting is about as fast as another, takes no more memory, and rounds state no more."""
-    order = [*STATE_FORMATS.values()]
     mine, theirs = one.answer, other.answer
     as_good = (
         one.iteration_s <= (1 + MEMORY_WORTH) * other.iteration_s
         and mine.use.host_bytes <= theirs.use.host_bytes
-        and order.index(mine.scenario.state_format) <= order.index(theirs.scenario.state_format)
+        and mine.scenario.config.format.code <= theirs.scenario.config.format.code
     )
     return as_good and (one.iteration_s, mine.use.host_bytes) < (other.iteration_s, theirs.use.host_bytes)
 
@@ -380,7 +386,7 @@ def cheapest(scenario: Scenario, choices: Choices, target_s: float, report: Repo
         slow = answer.iteration_s > 4 * target_s  # hiding a step does not make an iteration a quarter of it
         setting = Setting.of(answer if slow else ask(answer.scenario))
         if setting.iteration_s <= target_s:
-            return _with_least_memory(setting, target_s) if choices.host_memory else setting
+            return _with_least_memory(setting, target_s) if "host_memory" in choices.computed else setting
         tried.append(setting)
     fastest = min(tried, key=lambda setting: setting.iteration_s)
     answer = fastest.answer
@@ -502,7 +508,7 @@ def _assumed(answer: Answer) -> list[str]:
 
 def _in_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what DeepSpeed's object takes of a config: gradients leave there anyway."""
-    return {name: value for name, value in config.items() if name != "keep_grads"}
+    return {name: value for name, value in config.items() if ADVISED[name].metadata["deepspeed"] is None}
 
 
 def _python(config: Mapping[str, Any]) -> str:
@@ -518,19 +524,17 @@ def as_dict(setting: Setting) -> dict[str, Any]:
         "computes": answer.forward_s is not None,
         "iteration_s": setting.iteration_s,
         "step_s": answer.step_s,
-        "host_memory_bytes": dict(answer.use.host),
-        "gpu_memory_bytes": dict(answer.use.gpu),
         "storage_bytes": answer.scenario.machine.ranks * answer.plan.storage_bytes,
-        "parked": parked(answer),
         "bound_by": answer.estimate.bound_by,
         "guessed": answer.scenario.guessed,
+        **answer.figures,
     }
 
 
 def describe(settings: list[Setting]) -> str:
     """Return settings as a table, and each as the config to paste."""
     lines = [table(settings)]
-    forms = dict.fromkeys(setting.answer.scenario.state_format for setting in settings)
+    forms = dict.fromkeys(setting.answer.scenario.config.format for setting in settings)
     if rounding := [form.name for form in forms if form.rounds]:
         rounds = f"{' and '.join(rounding)} round{'s' * (len(rounding) == 1)}"
         lines.append(f"{rounds} state; exact does not (docs/formats.md)")

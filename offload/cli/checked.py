@@ -33,7 +33,6 @@ import offload
 from offload.cli.check_run import DRIFT_A_STEP, MADE, MOST_OBJECTS, ON_CPU, SEEN, TENSOR, Request, Seen
 from offload.config import OffloadConfig
 from offload.errors import OffloadError
-from offload.formats import STATE_FORMATS
 from offload.optim import shards
 from offload.optim.groups import names
 from offload.optim.optimizer import OffloadedOptimizer
@@ -44,10 +43,6 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _FOREIGN = ("offload", *sys.stdlib_module_names)
 """Packages whose objects are not looked into for a script's tensors."""
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-_ALIKE = ("subgroup_numel", "threads", "gradient_dtype", "state_format", "exact_names", "seed", "shard")
-"""What the reference has of the script's settings; no bit depends on the rest."""
 
 
 class _Enough(SystemExit):
@@ -89,7 +84,7 @@ class _Beside:
         for parameter, name in self._names.items():
             master = self._masters[parameter]
             moved = float((master - self._before[parameter]).norm())
-            drift = STATE_FORMATS[optimizer.config.state_format].drift
+            drift = optimizer.config.format.drift
             room = drift * moved + step * DRIFT_A_STEP * float(master.norm())
             yield step, name, float((optimizer.state_for(parameter)["master"] - master).norm()), room
             self._versions[parameter] = shards.version(parameter)
@@ -138,8 +133,7 @@ class _Watch:
         if self._request.on_cpu:
             config = dataclasses.replace(config, **ON_CPU)
         if self._request.reference:
-            alike = {name: getattr(config, name) for name in _ALIKE}
-            return OffloadConfig(**alike, gpu_memory=0, placement="cpu")
+            return config.in_memory(gpu_memory=0, placement="cpu")
         paths = []
         for path in config.path_configs:
             own = f"{path.path}/check-run-{uuid.uuid4()}"  # of a bucket; a folder that is not there is refused later

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from offload.cli.probe import gpu_of
 from offload.cli.values import add_output, add_value, parse_count, parse_output, tell
@@ -21,6 +23,7 @@ from offload.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.measure import RatesFile
+    from offload.plan import Rates
 
 GB = 10**9
 WORDS = ("gpu", "link", "host", "drive", "cores")
@@ -35,6 +38,9 @@ USUAL_GPU_BYTES_PER_S = 360e9
 USUAL_CORES = 8
 PCIE_BYTES_PER_S = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 CALL_S, OPERATION_S = 10e-6, 100e-6
+
+STAND_IN = "/mnt/drive"
+"""What a path is called that nobody has named, before its number."""
 
 _SOURCES = {
     "link": "70% of what PCIe x16 moves each way: DeepSpeed's copies reach 70% on nodes with A100 and 67% with H100, "
@@ -325,6 +331,146 @@ examples:
 `offload plan` takes the same words, without a file. The file's "source" says where each figure is from; figures may
 be changed there. `offload probe` measures the machine that it runs on.
 """
+
+
+_COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)
+
+
+def node_of(file: RatesFile) -> tuple[int | None, int | None]:
+    """Return the bytes of host memory and the number of GPUs of a machine; None for what its rates do not say."""
+    nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
+    gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
+    return parse_bytes("machine.memory_bytes", nbytes) if nbytes is not None else None, gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Nodes, all alike, and their ranks.
+
+    Attributes:
+        rates: Of a node; that of the update is of the parameters with their format of state.
+        nodes: How many there are.
+        ranks: Of each.
+        memory_bytes: Host memory of a node; None if that is not known.
+        gpus: Of a node; None likewise.
+        file: Where the rates are from; None if only they are known.
+    """
+
+    rates: Rates
+    nodes: int = 1
+    ranks: int = 1
+    memory_bytes: int | None = None
+    gpus: int | None = None
+    file: RatesFile | None = None
+
+    @property
+    def all_ranks(self) -> int:
+        """Ranks of all nodes: each has its part of the model's state."""
+        return self.nodes * self.ranks
+
+    def _path(self, number: int) -> Mapping[str, Any]:
+        known = self.file.paths if self.file else ()
+        return known[number] if number < len(known) else {}
+
+    def path_words(self, number: int) -> str:
+        """Return where a path is, or what else the rates call it; "" where they do not."""
+        return str(self._path(number).get("path", ""))
+
+    def path_name(self, number: int) -> str:
+        """Return what a path is called, by its number, as in the names of lanes, and where it is."""
+        place = self.path_words(number)
+        return f"path {number} ({place})" if place else f"path {number}"
+
+    def path_place(self, number: int) -> str:
+        """Return a directory on a path; a stand-in where rates say in words what it is, or nothing."""
+        place = self.path_words(number)
+        return place if os.path.isabs(place) or urlsplit(place).netloc else f"{STAND_IN}{number}"
+
+    def path_bytes(self, number: int) -> int | None:
+        """Return the size of a path, which all ranks of a node share; None where unknown."""
+        nbytes = self._path(number).get("bytes")
+        return None if nbytes is None else parse_bytes("paths.bytes", nbytes)
+
+
+def machine_of(arguments: argparse.Namespace) -> Machine:
+    """Return the machine that `offload plan` is asked about: by its rates, with what is given otherwise.
+
+    Raises:
+        ConfigError: A machine cannot be like that.
+    """
+    from offload.plan import NO_GPU
+
+    file = _file_of(arguments)
+    rates, (node_memory, gpus) = file.rates, node_of(file)
+    if arguments.gpus == 0 and rates.gpu.weights_on == "gpu":
+        rates = replace(rates, gpu=NO_GPU, compute_flops_per_s=0.0)  # which are the GPU's
+    gpus = gpus if arguments.gpus is None else arguments.gpus
+    if arguments.flops is not None:
+        rates = replace(rates, compute_flops_per_s=arguments.flops)
+    named = [text.partition("=")[0].strip() for text in arguments.shared_path]
+    if len(set(named)) < len(named):
+        raise ConfigError("--shared-path", ", ".join(named), "give each path once")
+    for text in arguments.shared_path:
+        rates = with_shared_path(rates, text, arguments.nodes)
+    if arguments.path_count is not None:
+        rates = _first_paths(rates, "--path-count", arguments.path_count)
+    return Machine(
+        rates=rates,
+        nodes=arguments.nodes,
+        ranks=arguments.ranks or (gpus if gpus and is_described(arguments) else 1),
+        memory_bytes=node_memory if arguments.node_memory is None else arguments.node_memory,
+        gpus=gpus,
+        file=file,
+    )
+
+
+def _file_of(arguments: argparse.Namespace) -> RatesFile:
+    """Return the rates of the machine that is asked about: described, named, or this one."""
+    from offload.measure import default_rates_file, find_rates, has_default_rates, load_rates
+
+    if is_described(arguments):
+        if arguments.rates is not None:
+            words = ", ".join(f"--{word}" for word in WORDS)
+            raise ConfigError("--rates", arguments.rates, f"describe the machine in words ({words}) or give a file")
+        return described(arguments)
+    if arguments.rates is not None:
+        return find_rates(arguments.rates)
+    if not has_default_rates():
+        arguments.refuse(
+            "give the machine: in words (--host 64GiB --gpu 24GiB --drive 3.5GB/s:2TB --cores 16), by --rates FILE, "
+            "or measure this one with `offload probe`"
+        )
+    return load_rates(default_rates_file())
+
+
+def _first_paths(rates: Rates, field: str, value: str) -> Rates:
+    known = len(rates.paths)
+    count = parse_count(field, value, least=0, most=known, why=f"the rates know {known} paths: ")
+    return replace(rates, paths=rates.paths[:count])
+
+
+def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
+    """Return a node's rates where a path is one file system for all nodes.
+
+    Args:
+        rates: What a node reaches by itself.
+        text: As `--shared-path` takes it.
+        nodes: How many use it, all alike.
+    """
+    name, equals, size = text.partition("=")
+    why = f"the rates know {len(rates.paths)} paths, from 0: "
+    number = parse_count("--shared-path", name, least=0, most=len(rates.paths) - 1, why=why)
+    path = rates.paths[number]
+    total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
+    if not total:
+        raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
+    part = min(1.0, total / nodes / path.each_way_bytes_per_s)
+    paths = [*rates.paths]
+    paths[number] = path.part(part)
+    return replace(rates, paths=tuple(paths))
+
+
+# The command
 
 
 def add_parser(commands: Any) -> None:

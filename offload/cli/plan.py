@@ -5,48 +5,50 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload import combinations
 from offload.cli import advise
-from offload.cli.machine import WORDS, add_words, described, is_described
-from offload.cli.node import GPU, STREAMED_WEIGHTS, Machine, node_of, shares
+from offload.cli.machine import add_words, machine_of
 from offload.cli.progress import Progress
-from offload.cli.scenario import Answer, Scenario, ask, least, parked, unknown_words
-from offload.cli.shapes import MODELS, Model, Shape, parse_model
+from offload.cli.scenario import (
+    GPU,
+    STREAMED_WEIGHTS,
+    Answer,
+    Scenario,
+    ask,
+    least,
+    node_lines,
+    shares,
+    unknown_words,
+)
+from offload.cli.shapes import MODELS, model_of, parse_model
 from offload.cli.values import (
     MAX_RANKS,
     add_output,
+    add_settings,
     add_value,
+    given_settings,
+    in_options,
+    naming_options,
     parse_count,
-    parse_memory,
     parse_number,
     parse_output,
     parse_path,
     parse_seconds,
-    read_values,
     tell,
 )
-from offload.config import EXACT_NAMES, parse_bytes
+from offload.config import parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
-from offload.formats import STATE_FORMATS
 from offload.rules import RULES
 from offload.units import DAY_S, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from offload.measure import RatesFile
     from offload.pictures.draw import Tier
-    from offload.plan import Plan, Rates
-
-MOST_LAYERS, MOST_MODULES = 1_000, 70_000
-"""Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
+    from offload.plan import Plan
 
 MOST_DRAWN = 50_000
 """Operations of a step that is drawn."""
@@ -87,8 +89,6 @@ def add_parser(commands: Any) -> None:
     add_value(model, "--config", parse_path, "a Hugging Face config.json, or the directory it lies in")
     add_value(model, "--model", parse_model, f"a well-known model: {', '.join(MODELS)}", metavar="NAME")
     parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
-    form = "how state is stored (default: exact)"
-    parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), help=form)
     add_words(parser.add_argument_group("the machine, in words"))
     add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine")
     add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1; one for each of --gpu)")
@@ -101,17 +101,19 @@ def add_parser(commands: Any) -> None:
         help="path N (from 0) is one file system for all nodes, which moves SIZE a second each way in all (default: "
         "what the rates say of it); other paths are each node's own",
     )
-    _add_budgets(parser.add_argument_group("budgets of each rank"))
+    add_settings(parser.add_argument_group("settings of each rank's session"), "plan", placement=_parse_placement)
+    offers = parser.add_argument_group("what else a rank has")
+    add_value(
+        offers, "--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)"
+    )
+    offers.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
+    add_value(
+        offers, "--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60
+    )
     parser.add_argument(
         "--weights-on",
         choices=("cpu", "gpu"),
         help="where they lie, and are computed (default: gpu, if there is one)",
-    )
-    parser.add_argument(
-        "--keep-grads",
-        action=argparse.BooleanOptionalAction,
-        help="gradients on the GPU stay until the step, as OffloadConfig(keep_grads=...) says; with --no-keep-grads, "
-        "and under ZeRO, they leave during backward (default: they stay with one rank)",
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
     add_value(node, "--node-memory", parse_bytes, "host memory that all ranks have together")
@@ -132,22 +134,6 @@ def add_parser(commands: Any) -> None:
     add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
     add_value(parser, "--picture", parse_output, "where the plan's picture goes: tiers and lanes, as .png or .html")
     add_output(parser, "print everything as JSON on stdout, and nothing else there")
-
-
-def _add_budgets(sizes: Any) -> None:
-    add = partial(add_value, sizes)
-    host = "for state at home there (default: what the node can spare, if that is known); of each memory node of the "
-    add("--host-memory", parse_memory, f"{host}rates as node0=200GiB,node2=400GiB")
-    add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: what activations leave, if known)")
-    add("--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)")
-    leave = "for gradients; beyond it they leave for the paths during backward (default: for all of them)"
-    add("--gradient-memory", parse_bytes, leave)
-    add("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
-    sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
-    add("--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60)
-    add("--subgroup-numel", parse_count, "most elements of a subgroup (default: chosen)")
-    where = 'updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)'
-    add("--placement", _parse_placement, where, metavar="P", default="auto")
 
 
 def _parse_ranks(field: str, value: str) -> int:
@@ -228,18 +214,36 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--picture", arguments.picture, "name a file that ends in .png, .svg or .html")
     if arguments.picture is not None and searches:
         raise ConfigError("--picture", arguments.picture, f"a picture is drawn of one plan: leave {searches[0]} out")
-    scenario, choices = _scenario(arguments)
     collects = gc.isenabled()
     gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
     try:
-        if searches:
-            _search(arguments, scenario, choices)
-        else:
-            _predict(arguments, scenario, choices)
+        with naming_options("plan"):
+            scenario, choices = _asked(arguments)
+            if searches:
+                _search(arguments, scenario, choices)
+            else:
+                _predict(arguments, scenario, choices)
     finally:
         if collects:
             gc.enable()
     return 0
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
+    """Return what is asked, and what is left open."""
+    machine, given = machine_of(arguments), given_settings(arguments, "plan")
+    rates, known_nodes = machine.rates, [f"node{each.node}" for each in machine.rates.nodes]
+    if arguments.weights_on == "cpu" and rates.gpu.weights_on == "gpu":
+        allowed = f"{STREAMED_WEIGHTS}; for training on the CPU leave --gpu out, or give --gpus 0, and its --flops"
+        raise ConfigError("--weights-on", "cpu", allowed)
+    for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
+        if name not in known_nodes:
+            allowed = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
+            raise ConfigError("--host-memory", name, allowed)
+    model = model_of(arguments, weights_on_gpu=(arguments.weights_on or rates.gpu.weights_on) == "gpu")
+    settings = {"keep_grads": machine.all_ranks == 1, **given}
+    scenario = Scenario.of(model, machine, arguments.path_bytes, arguments.gpu_staging, **settings)
+    return scenario, advise.Choices.of(scenario, given)
 
 
 def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
@@ -268,7 +272,7 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
             least_text = "" if GPU in error.available_bytes else f"; {_say_least(settled, choices)}"
             switches = advise.what_fits(settled, choices)
             fits = f"; it fits with {switches}" if switches else ""
-            raise PlanError(f"{error}{least_text}{fits}") from error
+            raise PlanError(f"{in_options(str(error), 'plan')}{least_text}{fits}") from error
         wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
         found = advise.advice(answer)
     text = "" if arguments.json and not draws else _describe(answer, wear, found)
@@ -282,7 +286,7 @@ def _say_least(scenario: Scenario, choices: advise.Choices) -> str:
     memory_bytes = scenario.machine.memory_bytes
     each = [(taken, other) for other in choices.variants(scenario) if (taken := least(other)) is not None]
     if not each:
-        return "no host_memory would be enough"
+        return "no --host-memory would be enough"
     enough = (1 + WORTH_SWITCHING) * min(taken.host_bytes for taken, _ in each)
     fewest, leanest = next((taken, other) for taken, other in each if taken.host_bytes <= enough)
     why = "" if scenario.machine.rates.paths else "these rates have no paths (--rates, --drive), so "
@@ -292,215 +296,6 @@ def _say_least(scenario: Scenario, choices: advise.Choices) -> str:
     if memory_bytes is not None and scenario.machine.ranks * fewest.host_bytes > memory_bytes:
         words += f", more than the {format_bytes(memory_bytes / scenario.machine.ranks)} that this node has for each"
     return words
-
-
-def _machine(arguments: argparse.Namespace) -> RatesFile:
-    """Return the rates of the machine that is asked about: described, named, or this one."""
-    from offload.measure import default_rates_file, find_rates, has_default_rates, load_rates
-
-    if is_described(arguments):
-        if arguments.rates is not None:
-            words = ", ".join(f"--{word}" for word in WORDS)
-            raise ConfigError("--rates", arguments.rates, f"describe the machine in words ({words}) or give a file")
-        return described(arguments)
-    if arguments.rates is not None:
-        return find_rates(arguments.rates)
-    if not has_default_rates():
-        arguments.refuse(
-            "give the machine: in words (--host 64GiB --gpu 24GiB --drive 3.5GB/s:2TB --cores 16), by --rates FILE, "
-            "or measure this one with `offload probe`"
-        )
-    return load_rates(default_rates_file())
-
-
-def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
-    """Return what is asked, and what is left open."""
-    from offload.plan import NO_GPU
-    from offload.plan.planner import STRIDE
-
-    file = _machine(arguments)
-    rates, (node_memory, gpus) = file.rates, node_of(file)
-    if arguments.gpus == 0 and rates.gpu.weights_on == "gpu":
-        rates = replace(rates, gpu=NO_GPU, compute_flops_per_s=0.0)  # which are the GPU's
-    if arguments.weights_on == "cpu" and rates.gpu.weights_on == "gpu":
-        allowed = f"{STREAMED_WEIGHTS}; for training on the CPU leave --gpu out, or give --gpus 0, and its --flops"
-        raise ConfigError("--weights-on", "cpu", allowed)
-    gpus = gpus if arguments.gpus is None else arguments.gpus
-    if arguments.flops is not None:
-        rates = replace(rates, compute_flops_per_s=arguments.flops)
-    named = [text.partition("=")[0].strip() for text in arguments.shared_path]
-    if len(set(named)) < len(named):
-        raise ConfigError("--shared-path", ", ".join(named), "give each path once")
-    for text in arguments.shared_path:
-        rates = with_shared_path(rates, text, arguments.nodes)
-    if arguments.path_count is not None:
-        rates = _first_paths(rates, "--path-count", arguments.path_count)
-    shape: Shape | None = None
-    if arguments.params is not None:
-        params, exact_params = arguments.params, 0
-    elif arguments.model is not None:
-        shape = MODELS[arguments.model]
-        params, exact_params = shape.params, shape.exact_params
-    else:
-        params, exact_params, shape = _params_of(arguments.config)
-    model = Model(
-        params=params,
-        exact_params=exact_params,
-        shape=shape,
-        weights_on_gpu=(arguments.weights_on or rates.gpu.weights_on) == "gpu",
-        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
-    )
-    machine = Machine(
-        rates=rates,
-        nodes=arguments.nodes,
-        ranks=arguments.ranks or (gpus if gpus and is_described(arguments) else 1),
-        memory_bytes=node_memory if arguments.node_memory is None else arguments.node_memory,
-        gpus=gpus,
-        file=file,
-    )
-    alone, placement = machine.all_ranks == 1, arguments.placement
-    if model.weights_on_gpu and arguments.gradient_memory is not None:  # the CPU updates all then
-        if placement not in ("auto", "cpu", 0):
-            combinations.GRADIENTS_ON_PATHS.refuse("--placement", placement, least='"cpu"')
-        placement, arguments.gpu_memory, arguments.keep_grads = "cpu", arguments.gpu_memory or 0, False
-    keep = arguments.keep_grads
-    keep_grads = alone if keep is None else keep
-    known_nodes = [f"node{each.node}" for each in rates.nodes]
-    for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
-        if name not in known_nodes:
-            allowed = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
-            raise ConfigError("--host-memory", name, allowed)
-    strides = isinstance(placement, str) and placement.startswith(STRIDE)
-    form = arguments.state_format
-    scenario = Scenario.of(
-        model,
-        machine,
-        arguments.path_bytes,
-        host_memory=arguments.host_memory or 0,
-        gpu_memory=arguments.gpu_memory or 0,
-        placement="auto" if strides else placement,
-        keep_grads=keep_grads,
-        **{name: getattr(arguments, name) for name in ("gradient_memory", "staging_memory", "subgroup_numel")},
-    )
-    stride = int(placement.removeprefix(STRIDE)) if strides else 0
-    scenario = replace(scenario, stride=stride, gpu_staging=arguments.gpu_staging).in_format(form or "exact")
-    choices = advise.Choices(
-        placement=placement == "auto",
-        host_memory=arguments.host_memory is None,
-        gpu_memory=arguments.gpu_memory is None,
-        state_formats=tuple(STATE_FORMATS) if form is None else (form,),
-        keep_grads=(True, False)
-        if model.weights_on_gpu and alone and arguments.keep_grads is None
-        else (keep_grads,),
-        recompute=(False, True) if scenario.beside and not model.recompute else (model.recompute,),
-        gradient_memory=(
-            (None, 0)
-            if scenario.gradient_memory is None and rates.paths and not model.weights_on_gpu
-            else (scenario.gradient_memory,)
-        ),
-    )
-    return scenario, choices
-
-
-def _first_paths(rates: Rates, field: str, value: str) -> Rates:
-    known = len(rates.paths)
-    count = parse_count(field, value, least=0, most=known, why=f"the rates know {known} paths: ")
-    return replace(rates, paths=rates.paths[:count])
-
-
-def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
-    """Return a node's rates where a path is one file system for all nodes.
-
-    Args:
-        rates: What a node reaches by itself.
-        text: As `--shared-path` takes it.
-        nodes: How many use it, all alike.
-    """
-    name, equals, size = text.partition("=")
-    why = f"the rates know {len(rates.paths)} paths, from 0: "
-    number = parse_count("--shared-path", name, least=0, most=len(rates.paths) - 1, why=why)
-    path = rates.paths[number]
-    total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
-    if not total:
-        raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
-    part = min(1.0, total / nodes / path.each_way_bytes_per_s)
-    paths = [*rates.paths]
-    paths[number] = path.part(part)
-    return replace(rates, paths=tuple(paths))
-
-
-def _params_of(file: str) -> tuple[int, int, Shape | None]:
-    """Return the parameters of the model that a Hugging Face configuration describes, without making it.
-
-    Returns:
-        How many, how many of them are kept exact where others are stored in blocks, and the model's shape if it is of
-        the Llama family.
-    """
-    from offload.dtypes import DtypeCode
-    from offload.layout import Parameter, keep_exact
-
-    values = read_values("--config", os.path.join(file, "config.json") if os.path.isdir(file) else file)
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise ConfigError("--config", file, 'it has no "model_type", so it is not a Hugging Face configuration')
-    try:
-        import torch
-        import transformers
-    except ImportError as cause:
-        raise OffloadError("reading a config.json needs transformers: pip install transformers") from cause
-    try:
-        # Code that a configuration names is not asked for, nor whether it may run.
-        config = transformers.AutoConfig.for_model(**{name: values[name] for name in values if name != "auto_map"})
-        if not 0 <= (layers := getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
-            raise ValueError(f"it has {layers} layers, and {MOST_LAYERS:,} are the most")
-        with torch.device("meta"), _at_most(MOST_MODULES):
-            from_config: Any = transformers.AutoModelForCausalLM.from_config
-            model = from_config(config)
-    except Exception as cause:  # whatever a model's code makes of values that it was not written for
-        allowed = f"transformers {transformers.__version__} makes no model of it: {cause!r}"
-        raise ConfigError("--config", file, allowed) from cause
-    parameters = keep_exact(
-        [
-            Parameter(name, parameter.numel(), DtypeCode.BFLOAT16, 0, shape=tuple(parameter.shape))
-            for name, parameter in model.named_parameters()
-        ],
-        EXACT_NAMES,
-    )
-    params = sum(p.numel for p in parameters)
-    return params, sum(p.numel for p in parameters if p.exact), _shape_of(config, params)
-
-
-def _shape_of(config: Any, params: int) -> Shape | None:
-    """Return the shape of a model that has as many parameters as its configuration's shape has; else None."""
-    try:
-        heads = config.num_attention_heads
-        width = (getattr(config, "head_dim", None) or config.hidden_size // heads) * config.num_key_value_heads
-        known = (config.hidden_size, config.num_hidden_layers, config.intermediate_size, width, config.vocab_size)
-    except (AttributeError, TypeError, ZeroDivisionError):
-        return None
-    shapes = [Shape(*known, tied=bool(config.tie_word_embeddings), biased=biased) for biased in (False, True)]
-    return next((shape for shape in shapes if shape.params == params), None)
-
-
-@contextlib.contextmanager
-def _at_most(count: int) -> Iterator[None]:
-    """Have torch refuse to make more modules and parameters than that."""
-    from torch.nn.modules import module
-
-    numbers = itertools.count(1)
-
-    def counts(parent: object, name: str, child: object) -> None:
-        if next(numbers) > count:
-            raise ValueError(f"it has more than {count:,} modules and parameters")
-
-    hooks = [
-        module.register_module_module_registration_hook(counts),
-        module.register_module_parameter_registration_hook(counts),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
@@ -530,6 +325,7 @@ def _as_dict(
     from offload.plan import Home
 
     plan, cost, prediction, machine = answer.plan, answer.estimate, answer.prediction, answer.scenario.machine
+    figures = answer.figures
     return {
         "params": answer.scenario.model.params,
         "nodes": machine.nodes,
@@ -547,8 +343,8 @@ def _as_dict(
             "gradient_bytes": plan.budgets.gradient_bytes,
             "path_shares": list(plan.shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
             "gpu_update_share": _share_on_gpu(plan),
-            "host_memory_bytes": dict(answer.use.host),
-            "gpu_memory_bytes": dict(answer.use.gpu),
+            "host_memory_bytes": figures["host_memory_bytes"],
+            "gpu_memory_bytes": figures["gpu_memory_bytes"],
         },
         "node": {
             "memory_bytes": machine.memory_bytes,
@@ -575,7 +371,7 @@ def _as_dict(
         else {},
         "paths": [{"name": machine.path_name(number), **row} for number, row in enumerate(wear)],
         "config": advise.config_of(answer),
-        "parked": parked(answer),
+        "parked": figures["parked"],
         "activations_on_paths": activations_on_paths(answer),
         "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
@@ -589,7 +385,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     on_ranks = f"{format_count(ranks, 'rank')}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
     lines = [f"{answer.scenario.model.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
     mark = answer.scenario.mark
-    lines += ["", *_node_lines(answer), *answer.scenario.marked(answer.warnings), ""]
+    lines += ["", *node_lines(answer), *answer.scenario.marked(answer.warnings), ""]
     if answer.forward_s is None:
         lines.append(unknown_words(answer.scenario))
     else:
@@ -624,31 +420,6 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines += ["", "what would help (by the closed form):"]
         lines += [f"  {what}: -{format_seconds(saved_s)}" for what, saved_s in found]
     return "\n".join(lines)
-
-
-def _node_lines(answer: Answer) -> list[str]:
-    """Return what all ranks take of their node, and the least that they could."""
-    scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
-    memory_bytes = machine.memory_bytes
-    of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
-    taken = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"
-    lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
-    if use.gpu_bytes:
-        size = machine.rates.gpu.memory_bytes
-        of_gpu = f" of {format_bytes(size)}" if size else ""
-        on_top = "" if scenario.beside else "; activations come on top (known with --model and --tokens)"
-        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}{on_top}")
-    fewest = least(scenario)
-    if fewest is not None and fewest.host_bytes < use.host_bytes:
-        most = max(fewest.host, key=lambda what: fewest.host[what])
-        lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
-    if given := parked(answer):
-        gpu = f" and {format_bytes(given['gpu_bytes'])} of its GPU's" if given["gpu_bytes"] else ""
-        lines.append(
-            f"between phases, park() gives back up to {format_bytes(given['host_bytes'])} of a rank's host memory"
-            f"{gpu}, in about {format_seconds(given['seconds'])}"
-        )
-    return lines
 
 
 def activations_on_paths(answer: Answer) -> dict[str, Any]:

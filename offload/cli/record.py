@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from offload import metrics
 from offload.schedule.timeline import Interval
 from offload.units import format_seconds
 
@@ -24,9 +25,10 @@ OPTIMIZERS = "optimizer/"
 
 _OWN = ("tokens_per_s", "forward_s", "backward_s", "step_s", "iteration_s")
 _METRICS = {
-    "optimizer_step_s": "step_s",
-    **{name: name for name in ("predicted_step_s", "predicted_iteration_s", "waited_s", "state_bytes")},
-    **{name: name for name in ("resident_bytes", "resident_share", "streamed_bytes")},
+    "optimizer_step_s": metrics.STEP_S,
+    **{name: name for name in (metrics.PREDICTED_STEP_S, metrics.PREDICTED_ITERATION_S, metrics.WAITED_S)},
+    **{name: name for name in (metrics.STATE_BYTES, metrics.RESIDENT_BYTES)},
+    **{name: name for name in (metrics.RESIDENT_SHARE, metrics.STREAMED_BYTES)},
 }
 """By its name in the summary, each of the optimizer's metrics that it has the median of."""
 
@@ -67,7 +69,9 @@ class RunRecord:
             return None
         steps = []
         for row in self.rows[-MOST_STEPS:]:
-            measured_s, predicted_s = (row.get(f"{OPTIMIZERS}{name}") for name in ("step_s", "predicted_step_s"))
+            measured_s, predicted_s = (
+                row.get(f"{OPTIMIZERS}{name}") for name in (metrics.STEP_S, metrics.PREDICTED_STEP_S)
+            )
             if measured_s is not None:
                 steps.append(Step(row["step"], measured_s, predicted_s))
         return replace(self.report, steps=steps, notes=[*notes])

@@ -10,28 +10,40 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.node import (
-    DRIVER_BYTES,
-    GRADIENT_BYTES,
-    WEIGHT_BYTES,
-    Machine,
-    Use,
-    check_fits,
-    gpu_room,
-    reserved_bytes,
-    use_of,
-)
+from offload import combinations
+from offload.cli.machine import Machine
 from offload.cli.shapes import Model
-from offload.config import OffloadConfig, PathConfig
+from offload.cli.values import settings_of
+from offload.config import OffloadConfig, PathConfig, Size
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.formats import EXACT, STATE_FORMATS, StateFormat, StateSpec
+from offload.formats import EXACT, StateFormat, StateSpec
 from offload.rules import RULES
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from offload.layout import Layout
     from offload.plan import Budgets, Estimate, Plan, Rates
     from offload.predict import Prediction
+
+WEIGHT_BYTES = GRADIENT_BYTES = 2
+"""Of each parameter: 16-bit training."""
+
+GPU = "the GPU"
+"""How an error names what is short."""
+
+SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
+"""Of host memory, left to the system and its page cache."""
+PROCESS_BYTES = 3 << 29
+"""Of host memory, for what a rank takes beside a plan: Python, torch, the host's side of a GPU's driver."""
+GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
+"""Of a GPU's memory, left free, as `gpu_memory="auto"` leaves it."""
+STREAMED_WEIGHTS = (
+    "weights in host memory that a GPU computes run under FSDP2's CPUOffloadPolicy and ZeRO-3's offload_param, which "
+    "is not predicted yet"
+)
+"""What errors say of weights that do not fit a GPU; docs/modes.md says more."""
+DRIVER_BYTES = 1 << 29
+"""Of GPU memory: a context and its kernels."""
 
 FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
 """For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
@@ -43,6 +55,18 @@ MOST_NUMEL = 5 * 10**11
 """Parameters of a rank that are planned for: 5.5 TiB of Adam's state."""
 MOST_TILES = 1 << 17
 """Of a rank, if a step is to be simulated: some ten seconds' work."""
+
+
+ADVISED = {one.name: one for one in settings_of("advised")}
+"""Settings that `offload plan` may choose, by their names."""
+
+
+def budget_text(nbytes: int) -> str | int:
+    """Return a budget as one would write it."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,38 +88,62 @@ class Scenario:
     gpu_staging: int | None = None
 
     @classmethod
-    def of(cls, model: Model, machine: Machine, path_bytes: int = 1 << 60, **settings: Any) -> Scenario:
+    def of(
+        cls,
+        model: Model,
+        machine: Machine,
+        path_bytes: int = 1 << 60,
+        gpu_staging: int | None = None,
+        **settings: Any,
+    ) -> Scenario:
         """Return what is predicted of a session with settings, on all paths of a machine.
 
         Args:
             model: What is trained.
             machine: Where.
             path_bytes: What each path offers to a rank, at most.
-            settings: Of the config; no memory is for state unless it is given.
+            gpu_staging: See `Scenario`.
+            settings: Of the config; no memory is for state unless it is given. `placement` may be "stride:<k>", too.
+
+        Raises:
+            ConfigError: A session would refuse these settings.
         """
+        from offload.plan.planner import STRIDE
+
         paths = []
         for number in range(len(machine.rates.paths)):
             size = machine.path_bytes(number)
             most = path_bytes if size is None else min(path_bytes, size // machine.ranks)
             paths.append(PathConfig(path=machine.path_place(number), max_bytes=most))
         usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "checkpoints_kept": 0, "keep_grads": False}
-        return cls(config=OffloadConfig(**{**usual, "paths": paths, **settings}), model=model, machine=machine)
+        placement = settings.get("placement", "auto")
+        if model.weights_on_gpu and settings.get("gradient_memory") is not None:  # the CPU updates all then
+            if placement not in ("auto", "cpu", 0):
+                combinations.GRADIENTS_ON_PATHS.refuse("--placement", placement, least='"cpu"')
+            placement, settings["keep_grads"] = "cpu", False
+        strides = isinstance(placement, str) and placement.startswith(STRIDE)
+        stride = int(placement.removeprefix(STRIDE)) if strides else 0
+        if not model.weights_on_gpu:
+            settings["keep_grads"] = True  # in slots: the setting is of a GPU
+        config = OffloadConfig(**{**usual, "paths": paths, **settings, "placement": "auto" if strides else placement})
+        return cls(
+            config=config, model=model, machine=machine, stride=stride, gpu_staging=gpu_staging
+        )._at_its_rates()
 
     def given(self, **settings: Any) -> Scenario:
-        """Return this with other settings of the config."""
-        return replace(self, config=replace(self.config, **settings))
+        """Return this with other settings of the config, at the rates of its format of state."""
+        found = replace(self, config=replace(self.config, **settings))
+        return found if found.config.format is self.config.format else found._at_its_rates()
+
+    def _at_its_rates(self) -> Scenario:
+        if self.machine.file is None:
+            return self
+        cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels)
+        return self.at_rates(replace(self.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
 
     def at_rates(self, rates: Rates) -> Scenario:
         """Return this with a machine of other rates."""
         return replace(self, machine=replace(self.machine, rates=rates))
-
-    def in_format(self, name: str) -> Scenario:
-        """Return this with state in another format, at its rates."""
-        found = self.given(state_format=name)
-        if found.machine.file is None:
-            return found
-        cpu_bytes_per_s = found.machine.file.cpu_rate(found._numels)
-        return found.at_rates(replace(found.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
 
     def with_host_memory(self, nbytes: int) -> Scenario:
         """Return this with other host memory: less on the slowest of its memory nodes, or more on the fastest."""
@@ -129,19 +177,69 @@ class Scenario:
         return None if self.config.gradient_memory is None else int(self.config.gradient_memory)
 
     @property
-    def state_format(self) -> StateFormat:
-        """How state is stored."""
-        return STATE_FORMATS[self.config.state_format]
-
-    @property
     def exact_params(self) -> int:
         """How many parameters have exact state in any case."""
-        return self.model.exact_params if self.state_format.shares_scales else 0
+        return self.model.exact_params if self.config.format.shares_scales else 0
+
+    def value(self, name: str) -> Any:
+        """Return the value of a setting, as a planner takes it."""
+        return getattr(self, name) if name in ("placement", "host_memory") else getattr(self.config, name)
+
+    def pasted(self, name: str) -> Any:
+        """Return the value of a setting as one would write it, or its default where nothing would change by it."""
+        value = self.value(name)
+        if name == "paths":
+            return [path.path for path in self.config.path_configs] or ()
+        if name == "gradient_memory" and not self.gradients_leave:
+            return None
+        return budget_text(value) if isinstance(ADVISED[name].metadata["check"], Size) else value
+
+    def takes(self, name: str) -> bool:
+        """Return whether a session is told a setting; ZeRO, with several ranks, decides what it has no key for."""
+        said = ADVISED[name].metadata
+        has_place = said["advised"].weights_on != "gpu" or self.model.weights_on_gpu
+        return has_place and (self.machine.all_ranks == 1 or said["deepspeed"] is None)
+
+    def tries(self, name: str) -> bool:
+        """Return whether other values of a setting may be worth a try."""
+        where = "gpu" if self.model.weights_on_gpu else "cpu"
+        return self.takes(name) and ADVISED[name].metadata["advised"].weights_on in ("", where)
+
+    def admits(self, name: str, value: Any) -> bool:
+        """Return whether a setting may have a value beside the others."""
+        try:
+            self.given(**{name: value})
+        except ConfigError:
+            return False
+        return True
+
+    @property
+    def decided(self) -> frozenset[str]:
+        """Settings whose values follow from others: with gradients on paths the CPU updates all."""
+        follows = self.model.weights_on_gpu and self.gradient_memory is not None
+        return frozenset({"placement", "gpu_memory"} if follows else ())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a rank's state."""
+        return _budgets(self)[0].state_bytes
+
+    def __str__(self) -> str:
+        words = [f"state {self.config.format.name}{' (rounded)' * self.config.format.rounds}"]
+        if self.model.weights_on_gpu:
+            words.append("keep_grads" if self.config.keep_grads else "keep_grads=False")
+        if self.placement != "auto":
+            words.append(f"placement {self.placement}")
+        if self.gradients_leave:
+            words.append(f"gradient_memory {budget_text(self.gradient_memory or 0)}")
+        if self.model.recompute:
+            words.append("recomputation")
+        return ", ".join(words)
 
     @property
     def _numels(self) -> dict[StateFormat, int]:
         exact = {EXACT: self.exact_params} if self.exact_params else {}
-        return {self.state_format: self.model.params - self.exact_params} | exact
+        return {self.config.format: self.model.params - self.exact_params} | exact
 
     @property
     def guessed(self) -> str:
@@ -196,6 +294,109 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """What each rank of a plan takes, by what for; the rest of the process comes on top.
+
+    Attributes:
+        host: Bytes of host memory.
+        gpu: Bytes of its GPU's memory; empty without one.
+    """
+
+    host: Mapping[str, int]
+    gpu: Mapping[str, int]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a rank."""
+        return sum(self.host.values())
+
+    @property
+    def gpu_bytes(self) -> int:
+        """GPU memory of a rank."""
+        return sum(self.gpu.values())
+
+
+def reserved_bytes(node_memory: int, ranks: int) -> int:
+    """Return the host memory that a plan should leave to the system and to the rest of all ranks."""
+    return max(LEAST_SYSTEM_BYTES, int(SYSTEM_SHARE * node_memory)) + ranks * PROCESS_BYTES
+
+
+def gpu_room(memory_bytes: int) -> int:
+    """Return what a plan should take of a GPU's memory at most: activations are an estimate, allocators fragment."""
+    return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
+
+
+def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
+    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3.
+
+    Args:
+        plan: Its plan.
+        beside: Bytes that forward and backward take where the weights lie, by what for, as far as they are known.
+    """
+    from offload.plan import Home
+    from offload.plan.budget import PIECE_BUFFERS
+
+    numel = sum(parameter.numel for parameter in plan.layout.parameters)
+    weights, gradients = WEIGHT_BYTES * numel, plan.budgets.gradient_bytes
+    state = plan.home_bytes[Home.HOST]
+    host = {"state": state, "gradients": gradients, "buffers and tables": plan.host_bytes - state - gradients}
+    if not plan.weights_on_gpu:
+        return Use({"weights": weights, **host, **beside}, {})
+    left = 0 if plan.budgets.gradients_on_gpu else gradients  # during backward
+    left = GRADIENT_BYTES * numel if plan.gradient_buffers else left
+    gpu = {
+        "weights": weights,
+        "gradients": max(0, GRADIENT_BYTES * numel - left),  # padding may have been counted
+        "state": plan.home_bytes[Home.GPU],
+        "staging": plan.gpu_slots * plan.gpu_slot_bytes,
+    }
+    if plan.piece_buffer_bytes:
+        gpu["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
+    return Use(host, {**gpu, **beside})
+
+
+def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates, *, leaves: bool = False) -> None:
+    """Refuse a plan that takes more memory than the node has.
+
+    Args:
+        node_memory: Bytes of host memory; None if that is not known.
+        ranks: How many there are.
+        use: What each takes.
+        rates: Of one rank; know the size of its GPU.
+        leaves: Whether it has to leave the part of both that is the system's, and that is for estimates.
+
+    Raises:
+        InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
+    """
+    if node_memory is not None:
+        room = node_memory - reserved_bytes(node_memory, ranks) if leaves else node_memory
+        if ranks * use.host_bytes > room:
+            less = "lower --host-memory, or " if use.host["state"] and rates.paths else ""
+            raise InfeasiblePlanError(
+                f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
+                ranks * use.host_bytes,
+                {f"the node{', less the part of the system' * leaves}": room},
+                f"{less}give --node-memory for another node",
+            )
+    if size := rates.gpu.memory_bytes:
+        room = gpu_room(size) if leaves else size
+        if use.gpu_bytes > room:
+            less = "lower --gpu-memory, or " if use.gpu["state"] else ""
+            raise InfeasiblePlanError(
+                f"a rank's GPU memory ({shares(use.gpu)})",
+                use.gpu_bytes,
+                {f"{GPU}{', less what has to stay free' * leaves}": room},
+                f"{less}use more ranks on more GPUs; {STREAMED_WEIGHTS}",
+            )
+
+
+def shares(parts: Mapping[str, int]) -> str:
+    """Return what something is made of, as words: what is most first."""
+    most_first = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in most_first if nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What comes out.
 
@@ -230,6 +431,15 @@ class Answer:
         return (self.forward_s or 0.0) + (self.backward_s or 0.0) + self.step_s
 
     @property
+    def figures(self) -> dict[str, Any]:
+        """What a rank takes, and what it gives back between phases, for `--json`."""
+        return {
+            "host_memory_bytes": dict(self.use.host),
+            "gpu_memory_bytes": dict(self.use.gpu),
+            "parked": parked(self),
+        }
+
+    @property
     def ahead(self) -> Plan:
         """The plan of a rank whose steps are hidden in backward."""
         return _ahead(self.plan)
@@ -250,9 +460,10 @@ class Answer:
         if memory_bytes is not None:
             left, reserved = memory_bytes - ranks * self.use.host_bytes, reserved_bytes(memory_bytes, ranks)
             if left < reserved:
+                how = "lower --host-memory" if self.rates.paths else "give paths that state streams from (--drive)"
                 found.append(
                     f"{format_bytes(left)} of host memory are left to the system and the rest of the processes; "
-                    f"{format_bytes(reserved)} are advisable: lower --host-memory"
+                    f"{format_bytes(reserved)} are advisable: {how}"
                 )
         size, taken = self.scenario.machine.rates.gpu.memory_bytes, self.use.gpu_bytes
         if taken and size and taken > gpu_room(size):
@@ -293,7 +504,7 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     if numel > MOST_NUMEL:
         allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
         raise ConfigError("--params", model.params, allowed)
-    state = StateSpec(RULES[model.rule], scenario.state_format)
+    state = StateSpec(RULES[model.rule], scenario.config.format)
     subgroup_numel, least_numel = config.subgroup_numel, _least_subgroup_numel(numel)
     if subgroup_numel is None:
         subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, state), least_numel)
@@ -469,3 +680,28 @@ def parked(answer: Answer) -> dict[str, float]:
         "gpu_bytes": answer.use.gpu.get("state", 0) + answer.use.gpu.get("staging", 0),
         "seconds": moved_bytes / sum(path.write.alone for path in rates.paths),
     }
+
+
+def node_lines(answer: Answer) -> list[str]:
+    """Return what all ranks take of their node, and the least that they could."""
+    scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
+    memory_bytes = machine.memory_bytes
+    of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
+    taken = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"
+    lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
+    if use.gpu_bytes:
+        size = machine.rates.gpu.memory_bytes
+        of_gpu = f" of {format_bytes(size)}" if size else ""
+        on_top = "" if scenario.beside else "; activations come on top (known with --model and --tokens)"
+        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}{on_top}")
+    fewest = least(scenario)
+    if fewest is not None and fewest.host_bytes < use.host_bytes:
+        most = max(fewest.host, key=lambda what: fewest.host[what])
+        lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
+    if given := parked(answer):
+        gpu = f" and {format_bytes(given['gpu_bytes'])} of its GPU's" if given["gpu_bytes"] else ""
+        lines.append(
+            f"between phases, park() gives back up to {format_bytes(given['host_bytes'])} of a rank's host memory"
+            f"{gpu}, in about {format_seconds(given['seconds'])}"
+        )
+    return lines

@@ -6,10 +6,8 @@ import argparse
 from functools import partial
 from typing import Any
 
-from offload.cli.values import MAX_COUNT, add_output, add_value, parse_count, parse_number, parse_path
-from offload.config import MAX_THREADS, OVERLAPS, parse_bytes
+from offload.cli.values import add_output, add_settings, add_value, parse_count, parse_number, parse_path
 from offload.errors import ConfigError
-from offload.formats import STATE_FORMATS
 
 DTYPES = ("bf16", "fp32")
 
@@ -39,7 +37,8 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_training(parser.add_argument_group("model"), parser.add_argument_group("training"))
-    _add_offloading(parser.add_argument_group("offloading"), parser.add_argument_group("checkpoints"))
+    add_settings(parser.add_argument_group("offloading"), "train", defaults=True)
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare-in-memory",
@@ -77,30 +76,7 @@ def _add_training(model: Any, training: Any) -> None:
     add("--seed", _count(2**63 - 1, least=0), "of weights and batches (default: %(default)s)", default=0)
 
 
-def _add_offloading(offloading: Any, checkpoints: Any) -> None:
-    add = partial(add_value, offloading)
-    where = "where streamed state is stored, one for each disk (default: OUTPUT/state)"
-    add("--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
-    budget = "budget for state that stays in host memory, such as 8GiB (default: a quarter of the state)"
-    add("--host-memory", parse_bytes, budget)
-    leave = "host memory for gradients, which leave it for the paths beyond (default: for all of them)"
-    add("--gradient-memory", parse_bytes, leave)
-    add("--staging-memory", parse_bytes, "buffers for state on its way (default: the engine's choice)")
-    subgroup = "parameters a subgroup (default: the engine's choice)"
-    add("--subgroup-numel", _count(MAX_COUNT, least=1024), subgroup, metavar="COUNT")
-    add("--threads", _count(MAX_THREADS), "CPU threads of model and updates (default: one a core)")
-    form = "how state is stored (default: exact)"
-    offloading.add_argument("--state-format", choices=tuple(STATE_FORMATS), default="exact", help=form)
-    offloading.add_argument(
-        "--overlap",
-        choices=OVERLAPS,
-        default="off",
-        help="hide the optimizer's step in the next forward pass, in backward, in both, or wherever that should pay "
-        "(default: off); the numbers are the same",
-    )
-    rates = "what `offload probe` wrote (default: this machine's file if it fits, else a short probe)"
-    add("--rates", parse_path, rates, default="auto")
-
+def _add_checkpoints(checkpoints: Any) -> None:
     add = partial(add_value, checkpoints)
     kept = "keep a checkpoint in this folder, of the last step and of those between"
     add("--save", parse_path, kept, metavar="DIR")

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
+import itertools
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from offload.errors import ConfigError
+from offload.cli.values import read_values
+from offload.config import EXACT_NAMES
+from offload.errors import ConfigError, OffloadError
+
+MOST_LAYERS, MOST_MODULES = 1_000, 70_000
+"""Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
 
 LOGIT_BYTES = 10
 """Of each logit: in 16 bits, its fp32 copy, and that one's gradient."""
@@ -141,3 +152,100 @@ def parse_model(field: str, value: str) -> str:
         allowed = f"{nearest}name one of {', '.join(MODELS)}, or give --config FILE or --params N"
         raise ConfigError(field, value, allowed)
     return name
+
+
+def model_of(arguments: argparse.Namespace, *, weights_on_gpu: bool) -> Model:
+    """Return the model that `offload plan` is asked about.
+
+    Raises:
+        ConfigError: No model is made of its configuration.
+    """
+    shape: Shape | None = None
+    if arguments.params is not None:
+        params, exact_params = arguments.params, 0
+    elif arguments.model is not None:
+        shape = MODELS[arguments.model]
+        params, exact_params = shape.params, shape.exact_params
+    else:
+        params, exact_params, shape = _params_of(arguments.config)
+    return Model(
+        params=params,
+        exact_params=exact_params,
+        shape=shape,
+        weights_on_gpu=weights_on_gpu,
+        **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
+    )
+
+
+def _params_of(file: str) -> tuple[int, int, Shape | None]:
+    """Return the parameters of the model that a Hugging Face configuration describes, without making it.
+
+    Returns:
+        How many, how many of them are kept exact where others are stored in blocks, and the model's shape if it is of
+        the Llama family.
+    """
+    from offload.dtypes import DtypeCode
+    from offload.layout import Parameter, keep_exact
+
+    values = read_values("--config", os.path.join(file, "config.json") if os.path.isdir(file) else file)
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError("--config", file, 'it has no "model_type", so it is not a Hugging Face configuration')
+    try:
+        import torch
+        import transformers
+    except ImportError as cause:
+        raise OffloadError("reading a config.json needs transformers: pip install transformers") from cause
+    try:
+        # Code that a configuration names is not asked for, nor whether it may run.
+        config = transformers.AutoConfig.for_model(**{name: values[name] for name in values if name != "auto_map"})
+        if not 0 <= (layers := getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
+            raise ValueError(f"it has {layers} layers, and {MOST_LAYERS:,} are the most")
+        with torch.device("meta"), _at_most(MOST_MODULES):
+            from_config: Any = transformers.AutoModelForCausalLM.from_config
+            model = from_config(config)
+    except Exception as cause:  # whatever a model's code makes of values that it was not written for
+        allowed = f"transformers {transformers.__version__} makes no model of it: {cause!r}"
+        raise ConfigError("--config", file, allowed) from cause
+    parameters = keep_exact(
+        [
+            Parameter(name, parameter.numel(), DtypeCode.BFLOAT16, 0, shape=tuple(parameter.shape))
+            for name, parameter in model.named_parameters()
+        ],
+        EXACT_NAMES,
+    )
+    params = sum(p.numel for p in parameters)
+    return params, sum(p.numel for p in parameters if p.exact), _shape_of(config, params)
+
+
+def _shape_of(config: Any, params: int) -> Shape | None:
+    """Return the shape of a model that has as many parameters as its configuration's shape has; else None."""
+    try:
+        heads = config.num_attention_heads
+        width = (getattr(config, "head_dim", None) or config.hidden_size // heads) * config.num_key_value_heads
+        known = (config.hidden_size, config.num_hidden_layers, config.intermediate_size, width, config.vocab_size)
+    except (AttributeError, TypeError, ZeroDivisionError):
+        return None
+    shapes = [Shape(*known, tied=bool(config.tie_word_embeddings), biased=biased) for biased in (False, True)]
+    return next((shape for shape in shapes if shape.params == params), None)
+
+
+@contextlib.contextmanager
+def _at_most(count: int) -> Iterator[None]:
+    """Have torch refuse to make more modules and parameters than that."""
+    from torch.nn.modules import module
+
+    numbers = itertools.count(1)
+
+    def counts(parent: object, name: str, child: object) -> None:
+        if next(numbers) > count:
+            raise ValueError(f"it has more than {count:,} modules and parameters")
+
+    hooks = [
+        module.register_module_module_registration_hook(counts),
+        module.register_module_parameter_registration_hook(counts),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

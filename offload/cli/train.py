@@ -16,7 +16,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from offload.cli.record import LAST_STEPS, OPTIMIZERS, Comparison, RunRecord, in
 from offload.cli.report import PAGE_NAME, REPORT_NAME, table
 from offload.cli.text import VOCABULARY, Text, draw_windows, load_text
 from offload.cli.trace import TIMELINE_NAME
-from offload.cli.values import to_json
+from offload.cli.values import given_settings, to_json
 from offload.errors import ConfigError, OffloadError
-from offload.formats import EXACT_ADAMW, FP32, STATE_FORMATS
+from offload.formats import EXACT_ADAMW, FP32
 from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
 from offload.memory.arenas import available_bytes
 from offload.optim.reporting import report_of
@@ -80,7 +80,7 @@ def run(settings: Namespace) -> int:
         try:
             run.train(config, run.main, "metrics.jsonl", "offloaded")
             if settings.compare_in_memory:
-                run.compare()
+                run.compare(config)
         except KeyboardInterrupt:
             run.interrupted = True
         except OffloadError as error:
@@ -251,14 +251,15 @@ class _Run:
             "iteration_s": forward_s + backward_s + finished_s - started_s,
         }
 
-    def compare(self) -> None:
-        """Train again with all state in memory and compare."""
-        settings, ours = self.settings, self._weights
+    def compare(self, config: offload.OffloadConfig) -> None:
+        """Train again with all state in memory and compare.
+
+        Args:
+            config: Of the run before.
+        """
+        ours = self._weights
         gc.collect()  # The first model is in reference cycles; its memory is needed now.
-        config = offload.OffloadConfig(
-            subgroup_numel=settings.subgroup_numel, threads=settings.threads, state_format=settings.state_format
-        )
-        self.train(config, self.in_memory, "metrics-in-memory.jsonl", "in memory")
+        self.train(config.in_memory(), self.in_memory, "metrics-in-memory.jsonl", "in memory")
         self.comparison = Comparison.of(ours, self._weights, self.main.losses, self.in_memory.losses)
         self._weights = {}
 
@@ -336,28 +337,20 @@ def _check_memory(settings: Namespace, shape: Shape) -> None:
         raise ConfigError("--params", f"{shape.numel:,}", allowed)
 
 
-def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> Any:
+def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> offload.OffloadConfig:
     """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
-    state = EXACT_ADAMW.stored_in(STATE_FORMATS[settings.state_format])
-    # An fp32 weight is its own master.
-    bytes_per_parameter = state.item_bytes - (FP32.item_bytes if settings.dtype == "fp32" else 0)
-    host_memory = settings.host_memory
-    if host_memory is None:
-        host_memory = int(shape.numel * bytes_per_parameter / 4)
     in_backward = settings.overlap in ("backward", "both", "auto")
-    return offload.OffloadConfig(
-        host_memory=host_memory,
+    config = offload.OffloadConfig(
+        **{**given_settings(settings, "train"), "paths": list(paths)},
         checkpoints_kept=0 if settings.save is None and settings.resume is None else 1,
         keep_grads=not (in_backward and not _is_host(settings.device)),
-        paths=list(paths),
-        staging_memory=settings.staging_memory,
-        subgroup_numel=settings.subgroup_numel,
-        threads=settings.threads,
-        rates=settings.rates,
-        state_format=settings.state_format,
-        overlap=settings.overlap,
-        gradient_memory=settings.gradient_memory,
     )
+    if config.host_memory is not None:
+        return config
+    # An fp32 weight is its own master.
+    masters_bytes = FP32.item_bytes if settings.dtype == "fp32" else 0
+    item_bytes = EXACT_ADAMW.stored_in(config.format).item_bytes - masters_bytes
+    return replace(config, host_memory=int(shape.numel * item_bytes / 4))
 
 
 @contextlib.contextmanager

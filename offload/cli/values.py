@@ -7,11 +7,26 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, fields
 from decimal import Decimal
+from functools import partial
 from typing import Any, NoReturn
 
-from offload.config import parse_bytes, parse_host_memory
+from offload.config import (
+    MAX_THREADS,
+    Count,
+    OffloadConfig,
+    OneOf,
+    Size,
+    check_bool,
+    check_paths,
+    check_rates,
+    check_threads,
+    parse_bytes,
+    parse_host_memory,
+)
 from offload.errors import ConfigError, check_text
 from offload.units import DAY_S, format_seconds, read_number
 
@@ -80,6 +95,78 @@ def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: s
     if name.isupper():
         name, metavar = name.lower(), name
     options.add_argument(name, action=_Reading, reads=reads, help=help, **{"metavar": metavar, **more})
+
+
+def add_settings(options: Any, command: str, *, defaults: bool = False, **readers: Callable[[str, str], Any]) -> None:
+    """Declare an option for each setting of `OffloadConfig` that a command takes, as its declaration says.
+
+    Args:
+        options: A parser, or a group of one.
+        command: "plan" or "train", a name of `offload.config.said`.
+        defaults: Whether what is not given has the setting's default; else it is None.
+        readers: What reads a setting's value, where its option takes more than the setting does.
+    """
+    for one in settings_of(command):
+        flag, check, default = one.metadata[command], one.metadata["check"], one.default if defaults else None
+        if isinstance(check, OneOf):
+            options.add_argument(option_of(one.name), choices=check.words, help=flag.help, default=default)
+        elif check is check_bool:
+            options.add_argument(
+                option_of(one.name), action=argparse.BooleanOptionalAction, help=flag.help, default=default
+            )
+        else:
+            several = {"nargs": "+"} if check is check_paths else {}
+            named = {"metavar": flag.metavar} if flag.metavar else {}
+            reads = readers.get(one.name) or _reader(check)
+            add_value(options, option_of(one.name), reads, flag.help, default=default, **several, **named)
+
+
+def _reader(check: Any) -> Callable[[str, str], Any]:
+    """Return what reads, from a command line, a value of settings that have a check."""
+    if isinstance(check, Size):
+        return parse_bytes
+    if isinstance(check, Count):
+        return partial(parse_count, least=check.least, most=min(check.most, MAX_COUNT))
+    readers: dict[Any, Callable[[str, str], Any]] = {
+        check_paths: parse_path,
+        check_rates: parse_path,
+        check_threads: partial(parse_count, most=MAX_THREADS),
+        parse_host_memory: parse_memory,
+    }
+    return readers[check]
+
+
+def settings_of(command: str) -> list[Field[Any]]:
+    """Return the settings of `OffloadConfig` that a command takes."""
+    return [one for one in fields(OffloadConfig) if one.metadata[command] is not None]
+
+
+def given_settings(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Return the settings that a command was given, by their names."""
+    values = {one.name: getattr(arguments, one.name) for one in settings_of(command)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def option_of(setting: str) -> str:
+    """Return the option of a setting."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def in_options(text: str, command: str) -> str:
+    """Return an error's text with the settings that a command takes called as its options."""
+    names = "|".join(one.name for one in settings_of(command))
+    return re.sub(rf"\b({names})\b", lambda found: option_of(found[0]), text)
+
+
+@contextmanager
+def naming_options(command: str) -> Iterator[None]:
+    """Have errors about a setting name the option of the command that it is taken by."""
+    try:
+        yield
+    except ConfigError as error:
+        if not any(one.name == error.field for one in settings_of(command)):
+            raise
+        raise ConfigError(option_of(error.field), error.value, error.allowed) from error.__cause__
 
 
 def add_output(parser: argparse.ArgumentParser, json: str, quiet: str | None = None) -> None:

@@ -42,7 +42,8 @@ class HostMemory:
         self._home_arenas: list[Arena] = []
         self._lent: dict[int, int] = {}
         self._staging: Arena | None = None
-        self._slot_bytes = 0
+        self._slots = (0, 0)  # address of the first staging slot, and the bytes of each
+        self._buffers: dict[str, tuple[int, int]] = {}  # likewise, of buffers, by what passes through them
         self._weights: Arena | None = None
         self._checkpoints: Arena | None = None
 
@@ -101,6 +102,24 @@ class HostMemory:
         """Address and size of the staging slots; zeros if there are none."""
         return (self._staging.address, self._staging.nbytes) if self._staging is not None else (0, 0)
 
+    def slot_address(self, slot: int) -> int:
+        """Return the address of a staging slot."""
+        address, nbytes = self._slots
+        return address + slot * nbytes
+
+    def place_slots(self, address: int, nbytes: int) -> None:
+        """Have staging slots of so many bytes lie from an address on."""
+        self._slots = address, nbytes
+
+    def buffer_address(self, what: str, buffer: int) -> int:
+        """Return the address of a buffer, by what passes through it."""
+        address, nbytes = self._buffers[what]
+        return address + buffer * nbytes
+
+    def place_buffers(self, what: str, address: int, nbytes: int) -> None:
+        """Have buffers of so many bytes, through which something passes, lie from an address on."""
+        self._buffers[what] = address, nbytes
+
     def adopt_homes(self, plan: Plan, before: Layout) -> None:
         """Take memory for the state at home here that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
@@ -149,11 +168,10 @@ class HostMemory:
             if old is not None:
                 for subgroup, slot in slots.items():
                     nbytes = plan.layout.subgroups[subgroup].state_bytes
-                    source = old.address + slot * self._slot_bytes
-                    ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
+                    ctypes.memmove(staging.address + slot * plan.slot_bytes, self.slot_address(slot), nbytes)
                 self.give_back(old)
             self._staging = staging
-        self._slot_bytes = plan.slot_bytes
+        self.place_slots(self.staging[0], plan.slot_bytes)
 
     def adopt_device(self, plan: Plan, before: Layout) -> None:
         """Take device memory for state that `plan` adds there, and host memory for buffers on the way.

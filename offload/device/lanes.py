@@ -16,16 +16,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import metrics
 from offload.device.none import Lanes
 from offload.device.pieces import PieceCopies, Pieces
 from offload.device.pinning import PinnedMemory
-from offload.errors import InternalError, OffloadError
+from offload.errors import InternalError, OffloadError, known
 from offload.kernels.table import active_rows
 from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
@@ -51,9 +52,11 @@ class Timed:
     ended: Mark
 
 
-def no_weights(subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
-    """Return no copies."""
-    return np.zeros((0, 3), np.uint64)
+class WeightPlaces(Protocol):
+    """Says where the weights of a subgroup lie: `offload.engine.tables.Tables`."""
+
+    def weight_copies(self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
+        """See `Tables.weight_copies`."""
 
 
 class GpuLanes(Lanes):
@@ -62,7 +65,7 @@ class GpuLanes(Lanes):
     Args:
         device: The GPU.
         queue: The queue for completions of operations.
-        weight_copies: `Tables.weight_copies`: returns the addresses of a subgroup's weights.
+        weights: Where they are; None where no subgroup's are moved.
         cpu_updates: Whether the CPU may update some of the state.
         borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
@@ -76,7 +79,7 @@ class GpuLanes(Lanes):
         self,
         device: Device,
         queue: Queue,
-        weight_copies: Callable[..., Pieces] = no_weights,
+        weights: WeightPlaces | None = None,
         *,
         cpu_updates: bool = True,
         borrows: bool = False,
@@ -95,7 +98,7 @@ class GpuLanes(Lanes):
         """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
-        self.pieces = PieceCopies(device, self.copy)
+        self.pieces = PieceCopies(device, self)
         """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
@@ -107,7 +110,7 @@ class GpuLanes(Lanes):
         self._ready: dict[int | None, Mark] = {}
         self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
         self._updated: dict[int, Mark] = {}
-        self._weight_copies = weight_copies
+        self._weights = weights
         self._weights_address = 0
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
         self._written: dict[int, tuple[Mark, ...]] = {}  # after these, weights are as the last visit made them
@@ -320,9 +323,10 @@ class GpuLanes(Lanes):
         """
         pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
         counts = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
-        figures: dict[str, float] = dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), counts, strict=True))
+        names = metrics.GPU_BYTES, metrics.PINNED_BYTES, metrics.UNPINNED_BYTES
+        figures: dict[str, float] = dict(zip(names, counts, strict=True))
         if self.borrows:
-            figures["borrowed_bytes"] = self.borrowed_bytes
+            figures[metrics.BORROWED_BYTES] = self.borrowed_bytes
         return figures
 
     def known_rates(self, rates: Rates) -> Rates | None:
@@ -464,11 +468,15 @@ class GpuLanes(Lanes):
     def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
         """Note that the push after a run copies the weights of all segments, or of active ones in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
-        self._to_push[subgroup] = self._weight_copies(subgroup, self.image(run.weight_slot), chosen)
+        self._to_push[subgroup] = self._weight_copies(subgroup, run.weight_slot, chosen)
+
+    def _weight_copies(self, subgroup: int, weight_slot: int | None, chosen: Any = None) -> Pieces:
+        weights = known(self._weights, "nobody knows where weights are")
+        return weights.weight_copies(subgroup, self.image(weight_slot), chosen)
 
     def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
-        copies = self._weight_copies(operation.subgroup, self.image(operation.through))
+        copies = self._weight_copies(operation.subgroup, operation.through)
         self.leave_behind_sent(operation.subgroup)
         began = self.device.mark(DeviceLane.LEAVING)
         self.pieces.to_host(copies, lane=DeviceLane.LEAVING)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,22 +62,29 @@ class _Round:
     runs: list[tuple[int, int, int]]
 
 
+class Copier(Protocol):
+    """Puts a copy on a lane: `GpuLanes`."""
+
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        """See `GpuLanes.copy`."""
+
+
 class PieceCopies:
     """Copies pieces of device memory to and from host memory; any thread.
 
     Args:
         device: The GPU.
-        copy: Puts a copy on a lane, as `GpuLanes.copy` does.
+        lanes: Take copies of its pieces and buffers.
 
     Attributes:
         buffer_bytes: Size of each of the `PIECE_BUFFERS` buffers; 0 without any, where every piece is copied on its
             own.
     """
 
-    def __init__(self, device: Device, copy: Callable[[DeviceLane, int, int, int], None]) -> None:
+    def __init__(self, device: Device, lanes: Copier) -> None:
         self.buffer_bytes = 0
         self._device = device
-        self._copy = copy
+        self._lanes = lanes
         self._buffers: deque[_Buffer] = deque()
         self._lock = threading.RLock()
 
@@ -101,11 +109,11 @@ class PieceCopies:
         with self._lock:  # to the end: buffers go while they are nobody's
             alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
             for target, source, nbytes in alone.tolist():
-                self._copy(lane, target, source, nbytes)
+                self._lanes.copy(lane, target, source, nbytes)
             for part in rounds:
                 buffer = self._take(lane)
                 for place, host, nbytes in part.runs:
-                    self._copy(lane, buffer.address + place, host, nbytes)
+                    self._lanes.copy(lane, buffer.address + place, host, nbytes)
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
                 at = part.places + np.uint64(buffer.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], at, part.pieces[:, 2]], axis=1))
@@ -124,14 +132,14 @@ class PieceCopies:
         with self._lock:
             alone, rounds = self._arrange(pieces, gap_bytes)
             for source, target, nbytes in alone.tolist():
-                self._copy(lane, target, source, nbytes)
+                self._lanes.copy(lane, target, source, nbytes)
             for part in rounds:
                 buffer = self._take(DeviceLane.PIECES)
                 at = part.places + np.uint64(buffer.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([at, part.pieces[:, 0], part.pieces[:, 2]], axis=1))
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
                 for place, host, nbytes in part.runs:
-                    self._copy(lane, host, buffer.address + place, nbytes)
+                    self._lanes.copy(lane, host, buffer.address + place, nbytes)
                 buffer.note(device.mark(lane, timed=False))
 
     def _take(self, lane: DeviceLane) -> _Buffer:

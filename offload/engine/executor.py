@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from offload import waits
+from offload.device.host import HostMemory
 from offload.device.lanes import Timed
 from offload.device.none import NO_LANES, Lanes
 from offload.engine.seals import DamagedError, Seals
-from offload.errors import InternalError, OffloadError, TierError, known
+from offload.errors import OffloadError, TierError, known
 from offload.kernels.whole import WholeUpdate
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CALL, ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
@@ -44,6 +45,7 @@ from offload.schedule.operations import (
     tile_label,
 )
 from offload.schedule.timeline import ENGINE, Interval
+from offload.tiers import innermost, tier_error
 from offload.units import format_seconds
 
 REQUEST = (1 << 64) - 1
@@ -65,15 +67,6 @@ VERBS = {ReadTile: "read", CopyTile: "read", WriteTile: "write", SaveTile: "writ
 
 class SaveSource(Protocol):
     """What checkpoints are written from, and how they are committed."""
-
-    def resident_address(self, subgroup: int) -> int:
-        """Return where a resident subgroup's state begins."""
-
-    def give_back(self, subgroup: int) -> None:
-        """Give back the memory of a subgroup's home; its address stays."""
-
-    def take_back(self, subgroup: int, offset: int, nbytes: int) -> None:
-        """Take memory of a subgroup's home again, before it is read into."""
 
     def buffer_address(self, buffer: int) -> int:
         """Return where a copy buffer begins."""
@@ -111,11 +104,11 @@ class LiveExecutor:
         tiers: One for each path, opened on `queue`.
         kernel: Runs updates; reports to `queue`.
         queue: What everything reports to.
-        tier_error: Turns a failed completion into the error to raise.
+        memory: Where homes, staging slots and buffers are.
+        saves: What checkpoints are written from; None where there are none.
         verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         lanes: Those of a device.
-        buffer_address: Return the address of a buffer, by what passes through it.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
             Whoever opens one puts it there.
     """
@@ -125,12 +118,12 @@ class LiveExecutor:
         tiers: Sequence[Tier],
         kernel: UpdateKernel,
         queue: Queue,
-        tier_error: Callable[[str, Completion, TileRequest | None, Tier], TierError],
+        memory: HostMemory,
+        saves: SaveSource | None = None,
         *,
         verify: bool = True,
         stall_s: float = STALL_S,
         lanes: Lanes = NO_LANES,
-        buffer_address: Mapping[str, Callable[[int], int]] | None = None,
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
@@ -144,22 +137,19 @@ class LiveExecutor:
         self._tiers = tiers
         self._kernel = kernel
         self._queue = queue
-        self._tier_error = tier_error
+        self._memory = memory
+        self._saves = saves
         self._verify = verify
         self._stall_s = stall_s
         self._lanes = lanes
         self._calls = Calls(queue)
-        self._seals = Seals(self.slot_address)
+        self._seals = Seals(memory)
         self._waiting: dict[int, tuple[Run, npt.NDArray[Any] | WholeUpdate]] = {}
         self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
         self._coming: Coming = nothing_comes
         self._updates = False
-        self.save_source: SaveSource | None = None
-        self._buffer_address = buffer_address or {}
         self._others = {} if others is None else others
-        self._slot_bytes = 0
-        self._staging_address = 0
         self._plan: Plan | None = None
         self._in_flight: dict[int, tuple[Operation, TileRequest | None]] = {}
         self._events: list[Event] = []
@@ -167,15 +157,9 @@ class LiveExecutor:
         self._happened_s = 0.0
         self._woke_s: float | None = None
 
-    def bind(self, plan: Plan, staging_address: int) -> None:
-        """Take up a plan and the address of its first staging slot; with nothing in flight only."""
+    def bind(self, plan: Plan) -> None:
+        """Take up a plan; with nothing in flight only."""
         self._plan = plan
-        self._slot_bytes = plan.slot_bytes
-        self._staging_address = staging_address
-
-    def slot_address(self, slot: int) -> int:
-        """Return the memory address of a staging slot."""
-        return self._staging_address + slot * self._slot_bytes
 
     def visit_with(self, visitor: Visitor, coming: Coming = nothing_comes, *, updates: bool = False) -> None:
         """Use a visitor for the runs of the next sweep.
@@ -239,7 +223,8 @@ class LiveExecutor:
         if isinstance(operation, GiveBack):
             self._in_flight[operation.op] = (operation, None)
             self._seals.touched_home(operation.subgroup)
-            self._source().give_back(operation.subgroup)
+            layout = known(self._plan, "memory goes back, and there is no plan").layout
+            self._memory.give_back_home(layout.subgroups[operation.subgroup])
             self._queue.post(operation.op)
             return
         request = self._request(operation, *self._checks(operation))
@@ -247,7 +232,7 @@ class LiveExecutor:
         tier = self._tier(operation.record.location.path)
         if isinstance(operation, ReadTile | CopyTile):
             if isinstance(operation, ReadTile) and operation.slot is None:
-                self._source().take_back(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
+                self._memory.take_back_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
                 self._coming(operation.tile.subgroup)
             tier.read(request)
@@ -322,25 +307,23 @@ class LiveExecutor:
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return where a subgroup's state lies: in a staging slot, or at home."""
-        return self._source().resident_address(subgroup) if slot is None else self.slot_address(slot)
+        return self._memory.home(subgroup) if slot is None else self._memory.slot_address(slot)
 
     def _tier(self, path: int) -> Tier:
         return self._tiers[path] if path < len(self._tiers) else self._others[path]
 
     def _source(self) -> SaveSource:
-        if self.save_source is None:
-            raise InternalError("a checkpoint is written from nowhere (this is a bug in offload)")
-        return self.save_source
+        return known(self._saves, "a checkpoint is written from nowhere")
 
     def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
         if isinstance(operation, ReadTile | WriteTile):
             if operation.owner is not None:
                 buffer = known(operation.slot, f"{operation.owner.kind} without a buffer")
-                return self._buffer_address[operation.owner.kind](buffer) + operation.buffer_offset
+                return self._memory.buffer_address(operation.owner.kind, buffer) + operation.buffer_offset
             return self._state_address(operation.slot, operation.tile.subgroup) + operation.buffer_offset
-        source = self._source()
         if operation.buffer is None:
-            return source.resident_address(operation.tile.subgroup) + operation.source_offset
+            return self._memory.home(operation.tile.subgroup) + operation.source_offset
+        source = self._source()
         if isinstance(operation, SaveTile) and operation.gathers:
             source.gather(operation)
         return source.buffer_address(operation.buffer)
@@ -467,6 +450,22 @@ class LiveExecutor:
         request = self._request(operation, operation.record.checksum, False)
         completion = Completion(operation.op, ERROR_CHECKSUM, 0, 0.0, 0.0, request.offset)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
+
+    def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
+        """Return the error of a failed completion; it names the parameters that a tile is of, and its file."""
+        error = tier_error(verb, completion, request, tier)
+        if request is None or self._plan is None:
+            return error
+        place = getattr(innermost(tier), "store_path", None)
+        where = f" in {place}" if place is not None else ""
+        return type(error)(
+            error.operation,
+            tier=error.tier,
+            path=error.path,
+            offset=error.offset,
+            errno=error.errno,
+            detail=f"{self._plan.layout.parameters_of(request.tile)}{where}; {error.detail}",
+        )
 
     def _stalled(self, lasts_s: float, what: str) -> TierError:
         """Return the error that names an operation whose lane is silent."""

@@ -17,11 +17,10 @@ T = TypeVar("T")
 
 
 class Flights(Generic[T]):
-    """Operations in flight.
+    """Operations in flight, whose text (`str`) is what the log calls them.
 
     Args:
         queue: The queue on which they complete, and they alone.
-        what: Returns the name of an operation, for the log.
         stall_s: Seconds without a completion after which they are given up; None for never.
 
     Attributes:
@@ -29,10 +28,9 @@ class Flights(Generic[T]):
             for them was interrupted: they may still use their memory.
     """
 
-    def __init__(self, queue: Queue, what: Callable[[T], str], stall_s: float | None = None) -> None:
+    def __init__(self, queue: Queue, stall_s: float | None = None) -> None:
         self.out: dict[int, T] = {}
         self._queue = queue
-        self._what = what
         self._stall_s = stall_s
         self._arrived: list[tuple[int, int, int, float, float, int]] = []
         self._ops = 0
@@ -74,7 +72,7 @@ class Flights(Generic[T]):
 
     def oldest(self) -> str:
         """Return the name of the operation in flight that was started first."""
-        return self._what(next(iter(self.out.values())))
+        return str(next(iter(self.out.values())))
 
     def _wait(self, patience_s: float | None) -> list[tuple[Completion, T]] | None:
         """Return the operations that have ended since the last call; None if none ends for `patience_s`."""

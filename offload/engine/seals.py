@@ -11,12 +11,12 @@ nobody but that update has written to the memory. All methods belong to the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from offload._native import crc32c
+from offload.device.host import HostMemory
 from offload.errors import known
 from offload.layout import Subgroup
 from offload.protocols import Seal, SealedState, TileId
@@ -46,11 +46,11 @@ class Seals:
     """See the module.
 
     Args:
-        slot_address: Returns the memory address of a staging slot.
+        memory: Where the staging slots are.
     """
 
-    def __init__(self, slot_address: Callable[[int], int]) -> None:
-        self._slot_address = slot_address
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
         self._slots: dict[int, _SlotState] = {}
         self._homes: dict[int, Seal] = {}  # of what is at home in memory, by subgroup
         self._flushed: dict[int, Seal] = {}  # by subgroup
@@ -164,6 +164,6 @@ class Seals:
     def _verify(self, state: _SlotState) -> None:
         for operation, _ in state.unverified.values():
             slot = known(operation.slot, "a tile at home waits to be verified")
-            address = self._slot_address(slot) + operation.buffer_offset
+            address = self._memory.slot_address(slot) + operation.buffer_offset
             if crc32c(address, operation.record.location.nbytes) != operation.record.checksum:
                 raise DamagedError(operation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +54,6 @@ class StateViews:
         tables: Addresses of the weights.
         kernel: Fills undefined state.
         memory: The session's host memory.
-        slot_address: Returns the address of a staging slot.
-        gradient_address: Returns the address of a gradient buffer.
         lanes: Lanes of the device that the weights are on.
     """
 
@@ -65,20 +63,16 @@ class StateViews:
         tables: Tables,
         kernel: CpuUpdateKernel,
         memory: HostMemory,
-        slot_address: Callable[[int], int],
-        gradient_address: Callable[[int], int],
         lanes: Lanes,
     ) -> None:
         self.plan = plan
         self._tables = tables
         self._kernel = kernel
         self._memory = memory
-        self._slot_address = slot_address
-        self._gradient_address = gradient_address
         self._lanes = lanes
 
     def _address(self, run: Run) -> int:
-        return self._memory.home(run.visit.subgroup) if run.slot is None else self._slot_address(run.slot)
+        return self._memory.home(run.visit.subgroup) if run.slot is None else self._memory.slot_address(run.slot)
 
     # Tables of an update
 
@@ -97,7 +91,8 @@ class StateViews:
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
-            gradients = None if run.gradient_buffer is None else self._gradient_address(run.gradient_buffer)
+            buffer = run.gradient_buffer
+            gradients = None if buffer is None else self._memory.buffer_address("gradients", buffer)
             weights = lanes.image(run.weight_slot)
             table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)

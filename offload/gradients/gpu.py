@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,8 +96,8 @@ class _Region:
 class Departure:
     """The mark of a bucket's gradients. Before they leave it is on no lane, so lanes may follow only `on_lane()`."""
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
+    def __init__(self, store: GpuGradients) -> None:
+        self._store = store
         self.lane_mark: Mark | None = None
         """On lane `GRADIENTS`; None before the bucket has left."""
         self.sending: Sending = []
@@ -106,7 +106,7 @@ class Departure:
     def on_lane(self) -> Mark:
         """Return a mark of the device; have the bucket leave, if it has not."""
         if self.lane_mark is None:
-            self._leave()
+            self._store.leave()
         if self.lane_mark is None:
             raise InternalError("a bucket of gradients has been lost (this is a bug in offload, please report it)")
         return self.lane_mark
@@ -371,7 +371,7 @@ class GpuGradients(GradientStore):
         if self._bucket is not None and self._bucket.caller != caller:
             self.leave()
         if self._bucket is None:
-            self._bucket = _Bucket(caller, Departure(self.leave))
+            self._bucket = _Bucket(caller, Departure(self))
         bucket, most = self._bucket, self._limits
         (bucket.first if first else bucket.further).append((position, address, dtype))
         bucket.nbytes += self.records[position].numel * int(ITEM_BYTES[dtype])
@@ -385,7 +385,7 @@ class GpuGradients(GradientStore):
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
         device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.device_blocks, *target)
-        departure = Departure(self.leave)
+        departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
 

@@ -31,7 +31,7 @@ from offload.protocols import NORM_BLOCK_NUMEL
 
 
 class Filler(Protocol):
-    """Gives `PathGradients` buffers to fill."""
+    """Gives `PathGradients` buffers to fill: the engine thread."""
 
     def turn(self) -> AbstractContextManager[None]:
         """Return a scope in which nobody closes the session, or brings other gradients."""
@@ -106,13 +106,10 @@ class PathGradients(GradientStore):
             self._buffer_bytes = plan.gradient_buffer_bytes
             self._filling = None
             self._bounce = self._buffers.address + plan.gradient_buffers * plan.gradient_buffer_bytes
+            self._memory.place_buffers("gradients", self._buffers.address, self._buffer_bytes)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         return [np.zeros(count, np.float64) for count in counts]
-
-    def buffer_address(self, buffer: int) -> int:
-        """Return the address of a gradient buffer."""
-        return (self._buffers.address if self._buffers is not None else 0) + buffer * self._buffer_bytes
 
     # During backward
 
@@ -184,7 +181,7 @@ class PathGradients(GradientStore):
     def _fill(self, subgroup: int) -> int:
         if self._filling is None or self._filling[0] != subgroup:
             self._filling = None
-            self._filling = subgroup, self.buffer_address(self._filler.fill(subgroup))
+            self._filling = subgroup, self._memory.buffer_address("gradients", self._filler.fill(subgroup))
         return self._filling[1]
 
     def _put(

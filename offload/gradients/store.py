@@ -206,10 +206,6 @@ class GradientStore:
         """Return where the CPU reads the gradients that are bound: in their slots, if they have left a GPU."""
         return None
 
-    def buffer_address(self, buffer: int) -> int:
-        """Return the address of a gradient buffer, where gradients pass through some."""
-        raise NotImplementedError
-
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """Return whether the gradients of some segments are in their slots, as far as they have left a GPU."""
         return True

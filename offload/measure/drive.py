@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.engine.flights import Flights
 from offload.errors import OffloadError
@@ -45,6 +46,16 @@ class Load:
     what: str = "the update"
 
 
+class _Flight(NamedTuple):
+    """An operation of a load, in one of its places."""
+
+    load: Load
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.load.what} to be probed"
+
+
 def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
     """Run loads beside each other and return what was done, in the order in which it ended.
 
@@ -60,16 +71,16 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
     started: Counter[str] = Counter()
     left = sum(load.count or 0 for load in loads)
 
-    def take() -> tuple[Load, int] | None:
+    def take() -> _Flight | None:
         while idle:
             load, place = idle.popleft()
             if left and started[load.lane] < (math.inf if load.count is None else load.count):
                 started[load.lane] += 1
-                return load, place
+                return _Flight(load, place)
         return None
 
-    flights = Flights[tuple[Load, int]](queue, lambda item: f"{item[0].what} to be probed")
-    with contextlib.closing(flights.run(take, lambda op, item: item[0].start(op, item[1]))) as landed:
+    flights = Flights[_Flight](queue)
+    with contextlib.closing(flights.run(take, lambda op, item: item.load.start(op, item.place))) as landed:
         for completion, (load, place) in landed:
             if completion.error:
                 raise load.error(completion)

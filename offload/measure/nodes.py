@@ -25,7 +25,6 @@ from offload.memory.arenas import Arena
 from offload.memory.nodes import free_bytes
 from offload.plan import GpuRates, NodeRates
 from offload.protocols import Queue
-from offload.waits import BackgroundWork
 
 
 def probe_nodes(
@@ -72,12 +71,9 @@ def _passes(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.
     def part(number: int) -> None:
         work(ctypes.c_void_p(arena.address + number * size), ctypes.c_size_t(size))
 
-    crew = [BackgroundWork(partial(part, number), "offload-probe") for number in range(threads)]
+    parts = [partial(part, number) for number in range(threads)]
     started_s = time.perf_counter()
-    for each in crew:
-        each.start()
-    for each in crew:
-        waits.wait_for(each.wait, lambda: "memory to be probed")
+    waits.side_by_side(parts, "offload-probe", lambda: "memory to be probed")
     return threads * size / (time.perf_counter() - started_s)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy.typing as npt
 
+from offload.device.host import HostMemory
+from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
 from offload.engine.executor import REQUEST, LiveExecutor
 from offload.engine.tables import Tables
@@ -33,7 +35,6 @@ from offload.schedule.loop import pump
 from offload.schedule.machine import Machine, update_visits
 from offload.schedule.operations import Begin, Run, Sweep
 from offload.schedule.timeline import Interval
-from offload.tiers import tier_error
 
 SUBGROUPS, SLOTS = 12, 4
 """Most subgroups and staging slots; as many as the session has, if that is less."""
@@ -104,7 +105,7 @@ def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
         count, slots = min(SUBGROUPS, len(plan.homes)), max(1, min(SLOTS, plan.staging_slots))
         streamed = plan.homes.count(Home.STREAMED) / len(plan.homes)
     at_home = round(count * (1 - streamed)) if tiers else count
-    parameters = [Parameter(str(number), SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
+    parameters = [Parameter(f"a trial's {number}", SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
     layout = build_layout(parameters, SECTOR_NUMEL)
     size = layout.max_subgroup_bytes
     offers = tuple(PathBudget(f"path {number}", 1 << 62) for number in range(len(tiers)))
@@ -136,8 +137,10 @@ class _Session:
         self._tables.weights[:] = gradients + SECTOR_NUMEL * BF16.item_bytes
         self._groups = [layout.rule.values(layout.rule.defaults)]
         self._machine = Machine(plan, TileIndex([(tier.free_bytes(), 1.0) for tier in tiers], plan.slot_counts))
-        self._executor = LiveExecutor(tiers, kernel, queue, tier_error)
-        self._executor.bind(plan, address)
+        self._memory = HostMemory(NO_LANES)
+        self._memory.place_slots(address, plan.slot_bytes)
+        self._executor = LiveExecutor(tiers, kernel, queue, self._memory)
+        self._executor.bind(plan)
         self._executor.visit_with(self._table, updates=True)
 
     def step(self, number: int, known: Rates) -> list[Interval]:
@@ -176,5 +179,5 @@ class _Session:
             raise self._machine.broken
 
     def _table(self, run: Run) -> npt.NDArray[Any]:
-        address = self._home if run.slot is None else self._executor.slot_address(run.slot)
+        address = self._home if run.slot is None else self._memory.slot_address(run.slot)
         return self._tables.fill(replace(run, fresh=True), address, self._rows)

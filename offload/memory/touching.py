@@ -12,9 +12,9 @@ Not done here: choosing huge pages, locking.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -103,76 +103,41 @@ def touch(
     count = -(-nbytes // PIECE_BYTES)
     places: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]
     cpus = len(frozenset().union(*places)) or len(os.sched_getaffinity(0))
-    work = _Work(piece, nbytes, [deque(range(first, count, len(places))) for first in range(len(places))], given_up)
+    turns = [itertools.count(first, len(places)) for first in range(len(places))]  # numbers of pieces
+    done: list[int] = []
+    ends_early = False
+
+    def give_up() -> None:
+        nonlocal ends_early
+        ends_early = True
+
+    def touch_there(place: int, where: frozenset[int]) -> None:
+        with bound(where):
+            try:
+                for number in turns[place]:
+                    if ends_early or number >= count:
+                        break
+                    if given_up():
+                        raise OffloadError("the session was closed while it took memory")
+                    piece(number * PIECE_BYTES, min(PIECE_BYTES, nbytes - number * PIECE_BYTES))
+                    done.append(number)
+            except BaseException:
+                give_up()
+                raise
+
     crew = min(MOST_THREADS, cpus, count)
     if crew <= 1 and len(places) == 1:
-        work.do(0, frozenset())
-    else:
-        work.share(max(crew, len(places)), places)
-    if work.error is not None:
-        raise work.error
+        touch_there(0, frozenset())
+        return
 
+    def awaited() -> str:
+        left_bytes = (count - len(done)) * PIECE_BYTES
+        return f"{format_bytes(left_bytes)} of {format_bytes(nbytes)} of host memory to be touched"
 
-class _Work:
-    """Pieces that are left, by place.
-
-    Args:
-        piece: See `touch`.
-        nbytes: Likewise.
-        left: Numbers of pieces, for each place.
-        given_up: See `touch`.
-    """
-
-    def __init__(
-        self,
-        piece: Callable[[int, int], None],
-        nbytes: int,
-        left: Sequence[deque[int]],
-        given_up: Callable[[], bool],
-    ) -> None:
-        self.error: BaseException | None = None
-        self._piece = piece
-        self._nbytes = nbytes
-        self._left = left
-        self._given_up = given_up
-
-    def share(self, crew: int, places: Sequence[frozenset[int]]) -> None:
-        """Have threads do it, spread over the places."""
-        threads = [
-            waits.BackgroundWork(partial(self.do, place, places[place]), "offload-touch")
-            for place in (number % len(places) for number in range(crew))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                waits.wait_for(thread.wait, self._awaited)
-        except BaseException:
-            for left in self._left:
-                left.clear()
-            for thread in threads:  # each is at its last piece, which takes no time
-                if thread.started:
-                    thread.wait()
-            raise
-
-    def do(self, place: int, cpus: frozenset[int]) -> None:
-        """Touch the pieces of a place, on this thread, which is bound to CPUs meanwhile if there are any."""
-        with bound(cpus):
-            try:
-                while self.error is None:
-                    if self._given_up():
-                        raise OffloadError("the session was closed while it took memory")
-                    try:
-                        start = self._left[place].popleft() * PIECE_BYTES
-                    except IndexError:
-                        return
-                    self._piece(start, min(PIECE_BYTES, self._nbytes - start))
-            except BaseException as error:
-                self.error = error
-
-    def _awaited(self) -> str:
-        left = sum(map(len, self._left)) * PIECE_BYTES
-        return f"{format_bytes(left)} of {format_bytes(self._nbytes)} of host memory to be touched"
+    numbers = (number % len(places) for number in range(max(crew, len(places))))
+    waits.side_by_side(
+        [partial(touch_there, place, places[place]) for place in numbers], "offload-touch", awaited, give_up
+    )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +45,14 @@ class Reduction(NamedTuple):
         return self.future.done() and all(mark.query() for mark in self.marks)
 
 
+class Listener(Protocol):
+    """Asks for what has been reduced."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether it does now."""
+
+
 class Buckets:
     """The buckets of one DDP model: the state of its hook.
 
@@ -54,12 +62,11 @@ class Buckets:
         state: That of the user's hook.
 
     Attributes:
-        is_heard: Whether anybody asks for what has been reduced.
         reductions: Those that nobody has asked for, in their order.
     """
 
     def __init__(self, model: DistributedDataParallel, hook: CommHook | None, state: object) -> None:
-        self.is_heard: Callable[[], bool] = lambda: False
+        self._listener: weakref.ReferenceType[Listener] | None = None
         self.hook, self.state = hook, state
         self._model = weakref.ref(model)
         self._group = model.process_group
@@ -79,6 +86,10 @@ class Buckets:
         """Return whether these are the buckets of a model."""
         return self._model() is model
 
+    def tell(self, listener: Listener) -> None:
+        """Have somebody, who is not kept, ask for what has been reduced from now on."""
+        self._listener = weakref.ref(listener)
+
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket, as the hook of DDP that this is."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -90,7 +101,8 @@ class Buckets:
             self._average(buffer, parameters, bucket.gradients() if self._storages else [])
             reduction = torch.distributed.all_reduce(buffer, group=self._group, async_op=True)
             future = reduction.get_future().then(_first)
-        if self.is_heard():
+        listener = self._listener() if self._listener is not None else None
+        if listener is not None and listener.listens:
             marks: list[torch.Event] = []
             if buffer.device.type != "cpu":
                 future = future.then(partial(_mark, marks))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
 
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
@@ -19,13 +22,26 @@ from offload.session.engine import Engine
 log = logging.getLogger("offload")
 
 
+class Owner(Protocol):
+    """An optimizer, as its own rooms know it."""
+
+    def _open(self, config: OffloadConfig) -> None:
+        """Describe the parameters, and have `EngineHolder.start` open the engine with these settings."""
+
+    def _finish(self) -> None:
+        """Wait until the last step is over."""
+
+    def _start_values(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
+        """Return the values that parameters' state starts from, where they are not 0."""
+
+
 class EngineHolder:
     """Holds an optimizer's engine; can defer opening it until the first backward has shown what is free on the GPU.
 
     Args:
         config: This rank's settings.
         rule: The optimizer's rule.
-        on_open: Called with the settings to open with; describes the parameters and calls `start`.
+        owner: The optimizer, by a weak reference.
         limits: See `Engine`.
 
     Attributes:
@@ -34,16 +50,14 @@ class EngineHolder:
         is_deferred: Whether the engine is opened only when somebody needs it.
     """
 
-    def __init__(
-        self, config: OffloadConfig, rule: UpdateRule, on_open: Callable[[OffloadConfig], None], limits: Limits
-    ) -> None:
+    def __init__(self, config: OffloadConfig, rule: UpdateRule, owner: Owner, limits: Limits) -> None:
         self.config = config
         self.rule = rule
         self._limits = limits
         self.use(NoDevice())
         self.engine_if_open: Engine | None = None
         self.is_deferred = False
-        self._on_open = on_open
+        self._owner = owner
         self._closed = False
 
     def use(self, device: Device) -> None:
@@ -61,7 +75,7 @@ class EngineHolder:
         if self.engine_if_open is None and self.is_deferred and not self._closed:
             if not self.config.borrows:
                 log.info("no state is at home on the GPU, as it is asked for before the first step")
-            self._on_open(self.config if self.config.borrows else dataclasses.replace(self.config, gpu_memory=0))
+            self._owner._open(self.config if self.config.borrows else dataclasses.replace(self.config, gpu_memory=0))
         if self.engine_if_open is None:
             self.check_open()
             raise ConfigError("optimizer", "not open", "use it between its constructor and close()")
@@ -78,7 +92,7 @@ class EngineHolder:
             # Before anything changes: refused while a CUDA graph is captured.
             self.device.mark(DeviceLane.CALLER, timed=False)
             if self.engine_if_open is None:
-                self._on_open(self.config)
+                self._owner._open(self.config)
 
     def start(self, parameters: Sequence[Parameter], config: OffloadConfig, gradient_slots: bool) -> None:
         """Open the engine; if opening fails, the engine and the device are closed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
@@ -88,8 +87,6 @@ class Muon(OffloadedOptimizer):
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 
     def _open(self, config: OffloadConfig) -> None:
-        owner = weakref.proxy(self)  # whoever is forgotten ends at once
-        self._weights.kept_as = lambda *given: owner._kept_as(*given)
         with self._on_all_ranks():
             self._deal(parameter for parameter in self._parameters() if parameter.requires_grad)
             super()._open(config)

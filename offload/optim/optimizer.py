@@ -21,7 +21,7 @@ from typing import Any, overload
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
-from offload import combinations
+from offload import combinations, metrics
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
@@ -38,7 +38,7 @@ from offload.optim.buckets import CommHook, attach
 from offload.optim.frozen import tell_little
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.holder import EngineHolder
-from offload.optim.overlap import FollowedModel, Overlap
+from offload.optim.overlap import FollowedModel
 from offload.optim.preemption import Preemption
 from offload.optim.routes import StepRoute, check_reduced, choose_route
 from offload.optim.scaling import Scaling
@@ -46,12 +46,15 @@ from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import BoundParameter, check_parameter
 from offload.predict import Explanation, Forecast, PlanReport, compare
 from offload.protocols import Device
-from offload.rules import number
+from offload.rules import UpdateRule, number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.parking import check_keep_host
 from offload.session.setup import gradient_budget
 
-HEADLINES = "step_s", "predicted_step_s", "hidden_s", "resident_share", "gradient_norm"
+HEADLINES = (
+    *(metrics.STEP_S, metrics.PREDICTED_STEP_S, metrics.HIDDEN_S, metrics.RESIDENT_SHARE),
+    metrics.GRADIENT_NORM,
+)
 """The metrics that `log_to` writes where nobody says which."""
 
 
@@ -59,6 +62,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
+    _is_reported = True  # the last step
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         check_options(self.kind, options or {})
         config = parse_config(offload)
         owner = weakref.proxy(self)  # the engine does not keep it alive
-        holder = EngineHolder(config, self.rule, lambda config: owner._open(config), self.limits)
+        holder = EngineHolder(config, self.rule, owner, self.limits)
         super().__init__(params, defaults, holder)
         parameters = [*self._parameters()]
         world, rank = ranks.world()
@@ -86,12 +90,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
-        self._overlap = Overlap(holder, self._weights)
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
-        self._is_reported = True  # the last step
-        self._lock.wait_for_step = lambda: owner._finish()
         self._auto = AutoOverlap(self._overlap.pace)
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
@@ -101,6 +102,16 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._widen_gradients(parameters)
         else:
             self._open(holder.config)
+
+    def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule | None]:
+        """Return which of the engine's groups a parameter is in, and its rule (None for the optimizer's).
+
+        Args:
+            parameter: The parameter.
+            name: Its name.
+            group: The number of its group in torch.
+        """
+        return group, None
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
         """Return the device that all weights lie on."""
@@ -113,7 +124,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _open(self, config: OffloadConfig) -> None:
         trainable = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        descriptions = self._weights.describe(self.param_groups, trainable)
+        descriptions = self._weights.describe(self.param_groups, trainable, self._kept_as)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._holder.start(descriptions, config, self._route.has_slots)
             # Frozen parameters, too: torch accepts no other dtype once a parameter has a gradient.
@@ -189,7 +200,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                     parameter.grad_dtype = torch.float32
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
-        descriptions = self._weights.describe(self.param_groups, parameters)
+        descriptions = self._weights.describe(self.param_groups, parameters, self._kept_as)
         # An interrupted addition may have reached the engine, and not `self._weights.bound`.
         if self.engine.plan.layout.parameters[len(self._weights.bound) :] != descriptions:
             self.engine.add(descriptions)
@@ -437,9 +448,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.last_step.step_s)
         step = self.engine.step_number
         due_writers = [write for every, write in self._writers if step % every == 0]
-        metrics = self.metrics() if due_writers else {}
+        figures = self.metrics() if due_writers else {}
         for write in due_writers:
-            write(metrics, step)
+            write(figures, step)
 
     def _is_asked_for_state(self) -> bool:
         """Return whether this step is only torch's way to have state made: see `_init_optim_state` in
@@ -679,14 +690,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._overlap.pace.typical_s is not None and self._is_hidden:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
         hidden_in = ["forward"] * self._goes_on + ["backward"] * self.engine.speculates
-        metrics = self.engine.metrics()
-        unpinned_bytes = int(metrics.get("unpinned_bytes", 0))
+        figures = self.engine.metrics()
+        unpinned_bytes = int(figures.get(metrics.UNPINNED_BYTES, 0))
         parked = None
-        if self.engine.is_parked and "park/given_back_bytes" in metrics:
-            parked = int(metrics["park/given_back_bytes"]), metrics["park/predicted_back_s"]
+        if self.engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
+            parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
         plan, hidden = self.engine.plan, " and ".join(hidden_in)
         borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
-        borrowed_bytes = int(metrics.get("borrowed_bytes", 0))
+        borrowed_bytes = int(figures.get(metrics.BORROWED_BYTES, 0))
         return PlanReport(
             plan,
             explanation,
@@ -738,28 +749,24 @@ class OffloadedOptimizer(StatefulOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
 
-        Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
-        `gradient_norm`, that of the last `clip_grad_norm_`, and `hidden_s`. Predictions are those that were due
-        before the step. Where gradients leave for the paths, `predicted_gradients_s`: what writing those of one pass
-        takes, beside backward.
-        Where the step is hidden in forward or backward, `forward_s` and `backward_s` of the last iterations,
-        `waited_s` (what the caller has waited for the last step, in `step` and after it), `hidden_s` (seconds beyond
-        those in which a lane worked for it; else 0), and `predicted_iteration_s`.
+        docs/metrics.md says what each key is, by the table in `offload/metrics.py`. Predictions are those that were
+        due before the step.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
-        lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
-        predicted = {**lanes, "predicted_step_s": prediction.step_s}
+        figures = self.engine.metrics()
+        figures |= {metrics.of(metrics.LANE_PREDICTED_S, lane): busy_s for lane, busy_s in prediction.busy_s.items()}
+        figures[metrics.PREDICTED_STEP_S] = prediction.step_s
         if self.engine.plan.gradient_buffers:
-            predicted["predicted_gradients_s"] = prediction.gradients_s
-        metrics = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm, "hidden_s": 0.0}
+            figures[metrics.PREDICTED_GRADIENTS_S] = prediction.gradients_s
+        figures |= {metrics.GRADIENT_NORM: self._scaling.norm, metrics.HIDDEN_S: 0.0}
         pace = self._overlap.pace
         if pace.typical_s is not None and self._is_hidden:
-            metrics["forward_s"], metrics["backward_s"] = pace.typical_s
+            figures[metrics.FORWARD_S], figures[metrics.BACKWARD_S] = pace.typical_s
             busy = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
-            worked_s = max(metrics["step_s"], covered_s(busy))
-            metrics["waited_s"], metrics["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
-            metrics["predicted_iteration_s"] = self._iteration_s(*pace.typical_s)
-        return metrics
+            worked_s = max(figures[metrics.STEP_S], covered_s(busy))
+            figures[metrics.WAITED_S], figures[metrics.HIDDEN_S] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
+            figures[metrics.PREDICTED_ITERATION_S] = self._iteration_s(*pace.typical_s)
+        return figures
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
@@ -829,9 +836,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError("names", names, 'give names of metrics, or "*" for all')
 
-        def write(metrics: Mapping[str, float], step: int) -> None:
-            wanted = (name for name in metrics if any(fnmatchcase(name, pattern) for pattern in patterns))
-            values = {f"{prefix}{name}": metrics[name] for name in wanted}
+        def write(figures: Mapping[str, float], step: int) -> None:
+            wanted = (name for name in figures if any(fnmatchcase(name, pattern) for pattern in patterns))
+            values = {f"{prefix}{name}": figures[name] for name in wanted}
             if callable(add_scalar):
                 for name, value in values.items():
                     add_scalar(name, value, step)

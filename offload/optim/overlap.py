@@ -23,7 +23,7 @@ from offload import combinations
 from offload.errors import ConfigError, OffloadError, known
 from offload.optim import ranks, shards
 from offload.optim.exchange import BUCKET_BYTES, UNUSED, Bucket, Exchange
-from offload.optim.holder import EngineHolder
+from offload.optim.holder import EngineHolder, Owner
 from offload.optim.pace import Pace
 from offload.optim.weights import BoundParameter, Weights
 
@@ -233,18 +233,18 @@ class Overlap:
 class OptimizerLock:
     """The lock of one optimizer; whoever takes it waits first until the last step is over.
 
-    Attributes:
-        wait_for_step: Waits until the last step is over.
+    Args:
+        owner: The optimizer, which this does not keep.
     """
 
-    def __init__(self) -> None:
-        self.wait_for_step: Callable[[], None] = lambda: None
+    def __init__(self, owner: Owner) -> None:
+        self._owner: Owner = weakref.proxy(owner)
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            self.wait_for_step()
+            self._owner._finish()
         except BaseException:
             self._lock.release()
             raise
@@ -296,12 +296,12 @@ class FollowedModel:
         self._walk(model)
         self.parameters = {parameter for own in self._parameters_of.values() for parameter in own}
         for module in self._parameters_of:
-            hook = _Hook(self, module, FollowedModel.before_forward, module in self._compiled_parts)
+            hook = _Hook(self, module, is_compiled_part=module in self._compiled_parts)
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles += [shards.StandIn(group, "unshard", self.unshard) for group in shards.unsharders(model)]
         untyped: Any
         for untyped in model.modules():
-            hook = _Hook(self, untyped, FollowedModel.finish)
+            hook = _Hook(self, untyped, for_all=True)
             self._handles.append(untyped.register_state_dict_pre_hook(hook))
             self._handles.append(untyped.register_load_state_dict_pre_hook(hook))
 
@@ -388,23 +388,31 @@ class FollowedModel:
 
 
 class _Hook:
-    """Has a module of a followed model wait; in a copy of the model, or in another process, it does nothing."""
+    """Has a module of a followed model wait; in a copy of the model, or in another process, it does nothing.
+
+    Args:
+        followed: The model.
+        module: The module.
+        for_all: Whether it waits for all weights, and not for those alone that it is about to use.
+        is_compiled_part: Whether the module is a part of a compiled one, which has waited for all of its parts.
+    """
 
     def __init__(
         self,
         followed: FollowedModel,
         module: torch.nn.Module,
-        wait: Callable[[FollowedModel, torch.nn.Module], None],
+        *,
+        for_all: bool = False,
         is_compiled_part: bool = False,
     ) -> None:
         self._is_compiled_part = is_compiled_part
         self._followed = weakref.ref(followed)
         self._module = weakref.ref(module)
-        self._wait = wait
+        self._for_all = for_all
         self._pid = os.getpid()
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        # The compiled module has waited for all of its parts, and breaks of its graph would cost time.
+        # Breaks of the compiled module's graph would cost time.
         if not (self._is_compiled_part and torch.compiler.is_compiling()):
             self._call(module)
 
@@ -412,7 +420,7 @@ class _Hook:
     def _call(self, module: torch.nn.Module) -> None:
         followed, own_module = self._followed(), self._module()
         if followed is not None and own_module is module and os.getpid() == self._pid:
-            self._wait(followed, module)
+            followed.finish(module) if self._for_all else followed.before_forward(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from functools import partial
 
 import psutil
 
+from offload import metrics
 from offload.pictures.draw import Tier
 from offload.pictures.report import Lane, Report, Step
 from offload.plan import Home, Plan
@@ -16,26 +18,26 @@ from offload.session.engine import Engine
 
 LEAST_SHARE = 0.05
 """Of a tier, below which a bar of its size would show nothing."""
-LANE, BUSY = "lane/", "/busy_s"
 
 
-def report_of(engine: Engine, metrics: Mapping[str, float], told: PlanReport) -> Report:
-    """Return what a page shows of an engine whose plan is `told`, with its last step alone."""
+def report_of(engine: Engine, figures: Mapping[str, float], told: PlanReport) -> Report:
+    """Return what a page shows of an engine whose plan is `told`, with its last step alone, of its `figures`."""
     plan = engine.plan
-    steps = [Step(int(metrics["step"]), metrics["step_s"], metrics["predicted_step_s"])] if metrics["step"] else []
+    number, seconds = int(figures[metrics.STEP]), (figures[metrics.STEP_S], figures[metrics.PREDICTED_STEP_S])
+    steps = [Step(number, *seconds)] if number else []
     lanes = [
         Lane(
             name,
-            metrics.get(f"{LANE}{name}/predicted_s"),
-            metrics[f"{LANE}{name}{BUSY}"],
-            int(metrics[f"{LANE}{name}/bytes"]),
+            figures.get(metrics.of(metrics.LANE_PREDICTED_S, name)),
+            figures[metrics.of(metrics.LANE_BUSY_S, name)],
+            int(figures[metrics.of(metrics.LANE_BYTES, name)]),
         )
-        for name in dict.fromkeys(key.removeprefix(LANE).removesuffix(BUSY) for key in metrics if key.endswith(BUSY))
+        for name in filter(None, map(partial(metrics.which, metrics.LANE_BUSY_S), figures))
     ]
     return Report(
         title=f"offload: {plan.state_bytes / (1 << 30):.3g} GiB of optimizer state",
         plan=str(told),
-        tiers=_tiers(plan, metrics),
+        tiers=_tiers(plan, figures),
         steps=steps,
         lanes=lanes,
         planned_bytes=plan.host_bytes,
@@ -46,7 +48,7 @@ def report_of(engine: Engine, metrics: Mapping[str, float], told: PlanReport) ->
     )
 
 
-def _tiers(plan: Plan, metrics: Mapping[str, float]) -> list[Tier]:
+def _tiers(plan: Plan, figures: Mapping[str, float]) -> list[Tier]:
     state, gradients, staging = plan.home_bytes[Home.HOST], plan.budgets.gradient_bytes, plan.staging_bytes
     rest = plan.host_bytes - state - gradients - staging
     host = {"state": state, "gradients": gradients, "staging": staging, "buffers and tables": rest}
@@ -55,7 +57,7 @@ def _tiers(plan: Plan, metrics: Mapping[str, float]) -> list[Tier]:
         gpu = {"state": plan.home_bytes[Home.GPU], "staging": plan.gpu_slots * plan.gpu_slot_bytes}
         found.insert(0, Tier("GPU memory", gpu, None))
     for number, path in enumerate(plan.budgets.paths):
-        stored = int(metrics.get(f"path/{number}/live_bytes", 0))
+        stored = int(figures.get(metrics.of(metrics.LIVE_BYTES, number), 0))
         found.append(Tier(f"path {number}", {"state": stored}, _whole(stored, path.available_bytes)))
     return found
 

@@ -357,10 +357,14 @@ class StepRoute(Route):
         super().release()
         self._copies.clear()
 
+    @property
+    def listens(self) -> bool:
+        """See `buckets.Listener`."""
+        return self._engine.speculates
+
     def hear(self, buckets: Buckets) -> None:
         """Take gradients from buckets of DDP, as soon as these have been reduced."""
-        route = weakref.ref(self)
-        buckets.is_heard = lambda: (found := route()) is not None and found._engine.speculates
+        buckets.tell(self)
         self._buckets = [*(other for other in self._buckets if other is not buckets), buckets]
         self.is_early = True
 

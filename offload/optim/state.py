@@ -7,7 +7,7 @@ it is found by the copy's version counter, and refused when the optimizer is nex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ import torch
 from offload.errors import ConfigError
 from offload.layout import Layout
 from offload.optim import shards
-from offload.optim.holder import EngineHolder
+from offload.optim.holder import EngineHolder, Owner
 from offload.optim.overlap import OptimizerLock
 from offload.optim.weights import BoundParameter, Weights, differing
 from offload.rules import MASTER, NAMED, UpdateRule, checked_step
@@ -143,8 +143,7 @@ class StateView(MutableMapping[Any, Any]):
         weights: The parameters.
         rule: The optimizer's rule.
         lock: Held while the engine is used.
-        owner: Name of the optimizer's class.
-        start_values: Weak method: returns the values that parameters' state starts from, where they are not 0.
+        owner: The optimizer, which this does not keep.
 
     Attributes:
         copies: Watches the copies that users have.
@@ -158,20 +157,19 @@ class StateView(MutableMapping[Any, Any]):
         weights: Weights,
         rule: UpdateRule,
         lock: OptimizerLock,
-        owner: str,
-        start_values: Callable[[], Callable[[], Mapping[torch.Tensor, Mapping[str, float]]] | None],
+        owner: Owner,
     ) -> None:
         self.copies = Copies()
         self.changes = 0
         self.others: dict[Any, Any] = {}
-        self._find_start_values = start_values
         self._shown_parameters: set[torch.Tensor] = set()
         self._left_masters: set[torch.Tensor] = set()
         self._holder = holder
         self._weights = weights
         self._rule = rule
         self._lock = lock
-        self._owner = owner
+        self._owner = weakref.ref(owner)
+        self._owner_name = type(owner).__name__
 
     def check(self) -> None:
         """Notice copies and weights that were changed from outside."""
@@ -195,8 +193,8 @@ class StateView(MutableMapping[Any, Any]):
 
     def _start_values(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
         """Return the values that state starts from, for the parameters where they are not 0."""
-        start_values = self._find_start_values()
-        return {} if start_values is None else start_values()
+        owner = self._owner()
+        return {} if owner is None else owner._start_values()
 
     def write_start_values(self, bounds: Iterable[BoundParameter]) -> None:
         """Write the values that state starts from, where they are not 0."""
@@ -390,7 +388,7 @@ class StateView(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError("optimizer", self._owner, "copy or save optimizer.state_dict() instead")
+        raise ConfigError("optimizer", self._owner_name, "copy or save optimizer.state_dict() instead")
 
     def items(self) -> Any:
         """Return all (parameter, state) pairs, read in one sweep over all tiers."""

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from dataclasses import replace
@@ -22,8 +21,9 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MODEL_KEY
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.request import SaveRequest
+from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
-from offload.formats import STATE_FORMATS, StateSpec
+from offload.formats import StateSpec
 from offload.layout import bare_names, matching_names
 from offload.optim import ranks
 from offload.optim.groups import (
@@ -38,7 +38,7 @@ from offload.optim.groups import (
 )
 from offload.optim.holder import EngineHolder
 from offload.optim.model import ModelRest, SavedRest, listed
-from offload.optim.overlap import OptimizerLock
+from offload.optim.overlap import OptimizerLock, Overlap
 from offload.optim.state import StateView, is_empty
 from offload.optim.weights import AnotherRankFailedError, BoundParameter, Weights
 from offload.rules import UpdateRule
@@ -60,13 +60,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """Torch's own optimizer of the same rule, if it has one."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], holder: EngineHolder) -> None:
-        self._lock = OptimizerLock()
+        self._lock = OptimizerLock(self)
         self._holder = holder
         self._weights = Weights(holder)
-        start_values = weakref.WeakMethod(self._start_values)
-        self._state = self._view_of_state(
-            holder, self._weights, self.rule, self._lock, type(self).__name__, start_values
-        )
+        self._overlap = Overlap(holder, self._weights)
+        self._state = self._view_of_state()
         self.defaults = defaults  # checked before anything is asked of parameters, as torch does
         self.rule.check(defaults)
         self._check_group(defaults)
@@ -77,6 +75,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """The engine under this optimizer."""
         return self._holder.engine
 
+    def _open(self, config: OffloadConfig) -> None:
+        """See `Owner`."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """See `Owner`."""
+        self._overlap.finish()
+
     # The rule
 
     def _check_group(self, group: Group) -> None:
@@ -85,7 +91,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _spec(self, rule: UpdateRule) -> StateSpec:
         """Return how state of a rule is stored."""
-        return StateSpec(rule, STATE_FORMATS[self._holder.config.state_format])
+        return StateSpec(rule, self._holder.config.format)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
@@ -95,7 +101,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Have the engine, which is open, keep state of parameters of groups; they may be frozen."""
         raise NotImplementedError
 
-    _view_of_state: ClassVar[type[StateView]] = StateView
+    def _view_of_state(self) -> StateView:
+        """Return what shows the state."""
+        return StateView(self._holder, self._weights, self.rule, self._lock, self)
 
     _ignored: ClassVar[tuple[str, ...]] = NOT_LOADED
 

@@ -87,8 +87,6 @@ class Weights:
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
         owners: The ranks that update all of a weight, where one does: of that mesh, or of a `DTensor`'s.
         dealt: Who deals weights, by the name of the process group of a mesh.
-        kept_as: Returns which of the engine's groups a parameter is in, and its rule (None for the optimizer's); it
-            is given name and number of its group in torch.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
@@ -97,21 +95,31 @@ class Weights:
         self.rows_over: Any = None
         self.owners: dict[torch.Tensor, int] = {}
         self.dealt: dict[str, Dealt] = {}
-        self.kept_as: Callable[[torch.Tensor, str, int], tuple[int, UpdateRule | None]] = lambda p, name, group: (
-            group,
-            None,
-        )
         self._holder = holder
         self._has_noted_changes = False
         self._has_differences = False
 
-    def describe(self, groups: Sequence[Group], parameters: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
-        """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be."""
+    def describe(
+        self,
+        groups: Sequence[Group],
+        parameters: Iterable[torch.Tensor],
+        kept_as: Callable[[torch.Tensor, str, int], tuple[int, UpdateRule | None]],
+    ) -> tuple[Parameter, ...]:
+        """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be.
+
+        Args:
+            groups: The optimizer's.
+            parameters: Which.
+            kept_as: See `OffloadedOptimizer`.
+        """
         labels = {parameter: (name, group) for parameter, name, group in names(groups)}
         for parameter in parameters:
             check_parameter(parameter, labels[parameter][0], self.required_device)
         _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
-        return tuple(self._describe(parameter, *labels[parameter]) for parameter in parameters)
+        return tuple(
+            self._describe(parameter, labels[parameter][0], *kept_as(parameter, *labels[parameter]))
+            for parameter in parameters
+        )
 
     def deal(self, mesh: Any, works: Mapping[torch.Tensor, float], names: Mapping[torch.Tensor, str]) -> None:
         """Have each of some weights be updated by one rank of a mesh, whose ranks call this together.
@@ -137,10 +145,9 @@ class Weights:
         """Return whether one rank updates all of a weight."""
         return parameter in self.owners
 
-    def _describe(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
+    def _describe(self, parameter: torch.Tensor, name: str, group: int, rule: UpdateRule | None) -> Parameter:
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt = self._copy_of(parameter)
-        group, rule = self.kept_as(parameter, name, group)
         mine = shards.own(parameter, cut) if dealt is None else dealt.copy
         return Parameter(
             name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -26,9 +25,16 @@ WALKS = ("train", "eval")
 
 
 class PackedState(StateView):
-    """State as a class of torch's kind has it: its keys, types and shapes."""
+    """State as a class of torch's kind has it: its keys, types and shapes.
 
-    runner: ClassRunner
+    Args:
+        runner: Runs the class.
+        parts: See `StateView`.
+    """
+
+    def __init__(self, runner: ClassRunner, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.runner = runner
 
     def _has_master(self, bound: BoundParameter) -> bool:
         return self.runner.masters and super()._has_master(bound)
@@ -90,7 +96,6 @@ class PackedState(StateView):
 class WrappedOptimizer(OffloadedOptimizer):
     """An optimizer whose state is offloaded, and whose updates another class makes; see `wrap`."""
 
-    _view_of_state = PackedState
     _ignored = ("params", "param_names", *NOT_HERE)
     _state: PackedState
 
@@ -112,6 +117,9 @@ class WrappedOptimizer(OffloadedOptimizer):
             runner.check_alone(named, group, at)
         super().__init__(groups, defaults, config)
 
+    def _view_of_state(self) -> PackedState:
+        return PackedState(self._runner, self._holder, self._weights, self.rule, self._lock, self)
+
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         if shards.is_sharded(parameter):
             combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
@@ -120,9 +128,6 @@ class WrappedOptimizer(OffloadedOptimizer):
     def _open(self, config: OffloadConfig) -> None:
         if config.shard and ranks.world()[0] > 1:
             combinations.WHOLE_PARAMETERS.refuse("shard", True, rule=self.kind)
-        self._state.runner = self._runner
-        owner = weakref.proxy(self)  # whoever is forgotten ends at once
-        self._weights.kept_as = lambda *given: owner._kept_as(*given)
         self._try_groups()
         super()._open(config)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from offload import metrics
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.plan.budget import Budgets, Home, PathBudget, Plan
 from offload.plan.cost import estimate
@@ -95,22 +96,24 @@ def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanati
     return compare(predict(plan, rates), metrics)
 
 
-def compare(prediction: Prediction, metrics: Mapping[str, float]) -> Explanation:
-    """Return a prediction beside the step that `metrics` are about; see `explain`."""
-    meant = {key: int(value) for key, value in metrics.items() if key.startswith("node/") and key.endswith("/bytes")}
-    nodes = {
-        int(key.split("/")[1]): (nbytes, int(metrics[key.replace("/bytes", "/elsewhere_bytes")]))
-        for key, nbytes in meant.items()
-    }
-    if not metrics.get("step"):
+def compare(prediction: Prediction, figures: Mapping[str, float]) -> Explanation:
+    """Return a prediction beside the step that `figures` are about; see `explain`."""
+    nodes = {}
+    for name, meant_bytes in figures.items():
+        if (node := metrics.which(metrics.NODE_BYTES, name)) is not None:
+            nodes[int(node)] = int(meant_bytes), int(figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)])
+    if not figures.get(metrics.STEP):
         return Explanation(prediction, math.nan, (), nodes)
     lanes = tuple(
         LaneSeconds(
-            lane, predicted_s, metrics.get(f"lane/{lane}/busy_s", 0.0), int(metrics.get(f"lane/{lane}/bytes", 0))
+            lane,
+            predicted_s,
+            figures.get(metrics.of(metrics.LANE_BUSY_S, lane), 0.0),
+            int(figures.get(metrics.of(metrics.LANE_BYTES, lane), 0)),
         )
         for lane, predicted_s in prediction.busy_s.items()
     )
-    return Explanation(prediction, metrics["step_s"], lanes, nodes)
+    return Explanation(prediction, figures[metrics.STEP_S], lanes, nodes)
 
 
 HOST_SHARE = 0.25

@@ -28,7 +28,6 @@ addresses (the executor knows them).
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +35,9 @@ from dataclasses import dataclass, field
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
-from offload.protocols import Owner, ScratchKind, TileId
+from offload.protocols import Owner, TileId
 from offload.schedule.index import Record, TileIndex
+from offload.schedule.issued import Issued
 from offload.schedule.operations import (
     Admit,
     Allocated,
@@ -131,23 +131,26 @@ class _Leaving:
     error: Exception | None = None
 
 
+class Listener:
+    """Is told what a machine finds; this one does nothing about it."""
+
+    def say_warning(self, message: str) -> None:
+        """Take in, in words, that a path is no longer written to."""
+
+    def say_broken(self, error: Exception) -> None:
+        """Take in what breaks the machine, before that is seen in `Machine.broken`."""
+
+
 class Machine:
     """Runs sweeps over the subgroups of a plan.
 
     Args:
         plan: Homes and staging slots.
         index: Slots of the stores.
-        on_warning: Told, in words, of a path that is no longer written to.
-        on_break: Told of the error that breaks the machine, before that is seen in `broken`.
+        listener: Is told what the machine finds.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        index: TileIndex,
-        on_warning: Callable[[str], None] = lambda message: None,
-        on_break: Callable[[Exception], None] = lambda error: None,
-    ) -> None:
+    def __init__(self, plan: Plan, index: TileIndex, listener: Listener | None = None) -> None:
         self.plan = plan
         self.index = index
         self.broken: Exception | None = None
@@ -162,11 +165,9 @@ class Machine:
         self.ended_visits: list[int] = []
         """Subgroups whose visit has ended in the current (or last) sweep, in that order: weights that it changes are
         there, or on their way on the lane of pushes."""
-        self._on_warning = on_warning
-        self._on_break = on_break
+        self._listener = listener or Listener()
         self.staging = Staging(plan)
         self._subgroups = self.staging.subgroups
-        self._in_flight: dict[int, Operation] = {}
         self._flushes: dict[int, _Flush] = {}
         self._sweep: Sweep | None = None
         self.speculative_versions: dict[int, list[tuple[TileId, Record]] | None] = {}
@@ -179,21 +180,11 @@ class Machine:
         self._returns: deque[int] = deque()  # subgroups whose visits wait for their state to come home
         self._stopped = False
         self._unfinished = 0
-        self._new_op: Callable[[], int] = itertools.count(1).__next__
-        self._decided: list[Operation] = []
-        self.scratch: dict[ScratchKind, Scratch] = {
-            kind: Scratch(kind, plan, index, self._new_op, self._issue, lambda tile: self._break(_full_error(tile)))
-            for kind in plan.scratch
-        }
+        self._issued = issued = Issued()
+        self.scratch = {kind: Scratch(kind, plan, index, issued) for kind in plan.scratch}
         """What passes through buffers, of each kind."""
-        self._runs = Runs(
-            plan,
-            self.staging,
-            self._new_op,
-            self._issue,
-            lambda owner: self.scratch[owner.kind].buffer_of(owner.number),
-        )
-        self.saver = Saver(index, self._new_op, self._issue, self._let_on)
+        self._runs = Runs(plan, self.staging, issued, self.scratch)
+        self.saver = Saver(index, issued, self._runs)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
 
@@ -217,7 +208,7 @@ class Machine:
     @property
     def in_flight(self) -> int:
         """Number of operations that have been issued and not reported back."""
-        return len(self._in_flight)
+        return len(self._issued.in_flight)
 
     @property
     def slots(self) -> Mapping[int, int]:
@@ -323,10 +314,10 @@ class Machine:
                 case Release(number):
                     self.saver.release(number)
                 case Done(op, checksum):
-                    if not self._done(self._pop(op), checksum) and self.broken is None:
+                    if not self._done(self._issued.end(op), checksum) and self.broken is None:
                         return  # one tile of several: nothing to decide
                 case Failed(op, error):
-                    self._failed(self._pop(op), error)
+                    self._failed(self._issued.end(op), error)
                 case Stop(error):
                     self._stopped = True
                     if self.finished_sweep is not None:  # nobody has taken note of its end, and it is none
@@ -341,8 +332,7 @@ class Machine:
 
     def take_operations(self) -> list[Operation]:
         """Return the operations to be started now, in order; each is returned once."""
-        out, self._decided = self._decided, []
-        return out
+        return self._issued.take()
 
     def check(self) -> None:
         """Verify the invariants that the module states.
@@ -351,10 +341,10 @@ class Machine:
             InternalError: If one does not hold.
         """
         self.staging.check(self.plan)
-        self._runs.check(self._in_flight.values())
+        self._runs.check(self._issued.in_flight.values())
         if self.broken is None:
             for scratch in self.scratch.values():
-                scratch.check(self._in_flight.values())
+                scratch.check(self._issued.in_flight.values())
         for number, subgroup in enumerate(self._subgroups):
             invariant((subgroup.phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
             if subgroup.visit is not None:
@@ -373,7 +363,7 @@ class Machine:
         phase = subgroup.phase
         waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
         waits = waits or (visit.speculative and phase is not Phase.DIRTY and not self.staging.is_admitted(number))
-        waits = waits or not self._has_what_it_reads(visit)
+        waits = waits or not self._runs.has_what_it_reads(visit)
         waits = waits or self.broken is not None  # then nobody is let on any more
         absent_line = self._returns if self.plan.is_resident(number) else self.staging.line
         queue = absent_line if phase is Phase.ABSENT else self._runs.queue_of(visit)
@@ -383,17 +373,13 @@ class Machine:
 
     def _extend(self, plan: Plan) -> None:
         invariant(self.idle and self.saver.under_way is None, "the plan changes between sweeps and saves only")
-        invariant(not self._in_flight, "the plan changes while memory is in use")
+        invariant(not self._issued.in_flight, "the plan changes while memory is in use")
         self.plan = plan
         self.index.allow(plan.slot_counts)
         self.staging.adopt(plan)
         self._runs.adopt(plan)
         for scratch in self.scratch.values():
             scratch.adopt(plan)
-
-    def _pop(self, op: int) -> Operation:
-        invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
-        return self._in_flight.pop(op)
 
     def _begin(self, sweep: Sweep, moved: Iterable[int] = ()) -> None:
         invariant(self._sweep is None, "a sweep begins while another is under way")
@@ -414,7 +400,7 @@ class Machine:
                 case Phase.ABSENT:
                     self._await_state(visit.subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
-                    self._let_on(visit.subgroup)
+                    self._runs.let_on(visit.subgroup)
 
     # Open sweeps
 
@@ -448,7 +434,7 @@ class Machine:
         for number in subgroups:
             if self.is_open and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
                 self.staging.admit(number)
-                self._let_on(number)
+                self._runs.let_on(number)
 
     def _seal(self, confirmed: Collection[int], rest: Sweep | None) -> None:
         """Make confirmed versions live, revoke the others, and begin what is left of the step."""
@@ -471,7 +457,7 @@ class Machine:
             records = versions.pop(subgroup)
             if records is None:
                 self._flushes[subgroup].speculative = False
-                writes = (op for op in self._in_flight.values() if isinstance(op, WriteTile))
+                writes = (op for op in self._issued.in_flight.values() if isinstance(op, WriteTile))
                 flying = (op.record for op in writes if op.owner is None and op.tile.subgroup == subgroup)
                 for record in (*flying, *(record for _, record in self._flushes[subgroup].records)):
                     self.index.keep(record.location)
@@ -570,7 +556,7 @@ class Machine:
         """Take in that a subgroup's state is whole on storage, and in its slots."""
         self.staging.to(number, Phase.ABSENT)
         if self.broken is None:
-            self._issue(GiveBack(self._new_op(), number))
+            self._issued.issue(GiveBack(self._issued.new_op(), number))
         if self._subgroups[number].visit is not None:
             self._await_state(number)
 
@@ -609,7 +595,7 @@ class Machine:
 
     def _take_over(self, event: TakeOver) -> None:
         """Go on from checkpoints' stores: their records are held, and some of them are the newest versions."""
-        invariant(self.idle and not self._in_flight, "state is exchanged while it is in use")
+        invariant(self.idle and not self._issued.in_flight, "state is exchanged while it is in use")
         for path, limit_bytes in event.stores.items():
             holders = Counter(r.location for records in event.held_records.values() for r in records.values())
             self.index.take_over(path, limit_bytes, {x: n for x, n in holders.items() if x.path == path})
@@ -711,13 +697,6 @@ class Machine:
             del self.speculative_versions[subgroup]
             self.is_on_hold = True
 
-    def _let_on(self, number: int) -> None:
-        """Let the visit run that waits for a subgroup's state, if there is one."""
-        visit, phase = self._subgroups[number].visit, self._subgroups[number].phase
-        may_run = not self.is_open or (phase is Phase.READY and self.staging.is_admitted(number))
-        if visit is not None and may_run and self._has_what_it_reads(visit):
-            self._runs.let_on(visit)
-
     # Scratch
 
     def _bring_scratch(self, visit: Visit) -> None:
@@ -730,15 +709,12 @@ class Machine:
             # Streamed state has a staging slot meanwhile, which others wait for.
             scratch.want(owner, fills=False, hurries=not self.plan.is_resident(visit.subgroup))
 
-    def _has_what_it_reads(self, visit: Visit) -> bool:
-        return visit.reads is None or self.scratch[visit.reads.kind].is_there(visit.reads.number)
-
     def _scratch_came(self, number: int, owner: Owner) -> None:
         """Let the visit run that waits for no more than an owner's scratch, if there is one."""
         subgroup = self._subgroups[number]
         is_whole = subgroup.phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT) and not self.saver.blocks(number)
         if is_whole and subgroup.visit is not None and subgroup.visit.reads == owner:
-            self._let_on(number)
+            self._runs.let_on(number)
 
     def _discard(self, owner: Owner) -> None:
         scratch = self.scratch[owner.kind]
@@ -783,7 +759,7 @@ class Machine:
             self._flush_live(subgroup)  # the GPU's copy out may end when the next sweep is open
         else:
             self.staging.to(subgroup, Phase.READY)
-        self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
+        self._runs.let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
@@ -851,20 +827,18 @@ class Machine:
         else:
             found = self._write(write.tile, write.slot, write.buffer_offset, location.nbytes)
         if found and not grows_no_more:
-            self._on_warning(f"{error}; tiles go to other paths from now on")
+            self._listener.say_warning(f"{error}; tiles go to other paths from now on")
         return found
 
     def _break(self, error: Exception) -> None:
         if self.broken is None:
             if self.is_open:
                 self.moved = []  # by the step before, which was whole
-            self._on_break(error)
+            self._listener.say_broken(error)
             self.broken = error
-            for operation in self._decided:  # and not handed over yet
-                del self._in_flight[operation.op]
+            for operation in self._issued.close():
                 if isinstance(operation, Run):
                     self._runs.device_of(operation.visit).runs -= 1
-            self._decided.clear()
             self.saver.break_off(error)
             if self._leaving is not None:
                 self.finished_leave, self._leaving = (self._leaving.leave, error), None
@@ -880,6 +854,8 @@ class Machine:
         for scratch in self.scratch.values():
             if self.broken is None:
                 scratch.advance()
+                if scratch.homeless is not None:
+                    self._break(_full_error(scratch.homeless))
         if self.broken is None:  # or a flush has just found no room
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_on_hold and self._sweep.is_open):
@@ -896,7 +872,7 @@ class Machine:
         """Return whether the sweep is given up now; what a checkpoint has in flight touches no caller's memory."""
         if self.broken is None:
             return False
-        return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
+        return self._stopped or all(isinstance(o, SaveOperation) for o in self._issued.in_flight.values())
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
@@ -937,7 +913,7 @@ class Machine:
             record = self.index.get(tile)
             if record is None:
                 raise InternalError(f"{tile} was changed but never written, and its memory is gone")
-            self._issue(ReadTile(self._new_op(), tile, slot, offset, record))
+            self._issued.issue(ReadTile(self._issued.new_op(), tile, slot, offset, record))
 
     def _flush(self, subgroup: int, *, for_save: bool = False, speculative: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
@@ -968,14 +944,8 @@ class Machine:
         if location is None:
             return False
         record = Record(location, flush.step, 0)
-        self._issue(WriteTile(self._new_op(), tile, slot, offset, record))
+        self._issued.issue(WriteTile(self._issued.new_op(), tile, slot, offset, record))
         return True
-
-    def _issue(self, operation: Operation) -> None:
-        if self.broken is not None:  # not by `invariant`: the message costs more than all else here
-            raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
-        self._in_flight[operation.op] = operation
-        self._decided.append(operation)
 
 
 def _full_error(tile: TileId) -> TierFullError:

@@ -18,14 +18,16 @@ Invariants, verified by `Runs.check`:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from offload.errors import invariant, known
 from offload.plan.budget import Plan
-from offload.protocols import Owner
+from offload.protocols import ScratchKind
+from offload.schedule.issued import Issued
 from offload.schedule.operations import AwaitPush, Operation, Run, Sweep, Transfer, Visit
+from offload.schedule.scratch import Scratch
 from offload.schedule.staging import Phase, Slots, Staging
 
 MAX_RUNS_IN_FLIGHT = 2
@@ -76,23 +78,14 @@ class Runs:
     Args:
         plan: What lives where.
         staging: Where their state is.
-        new_op: Returns the id of the next operation.
-        issue: Starts an operation.
-        buffer_of: Returns the buffer of an owner's scratch.
+        issued: Takes their operations.
+        scratch: What they read that passes through buffers.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        staging: Staging,
-        new_op: Callable[[], int],
-        issue: Callable[[Operation], None],
-        buffer_of: Callable[[Owner], int],
-    ) -> None:
-        self._buffer_of = buffer_of
+    def __init__(self, plan: Plan, staging: Staging, issued: Issued, scratch: Mapping[ScratchKind, Scratch]) -> None:
         self._staging = staging
-        self._new_op = new_op
-        self._issue = issue
+        self._issued = issued
+        self._scratch = scratch
         self._gpu_slots, self._weight_slots = Slots(), Slots()
         # Visits that have not run:
         self._cpu = Waiting()  # ... whole in host memory
@@ -133,10 +126,20 @@ class Runs:
         copied = visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self.device_of(visit)
 
-    def let_on(self, visit: Visit) -> None:
-        """Have a visit whose state is whole wait for its next resource."""
+    def let_on(self, number: int) -> None:
+        """Have the visit that waits for a subgroup's state, which is whole, wait for its next resource."""
+        subgroup = self._staging.subgroups[number]
+        visit = subgroup.visit
+        if visit is None or not self.has_what_it_reads(visit):
+            return
+        if visit.speculative and not (subgroup.phase is Phase.READY and self._staging.is_admitted(number)):
+            return
         queue = self.queue_of(visit)
-        (queue.resident if self._plan.is_resident(visit.subgroup) else queue.streamed).append(visit.subgroup)
+        (queue.resident if self._plan.is_resident(number) else queue.streamed).append(number)
+
+    def has_what_it_reads(self, visit: Visit) -> bool:
+        """Return whether the scratch that a visit reads is in its buffer."""
+        return visit.reads is None or self._scratch[visit.reads.kind].is_there(visit.reads.number)
 
     def fetched(self, operation: Transfer) -> None:
         """Take in that a visit's state has come to the GPU, or its weights from there."""
@@ -160,9 +163,11 @@ class Runs:
                 device.pop()
                 device.runs += 1
                 gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
-                op, fresh = self._new_op(), subgroup.version is None
-                buffer = self._buffer_of(visit.reads) if visit.reads is not None else None
-                self._issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot, buffer))
+                op, fresh = self._issued.new_op(), subgroup.version is None
+                buffer = (
+                    None if visit.reads is None else self._scratch[visit.reads.kind].buffer_of(visit.reads.number)
+                )
+                self._issued.issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot, buffer))
 
     def start_transfers(self) -> None:
         """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
@@ -180,17 +185,17 @@ class Runs:
 
     def transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
         """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
-        op, number = self._new_op(), visit.subgroup
+        op, number = self._issued.new_op(), visit.subgroup
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
             slot = self._staging.subgroups[number].slot
-            self._issue(Transfer(op, number, "state", way, through, nbytes, slot))
+            self._issued.issue(Transfer(op, number, "state", way, through, nbytes, slot))
         else:
-            self._issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
+            self._issued.issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
 
     def await_push(self, operation: Transfer) -> None:
         """Wait until a push of weights, which is on its lane, has ended."""
-        self._issue(AwaitPush(self._new_op(), operation.subgroup, operation.through))
+        self._issued.issue(AwaitPush(self._issued.new_op(), operation.subgroup, operation.through))
 
     def free(self, slot: int, *, gpu: bool) -> None:
         """Take in that nothing is read from a slot any more: one on the GPU, or of weights."""

@@ -17,7 +17,7 @@ Non-goals: what a commit does (the executor), which checkpoints are released and
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
@@ -25,7 +25,9 @@ from offload.layout import Subgroup
 from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.issued import Issued
 from offload.schedule.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
+from offload.schedule.runs import Runs
 
 SAVE_DEPTH = CHECKPOINT_BUFFERS
 """Tiles that a save has on their way at once; also the number of copy buffers."""
@@ -100,27 +102,19 @@ class Saver:
 
     Args:
         index: Slots of the stores.
-        new_op: Returns the id of the next operation.
-        issue: Starts an operation.
-        unblock: Called with each subgroup that may be visited again.
+        issued: Takes its operations.
+        runs: Lets the visits on that had to wait for it.
     """
 
-    def __init__(
-        self,
-        index: TileIndex,
-        new_op: Callable[[], int],
-        issue: Callable[[SaveOperation], None],
-        unblock: Callable[[int], None],
-    ) -> None:
+    def __init__(self, index: TileIndex, issued: Issued, runs: Runs) -> None:
         self.under_way: RunningSave | None = None
         self.finished_save: tuple[Save, Exception | None] | None = None
         """The last save that finished, and why it failed; None once it is `Taken`."""
         self.held_records: dict[int, Mapping[TileId, Record]] = {}
         """What each finished save holds, by its number."""
         self._index = index
-        self._new_op = new_op
-        self._issue = issue
-        self._unblock = unblock
+        self._issued = issued
+        self._runs = runs
 
     @property
     def has_unwritten_weights(self) -> bool:
@@ -246,7 +240,7 @@ class Saver:
             return
         for item in self._next_items(save):
             if item.stored is not None:
-                self._fly(save, CopyTile(self._new_op(), item.tile, item.stored, save.buffers.pop()), item)
+                self._fly(save, CopyTile(self._issued.new_op(), item.tile, item.stored, save.buffers.pop()), item)
             else:
                 self._write(save, item, save.buffers.pop() if item.buffered else None)
         if save.error is not None:
@@ -258,9 +252,9 @@ class Saver:
         if not save.synced:
             save.synced = True
             for path in sorted({record.location.path for record in save.records.values()}):
-                self._fly(save, Sync(self._new_op(), path))
+                self._fly(save, Sync(self._issued.new_op(), path))
         if not save.flying:
-            self._fly(save, Commit(self._new_op(), save.request.number, save.records))
+            self._fly(save, Commit(self._issued.new_op(), save.request.number, save.records))
 
     def _next_items(self, save: RunningSave) -> Iterator[_Item]:
         while len(save.flying) < SAVE_DEPTH and save.error is None:
@@ -288,7 +282,7 @@ class Saver:
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
         record = Record(location, item.step, 0)
-        self._fly(save, SaveTile(self._new_op(), item.tile, record, item.offset, buffer, item.buffered), item)
+        self._fly(save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.buffered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
         if save.request.sink is None:
@@ -299,7 +293,7 @@ class Saver:
 
     def _fly(self, save: RunningSave, operation: SaveOperation, item: _Item | None = None) -> None:
         save.flying[operation.op] = item
-        self._issue(operation)
+        self._issued.issue(operation)
 
     def landed(self, operation: SaveOperation, checksum: int, error: Exception | None) -> None:
         """Take in that an operation has ended, well or not."""
@@ -332,7 +326,7 @@ class Saver:
             again = self._claim(save, location.nbytes)
             if again is not None:
                 record = Record(again, done.record.step, 0)
-                self._fly(save, replace(done, op=self._new_op(), record=record), item)
+                self._fly(save, replace(done, op=self._issued.new_op(), record=record), item)
                 return True
         if done.buffer is not None:
             save.buffers.append(done.buffer)
@@ -349,7 +343,7 @@ class Saver:
         save.unwritten[subgroup] -= count
         if not save.unwritten[subgroup]:
             del save.unwritten[subgroup]
-            self._unblock(subgroup)
+            self._runs.let_on(subgroup)
 
     # Ends -------------------------------------------------------------------------------------------------------
 
@@ -380,7 +374,7 @@ class Saver:
                     self._index.let_go(item.tile, item.stored.location)
         self._index.give_back(+save.reserve)
         for subgroup in save.unwritten:
-            self._unblock(subgroup)
+            self._runs.let_on(subgroup)
 
     def release(self, number: int) -> None:
         """Let the slots of a finished save go."""

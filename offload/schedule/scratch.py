@@ -30,13 +30,14 @@ Invariants, verified by `check`:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import TierFullError, invariant, known
 from offload.plan.budget import Plan
 from offload.protocols import Owner, ScratchKind, TileId
 from offload.schedule.index import Location, Record, TileIndex
+from offload.schedule.issued import Issued
 from offload.schedule.operations import Operation, ReadTile, WriteTile
 
 
@@ -100,11 +101,10 @@ class Scratch:
         kind: Which.
         plan: What buffers there are.
         index: Slots of the stores.
-        new_op: Returns the id of the next operation.
-        issue: Starts an operation.
-        full: Called with a tile that no path has room for, where room was promised.
+        issued: Takes their operations.
 
     Attributes:
+        homeless: A tile that no path has room for, where room was promised.
         is_full: Whether no path takes any more; until all has been discarded.
         moved: Tiles that were read, and written, since all was discarded; by the operation.
     """
@@ -114,15 +114,12 @@ class Scratch:
         kind: ScratchKind,
         plan: Plan,
         index: TileIndex,
-        new_op: Callable[[], int],
-        issue: Callable[[Operation], None],
-        full: Callable[[TileId], None],
+        issued: Issued,
     ) -> None:
         self._kind = kind
         self._index = index
-        self._new_op = new_op
-        self._issue = issue
-        self._tell_full = full
+        self._issued = issued
+        self.homeless: TileId | None = None
         self._owners: list[int | None] = []  # of the buffers
         self._held: dict[int, Held] = {}
         self._filling: dict[int, None] = {}  # owners that somebody brings data of
@@ -407,7 +404,7 @@ class Scratch:
         self._moving[ReadTile] += held.unread
         for tile, offset, _ in tiles:
             record = known(self._index.get(tile), f"{tile} is on no path")
-            self._issue(ReadTile(self._new_op(), tile, buffer, offset, record, self._owner(owner)))
+            self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
 
     def _make_newest(self, owner: int, held: Held) -> None:
         """Have a buffer changed that nothing is on its way to or from: what lies on the paths is of no use then."""
@@ -427,7 +424,7 @@ class Scratch:
             owner = ready.popleft()
             tile = self._leave(owner)
             if tile is not None and self.is_promised:
-                self._tell_full(tile)
+                self.homeless = tile
                 return
             if tile is not None:
                 self._stay(owner)
@@ -448,7 +445,7 @@ class Scratch:
         self._writes += 1
         self._moving[WriteTile] += 1
         buffer, record = known(held.buffer, "data without a buffer"), Record(location, self._writes, 0)
-        self._issue(WriteTile(self._new_op(), tile, buffer, offset, record, self._owner(owner)))
+        self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
         return True
 
     def _claim(self, nbytes: int) -> Location | None:

@@ -14,11 +14,12 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from offload import combinations
+from offload import combinations, metrics
 from offload.errors import ConfigError, InfeasiblePlanError, known
 from offload.memory.arenas import available_bytes
 from offload.plan.budget import (
@@ -30,7 +31,6 @@ from offload.protocols import Mark, Owner
 from offload.schedule.operations import Discard, Extend, ReadTile, WriteTile
 from offload.session.parts import SessionParts
 from offload.session.scratch import Wanted, Wants
-from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
 """Of what lies beside each other in a tile."""
@@ -82,7 +82,7 @@ class Uses:
         """Take in that a piece is written."""
         self._pieces.add(piece)
         self._counts[piece.tile] += 1
-        self.figures["packed_bytes"] += piece.nbytes
+        self.figures[metrics.PACKED_BYTES] += piece.nbytes
 
     def forget(self, pieces: Iterable[Piece]) -> None:
         """Take in that pieces are of no use any more."""
@@ -127,6 +127,35 @@ class _Asked(Wanted):
         self._uses.release(self.tile)
 
 
+class Turns(Protocol):
+    """The session's engine thread, which makes this: see `EngineThread`."""
+
+    pid: int
+    wants: Wants
+
+    def wait_for_buffer(self, wanted: Wanted) -> None:
+        """See `EngineThread`."""
+
+    @property
+    def is_usable(self) -> bool:
+        """See `EngineThread`."""
+
+    def check_usable(self) -> None:
+        """See `EngineThread`."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `EngineThread`."""
+
+    def request(self, begin: Callable[[], None], *, needs_memory: bool = True) -> None:
+        """See `EngineThread`."""
+
+    def take_memory(self) -> None:
+        """See `EngineThread`."""
+
+    def settle(self) -> None:
+        """See `EngineThread`."""
+
+
 class Activations:
     """The activations of one session.
 
@@ -135,11 +164,10 @@ class Activations:
         thread: Its engine thread.
     """
 
-    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
+    def __init__(self, parts: SessionParts, thread: Turns) -> None:
         self._parts = parts
         self._thread = thread
         self._wants, self._uses = thread.wants, Uses(parts)
-        parts.activation_address = self._address
         # On callers' threads
         self._writing, self._reading = threading.RLock(), threading.RLock()
         self._is_writing = False
@@ -193,15 +221,12 @@ class Activations:
         self._arena = arena
         budgets = dataclasses.replace(parts.plan.budgets, activation_bytes=nbytes, activation_tile_bytes=tile_bytes)
         plan = dataclasses.replace(parts.plan, budgets=budgets)
+        if arena is not None:
+            parts.memory.place_buffers("activations", arena.address, tile_bytes)
         parts.lanes.bind(plan)
-        parts.executor.bind(plan, parts.memory.staging[0])
+        parts.executor.bind(plan)
         parts.machine.handle(Extend(plan))
         parts.plan = parts.views.plan = plan
-
-    def _address(self, buffer: int) -> int:
-        """Return the address of a buffer."""
-        arena = known(self._arena, "activations without buffers")
-        return int(arena.address) + buffer * self._parts.plan.budgets.activation_tile_bytes
 
     # On callers' threads
 
@@ -218,9 +243,7 @@ class Activations:
         """
         if not self._thread.is_usable:
             return None
-        if self._thread.parking.is_held:
-            with self._thread.turn():
-                self._thread.request(lambda: None)
+        self._thread.take_memory()
         with self._writing:
             if self._is_writing:  # a signal handler has interrupted it
                 return None
@@ -233,7 +256,7 @@ class Activations:
             finally:
                 self._is_writing = False
         if written is None:
-            self._add("kept_bytes", nbytes)
+            self._add(metrics.KEPT_BYTES, nbytes)
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
@@ -255,7 +278,9 @@ class Activations:
             asked.filled += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
             written.pieces.append(piece)
             self._wants.post(self._uses.note, piece)
-            asked.mark = lanes.save(self._address(asked.buffer) + piece.offset, source, piece.nbytes)
+            asked.mark = lanes.save(
+                self._parts.memory.buffer_address("activations", asked.buffer) + piece.offset, source, piece.nbytes
+            )
             source, nbytes = source + piece.nbytes, nbytes - piece.nbytes
         if lanes.on_gpu and asked is not None and asked.mark is not None:
             self._in_transit.append((asked.mark, tensor))
@@ -330,7 +355,8 @@ class Activations:
             if asked.error is not None:
                 raise asked.error
             self._thread.check_usable()
-            address = self._address(known(asked.buffer, f"tile {piece.tile} has no buffer"))
+            buffer = known(asked.buffer, f"tile {piece.tile} has no buffer")
+            address = self._parts.memory.buffer_address("activations", buffer)
             target -= piece.nbytes
             asked.mark = self._parts.lanes.restore(target, address + piece.offset, piece.nbytes)
             for tile in [tile for tile in mine if tile not in (p.tile for p in pieces[number:])]:
@@ -341,7 +367,7 @@ class Activations:
         if not asked.answered.is_set():
             started_s = time.monotonic()
             self._thread.wait_for_buffer(asked)
-            self._add("waited_s", time.monotonic() - started_s)
+            self._add(metrics.ACTIVATIONS_WAITED_S, time.monotonic() - started_s)
 
     def _add(self, figure: str, count: float) -> None:
         self._wants.post(self._uses.figures.update, {figure: count})
@@ -367,12 +393,11 @@ class Activations:
         moved, rates = self._parts.machine.scratch["activations"].moved, self._parts.rates.paths
         written_bytes = moved[WriteTile] * plan.budgets.activation_tile_bytes
         read_bytes = moved[ReadTile] * plan.budgets.activation_tile_bytes
-        names = "packed_bytes", "kept_bytes", "waited_s"
-        figures = {f"activations/{name}": float(self._uses.figures[name]) for name in names}
+        counted = metrics.PACKED_BYTES, metrics.KEPT_BYTES, metrics.ACTIVATIONS_WAITED_S
         return {
-            **figures,
-            "activations/written_bytes": written_bytes,
-            "activations/read_bytes": read_bytes,
-            "activations/predicted_write_s": written_bytes / sum(path.write.alone for path in rates),
-            "activations/predicted_read_s": read_bytes / sum(path.read.alone for path in rates),
+            **{name: float(self._uses.figures[name]) for name in counted},
+            metrics.ACTIVATIONS_WRITTEN_BYTES: written_bytes,
+            metrics.ACTIVATIONS_READ_BYTES: read_bytes,
+            metrics.PREDICTED_WRITE_S: written_bytes / sum(path.write.alone for path in rates),
+            metrics.PREDICTED_READ_S: read_bytes / sum(path.read.alone for path in rates),
         }

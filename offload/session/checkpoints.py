@@ -16,7 +16,7 @@ from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import NOT_MIRRORED, StoreReuse, save_error
+from offload.checkpoint.saves import NOT_MIRRORED, save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
@@ -85,7 +85,7 @@ class Checkpoints:
             id=request.id,
             rank=request.rank,
             ranks=request.ranks,
-            step=self._visits.step_number,
+            step=self._thread.sweeps.step_number,
             layout=layout if not replica else Layout((), (), layout.state),
             steps=() if replica else tuple(tables.steps.tolist()),
             checksums=config.checksum,
@@ -107,7 +107,7 @@ class Checkpoints:
         # Where another rank saves this rank's state, both go on with masters as they are saved.
         if unmade := sorted({*foreign, *self._unmade(request.replica)}):
             visitor = self._visits.visitor(nothing, True, range(len(layout.parameters)), follow=False)
-            self._request(folder.path, partial(self._visits.begin, unmade, visitor, changes=True))
+            self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
         if request.rank == 0:
             commit_to_replace(folder)  # raises if it is not ours
         folder.prepare()
@@ -315,7 +315,7 @@ class Checkpoints:
             CheckpointError: It lacks another parameter, or one has another size; nothing has changed then. Or part
                 of it is damaged, which is found out while it is read: the session is broken then.
         """
-        parts, visits = self._parts, self._visits
+        parts, sweeps = self._parts, self._thread.sweeps
         with self._thread.turn():
             layout = parts.plan.layout
             restorer = Restorer(
@@ -338,7 +338,7 @@ class Checkpoints:
 
             def applied() -> None:
                 restorer.restore_step_counts()
-                visits.step_number = checkpoint.step
+                sweeps.step_number = checkpoint.step
                 checkpoint.lend(0, 0)
                 self._thread.drop_checkpoint_buffers()
 
@@ -353,12 +353,12 @@ class Checkpoints:
                 ]
                 buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail: nothing has changed yet
                 # Versions go on from there: no two of a tile have the same number.
-                visits.version = max(visits.version, checkpoint.last_version)
+                sweeps.version = max(sweeps.version, checkpoint.last_version)
                 if in_place is not None:
                     copied = [number for number in copied if parts.plan.is_resident(number)]
                     in_place()
                 checkpoint.lend(*buffers)
-                return visits.begin(copied, restorer.restore, changes=True, overwrites=True)
+                return sweeps.begin(copied, restorer.restore, changes=True, overwrites=True)
 
             try:
                 self._thread.request(begin, applied)
@@ -381,16 +381,10 @@ class Checkpoints:
         """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""
         parts = self._parts
         machine, layout = parts.machine, parts.plan.layout
-        reuse = StoreReuse(
-            layout,
-            machine.index.is_empty,
-            lambda number, store, used: parts.open_tier(number, store, parts.tiers[number].depth, used),
-            parts.replace_tier,
-        )
-        takeover = parts.saves.take_over(checkpoint, manifest, machine.index, reuse, rank, ranks)
+        takeover = parts.saves.take_over(checkpoint, manifest, machine.index, parts, rank, ranks)
         # Tiles of other checkpoints there may be of later steps; this session now takes those steps another way.
         versions = (record.step for records in takeover.pinned_records.values() for record in records.values())
-        self._visits.version = max(self._visits.version, *versions, 0)
+        self._thread.sweeps.version = max(self._thread.sweeps.version, *versions, 0)
         streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.is_resident(subgroup.index)]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         records = {tile: takeover.records[tile] for tile in tiles}

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload import combinations
+from offload import combinations, metrics
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
-from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
+from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
 from offload.limits import Limits
 from offload.measure import lane_totals
@@ -34,7 +34,6 @@ from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
-from offload.session.activations import Activations
 from offload.session.checkpoints import Checkpoints
 from offload.session.gradients import Gradients
 from offload.session.parking import PendingPark
@@ -103,11 +102,10 @@ class Engine:
                 )
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
-                thread.aborted = partial(_aborted, parts, visits)
                 self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
-                self.activations = Activations(parts, thread)
+                self.activations = thread.activations
                 # None of these holds this object, so an engine that is forgotten is closed.
                 self._shutdown = Shutdown(parts, thread)
                 self._finalizer = weakref.finalize(self, self._shutdown.forgotten)
@@ -143,7 +141,7 @@ class Engine:
     def step_number(self) -> int:
         """How many steps the state has had; a checkpoint brings its own."""
         self._thread.wait_pending()
-        return self._visits.step_number
+        return self._thread.sweeps.step_number
 
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
@@ -154,15 +152,16 @@ class Engine:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
         self._thread.wait_pending()
         self._parts.executor.take_timed()
-        last, now = self._visits.last, self._visits.account
+        last, now = self._thread.sweeps.last, self._thread.sweeps.account
         return [*last.timeline, *(now.timeline if now is not last else ())]
 
     @property
     def last_step(self) -> StepAccount:
         """The account of the last step that has ended."""
-        if self._visits.account is self._visits.last:  # else a GPU's lanes have worked for the next step since
+        sweeps = self._thread.sweeps
+        if sweeps.account is sweeps.last:  # else a GPU's lanes have worked for the next step since
             self._parts.executor.take_timed()
-        return self._visits.last
+        return sweeps.last
 
     @property
     def speculates(self) -> bool:
@@ -172,26 +171,7 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step that has ended as a flat dict; wait for nothing.
 
-        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
-        `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
-        `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
-        by itself), and where GPU memory is borrowed `borrowed_bytes` (by the last step); with memory nodes
-        `node/<number>/bytes` (host memory that is meant to lie there) and `node/<number>/elsewhere_bytes` (what of it
-        lies on others); for each lane (`engine`, its
-        own thread; `cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`, `h2d`, `d2h`) `lane/<lane>/busy_s` and
-        `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`, `path/<number>/write_bytes`,
-        `path/<number>/live_bytes` (what lies there now) and `path/<number>/written_bytes` (since the session began,
-        checkpoints included: what wears a drive); with
-        `speculate` also `speculation/confirmed_bytes` and `speculation/revoked_bytes`: state that had been updated
-        before the step was sealed, and that the step took over, or did not. Once it was parked, `park/away_bytes`:
-        state at home in memory that lies on paths now; of the last park `park/moved_bytes`, `park/given_back_bytes`,
-        `park/seconds`, and `park/predicted_back_s`: what the first step after it takes longer, memory included. With
-        `mirror` also `mirrored_bytes`: state that this session has copied there. Where activations leave for the
-        paths, of the last forward pass and its backward passes `activations/packed_bytes` (saved tensors that went to
-        buffers), `activations/kept_bytes` (that found no room, and stayed where they were),
-        `activations/written_bytes` and `activations/read_bytes` (of that, what went to the paths and came back),
-        `activations/predicted_write_s` and `activations/predicted_read_s` (what that takes at the paths' rates), and
-        `activations/waited_s` (what callers have waited for buffers).
+        docs/metrics.md says what each key is, by the table in `offload/metrics.py`.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -200,33 +180,34 @@ class Engine:
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - account.started_s for i in timeline if i.lane in ("gpu", "h2d")]
         figures: dict[str, float] = {
-            "step": self._visits.step_number,
-            "step_s": max([account.step_s, *ends_s]),
-            "state_bytes": plan.state_bytes,
-            "resident_bytes": resident_bytes,
-            "streamed_bytes": plan.home_bytes[Home.STREAMED],
-            "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+            metrics.STEP: self._thread.sweeps.step_number,
+            metrics.STEP_S: max([account.step_s, *ends_s]),
+            metrics.STATE_BYTES: plan.state_bytes,
+            metrics.RESIDENT_BYTES: resident_bytes,
+            metrics.STREAMED_BYTES: plan.home_bytes[Home.STREAMED],
+            metrics.RESIDENT_SHARE: resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         figures |= parts.lanes.metrics()
         for node, (meant_bytes, _, elsewhere_bytes) in parts.memory.on_nodes().items():
-            figures |= {f"node/{node}/bytes": meant_bytes, f"node/{node}/elsewhere_bytes": elsewhere_bytes}
+            figures[metrics.of(metrics.NODE_BYTES, node)] = meant_bytes
+            figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
         if self.config.mirror is not None:
-            figures["mirrored_bytes"] = parts.mirror.copied_bytes
+            figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
         if self.speculates:
-            figures["speculation/confirmed_bytes"] = account.confirmed_bytes
-            figures["speculation/revoked_bytes"] = account.revoked_bytes
+            figures[metrics.CONFIRMED_BYTES] = account.confirmed_bytes
+            figures[metrics.REVOKED_BYTES] = account.revoked_bytes
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
         totals = lane_totals(timeline)
-        for lane in (ENGINE, "cpu", *parts.lanes.names):
-            figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
+        of_paths = [f"{verb}:{path}" for path in range(len(plan.budgets.paths)) for verb in ("read", "write")]
+        for lane in (ENGINE, "cpu", *parts.lanes.names, *of_paths):
+            nbytes, busy_s = totals.get(lane, (0, 0.0))
+            figures |= {metrics.of(metrics.LANE_BYTES, lane): nbytes, metrics.of(metrics.LANE_BUSY_S, lane): busy_s}
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
-            for verb in ("read", "write"):
-                lane = f"{verb}:{path}"
-                figures[f"lane/{lane}/bytes"], figures[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
-                figures[f"path/{path}/{verb}_bytes"] = figures[f"lane/{lane}/bytes"]
-            figures[f"path/{path}/live_bytes"] = live_bytes
-            figures[f"path/{path}/written_bytes"] = parts.executor.written_bytes[path]
+            figures[metrics.of(metrics.READ_BYTES, path)] = totals.get(f"read:{path}", (0, 0.0))[0]
+            figures[metrics.of(metrics.WRITE_BYTES, path)] = totals.get(f"write:{path}", (0, 0.0))[0]
+            figures[metrics.of(metrics.LIVE_BYTES, path)] = live_bytes
+            figures[metrics.of(metrics.WRITTEN_BYTES, path)] = parts.executor.written_bytes[path]
         return figures
 
     # Memory
@@ -394,13 +375,13 @@ class Engine:
 
             def applied() -> None:
                 tables.steps[chosen] += 1
-                visits.end_step(started_s)
+                thread.sweeps.end_step(started_s)
                 thread.speculation.end_step(scale, clip)
 
-            pending_step = None if pending is None else PendingStep(pending, thread.aborted, begun)
+            pending_step = None if pending is None else PendingStep(pending)
             begin = partial(visits.begin_step, subgroups, chosen)
             try:
-                thread.request(begin, applied, visits.learn, pending_step, seals=True)
+                thread.request(begin, applied, visits.learn, pending_step, begun=begun, seals=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -457,12 +438,3 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _aborted(parts: SessionParts, visits: Visits, error: BaseException) -> StepAbortedError:
-    """Return what to raise for a step that has failed with an error."""
-    if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
-        error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
-    aborted = StepAbortedError(visits.step_number + 1, error, parts.machine.moved, parts.saves.last_folder)
-    aborted.__cause__ = error
-    return aborted

@@ -3,82 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from offload.dtypes import DtypeCode
-from offload.errors import SessionBrokenError, known
-from offload.protocols import Mark, Owner
-from offload.schedule.operations import Discard
+from offload.errors import SessionBrokenError
+from offload.protocols import Mark
 from offload.session.parts import SessionParts
-from offload.session.scratch import Wanted
 from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Visits
-
-
-class _WantedToFill(Wanted):
-    """A subgroup's gradient buffer, wanted to be filled."""
-
-    def __init__(self, visits: Visits, subgroup: int) -> None:
-        super().__init__(Owner("gradients", subgroup), fills=True)
-        self._visits = visits
-
-    def begin(self) -> None:
-        """See `Wanted.begin`: what moves from now on counts for the next step."""
-        self._visits.open_account()
-
-
-class Filling:
-    """Gives `PathGradients` the buffers that it fills; see `offload.gradients.paths.Filler`."""
-
-    def __init__(self, parts: SessionParts, thread: EngineThread, visits: Visits) -> None:
-        self._parts, self._thread, self._visits = parts, thread, visits
-        self._wanted: Wanted | None = None  # what was asked for last
-
-    def turn(self) -> AbstractContextManager[None]:
-        """See `Filler.turn`."""
-        return self._thread.turn()
-
-    def fill(self, subgroup: int) -> int:
-        """See `Filler.fill`."""
-        with self._thread.turn():
-            if self._thread.parking.is_held:
-                self._thread.request(nothing)
-            self.stop()
-            self._wanted = wanted = _WantedToFill(self._visits, subgroup)
-            self._thread.wants.ask(wanted)
-            self._thread.wait_for_buffer(wanted)
-            if wanted.error is not None:
-                raise wanted.error
-            self._thread.check_usable()
-            return known(wanted.buffer, "gradients without a buffer")
-
-    def stop(self) -> None:
-        """See `Filler.stop`."""
-        if self._wanted is not None:  # said again after an interrupt, this changes nothing
-            self._thread.wants.ready(self._wanted)
-            self._wanted = None
-
-    def begin_step(self) -> None:
-        """See `Filler.begin_step`."""
-        self.stop()
-        self._thread.wants.take_posts()
-
-    def drop(self, dropped: Callable[[], None]) -> None:
-        """See `Filler.drop`."""
-
-        def drop() -> None:
-            self.begin_step()
-            machine = self._parts.machine
-            for subgroup in [*machine.scratch["gradients"].owners]:
-                machine.handle(Discard(Owner("gradients", subgroup)))
-            dropped()
-
-        with self._thread.turn():
-            self._thread.request(drop)
 
 
 class Gradients:
@@ -94,7 +29,6 @@ class Gradients:
         self._parts = parts
         self._thread = thread
         self._visits = visits
-        parts.filler = Filling(parts, thread, visits)
 
     @property
     def are_read_early(self) -> bool:
@@ -164,9 +98,7 @@ class Gradients:
 
     def take_memory(self) -> None:
         """Take memory again that `Engine.park` has given back, or is about to; call this before writing to a slot."""
-        if self._thread.parking.is_held:
-            with self._thread.turn():
-                self._thread.request(nothing)
+        self._thread.take_memory()
 
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
         """Say that a parameter's gradient lies where the step will read it, unless more of it comes.
@@ -195,7 +127,7 @@ class Gradients:
         """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
         if self._thread.is_usable and self._thread.speculation.drop_arrivals():
             with self._thread.turn():
-                self._thread.request(lambda: None)
+                self._thread.request(nothing)
 
     def forget(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU, or in buffers: those that arrive next are the first.

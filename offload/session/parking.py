@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from offload import waits
+from offload import metrics, waits
 from offload.device.pieces import as_pieces
 from offload.engine.executor import visit_nothing
 from offload.errors import ConfigError, InfeasiblePlanError, InternalError, OffloadError
@@ -27,10 +27,11 @@ from offload.memory.nodes import check_free
 from offload.plan import Home
 from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
-from offload.schedule.operations import Leave, Run, Stay, Sweep
+from offload.schedule.operations import Leave, Run, Stay
 from offload.schedule.staging import Phase
+from offload.session.activations import Activations
 from offload.session.parts import SessionParts
-from offload.session.scratch import Wants
+from offload.session.sweeps import Sweeps
 from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
@@ -86,19 +87,20 @@ class Parking:
 
     Args:
         parts: Its parts.
-        wants: What callers want of its scratch.
+        sweeps: Bring state home.
+        activations: What is saved for backward in memory of the session's.
 
     Attributes:
         is_parked: Whether memory has been given back, and none taken again.
         figures: Of the last park that gave memory back, by the names of metrics.
     """
 
-    def __init__(self, parts: SessionParts, wants: Wants) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps, activations: Activations) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
-        self.visit: Callable[[Sequence[int], Callable[[Run], None]], Sweep]
-        """Begins a sweep in which the visitor works on some subgroups, and changes nothing."""
-        self._parts, self._wants = parts, wants
+        self._parts = parts
+        self._sweeps = sweeps
+        self._activations = activations
         self._pending: PendingPark | None = None
         self._numbers = 0
         self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
@@ -120,7 +122,7 @@ class Parking:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of parking; none before the first park. Any thread."""
-        return {**self.figures, "park/away_bytes": self.away_bytes} if self._numbers else {}
+        return {**self.figures, metrics.AWAY_BYTES: self.away_bytes} if self._numbers else {}
 
     # Memory is given back
 
@@ -140,7 +142,7 @@ class Parking:
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
 
-        if self._wants.are_in_use("activations"):
+        if self._activations.are_alive():
             raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
 
         def at(home: Home) -> list[int]:
@@ -310,10 +312,10 @@ class Parking:
             self.is_parked = True
         seconds = time.monotonic() - pending.started_s
         self.figures = {
-            "park/moved_bytes": pending.moves_bytes,
-            "park/given_back_bytes": given_bytes,
-            "park/seconds": seconds,
-            "park/predicted_back_s": self._back_s(given_bytes),
+            metrics.PARK_MOVED_BYTES: pending.moves_bytes,
+            metrics.GIVEN_BACK_BYTES: given_bytes,
+            metrics.PARK_S: seconds,
+            metrics.PREDICTED_BACK_S: self._back_s(given_bytes),
         }
         log.info(
             "parked: %s of memory given back, %s written in %s; %s of state comes home when it is used; "
@@ -322,7 +324,7 @@ class Parking:
             format_bytes(pending.moves_bytes),
             format_seconds(seconds),
             format_bytes(self.away_bytes),
-            format_seconds(self.figures["park/predicted_back_s"]),
+            format_seconds(self.figures[metrics.PREDICTED_BACK_S]),
         )
 
     def _back_s(self, given_bytes: int) -> float:
@@ -396,7 +398,7 @@ class Parking:
             OffloadError: The GPU has less; the session stays parked.
         """
         parts = self._parts
-        needed, available = int(self.figures.get("park/given_back_bytes", 0)), available_bytes()
+        needed, available = int(self.figures.get(metrics.GIVEN_BACK_BYTES, 0)), available_bytes()
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)
@@ -430,7 +432,7 @@ class Parking:
                 number = run.visit.subgroup
                 parts.lanes.store(self._copies({number: places[number]}))
 
-            self.visit(batch, visit)
+            self._sweeps.begin(batch, visit, changes=False)
             pump(machine, parts.executor, lambda m: m.finished_sweep is not None)
             machine.take_finished_sweep()
             parts.executor.visit_with(visit_nothing)

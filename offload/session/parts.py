@@ -11,7 +11,6 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from offload import combinations, waits
 from offload._native import CompletionQueue
@@ -26,8 +25,8 @@ from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
-from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
-from offload.formats import STATE_FORMATS, StateFormat, StateSpec
+from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
+from offload.formats import StateFormat, StateSpec
 from offload.gradients.gpu import GpuGradients
 from offload.gradients.paths import Filler, PathGradients
 from offload.gradients.store import GradientSlots, GradientStore, HostGradients
@@ -42,10 +41,10 @@ from offload.memory.touching import bound
 from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
 from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
 from offload.plan.planner import in_order
-from offload.protocols import Completion, Device, Mark, Tier, TileRequest
+from offload.protocols import Device, Mark, Tier
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
-from offload.schedule.machine import Machine
+from offload.schedule.machine import Listener, Machine
 from offload.schedule.operations import Allocated, Cut, Extend
 from offload.session.setup import (
     LEAST_TILE_BYTES,
@@ -54,7 +53,6 @@ from offload.session.setup import (
     fitted,
     gpu_staging_bytes,
     less_memory_advice,
-    named_error,
     open_path,
     refuse_gpu,
     usable_bytes,
@@ -95,10 +93,10 @@ class SessionParts:
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
-        self.state = StateSpec(rule, STATE_FORMATS[config.state_format])
+        self.state = StateSpec(rule, config.format)
         self.is_whole = False
         self._told_nameless = self._told_missing = False
-        self._allocating: waits.BackgroundWork | None = None
+        self._is_allocating = False
         self.tables = Tables(config.seed)
         self.tiers: list[Tier] = []
         self.others: dict[int, Tier] = {}
@@ -108,7 +106,6 @@ class SessionParts:
         paths = [path.path for path in config.path_configs]
         self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
-        self._make_gradients: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
             refuse_gpu(config, combinations.WEIGHTS_ON_CPU)
             if not config.keep_grads and config.gradient_memory is None:
@@ -120,28 +117,23 @@ class SessionParts:
             elif rule.is_whole:
                 refuse_gpu(config, combinations.UPDATED_BY_CPU, rule=rule.name)
                 self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0)
-            copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-            self.lanes = lanes = GpuLanes(
+            cpu_updates = config.placement not in ("gpu", 1)
+            self.lanes = GpuLanes(
                 device,
                 self.queue,
-                copies,
+                self.tables,
                 cpu_updates=cpu_updates,
                 borrows=config.borrows,
                 named_nodes=bool(config.node_bytes),
             )
-            self._make_gradients = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
-        self.filler: Filler
-        self.activation_address: Callable[[int], int]
-        leaves = config.gradient_memory is not None
-        if leaves:
-            self._make_gradients = self._make_path_gradients
         self.memory = HostMemory(self.lanes)
-        self.closing: list[tuple[Tier, waits.BackgroundWork]] = []
+        self.closing: list[Tier] = []
+        """Those that are being closed."""
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            exist=gradient_slots and not leaves,
+            exist=gradient_slots and config.gradient_memory is None,
             needs_buffers=not config.keep_grads,
         )
         near, most = cpus_near(config.node_bytes), default_threads(self.lanes, sharing)
@@ -150,19 +142,23 @@ class SessionParts:
         """CPUs that updates run on; empty for all."""
         self._store = uuid.uuid4()
 
-    def _make_path_gradients(self, *parts: Any) -> PathGradients:
-        return PathGradients(*parts, lanes=self.lanes, filler=self.filler)
+    def _make_gradients(self, filler: Filler) -> GradientStore:
+        parts = self._gradient_slots, self.tables, self.kernel, self.memory
+        if self.config.gradient_memory is not None:
+            return PathGradients(*parts, lanes=self.lanes, filler=filler)
+        if isinstance(self.lanes, GpuLanes):
+            return GpuGradients(*parts, self.lanes, self.limits)
+        return HostGradients(*parts)
 
     # Putting them together
 
-    def open(
-        self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None], caller: Mark
-    ) -> None:
+    def open(self, parameters: tuple[Parameter, ...], listener: Listener, filler: Filler, caller: Mark) -> None:
         """Make the session; whoever gets an error closes `ends`.
 
         Args:
             parameters: Its first.
-            say_broken: Is told what breaks it.
+            listener: Is told what breaks it.
+            filler: Gives buffers to gradients that pass through some.
             caller: What the caller has put on the device so far.
         """
         config = self.config
@@ -177,33 +173,42 @@ class SessionParts:
             known_rates = dataclasses.replace(known_rates, nodes=nodes)
         budgets = self._first_plan(parameters, known_rates)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
-        self._open_lanes()
+        self._open_lanes(filler)
         self._measure(known_rates, budgets, caller)
         self.plan = self._adopt_device(self.plan, NOTHING)
         self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
         memory = self.memory
-        places = self.executor.slot_address, self.gradients.buffer_address
-        self.views = StateViews(self.plan, self.tables, self.kernel, memory, *places, self.lanes)
+        self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.lanes)
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
-        self.machine = Machine(self.plan, index, log.warning, say_broken)
-        self.saves = self.executor.save_source = Saves(
+        self.machine = Machine(self.plan, index, listener)
+        self.saves = Saves(
             self.queue,
             [(path, self._store) for path in paths],
             self.others,
-            memory.home,
-            lambda number: memory.give_back_home(self.plan.layout.subgroups[number]),
-            memory.take_back_home,
-            self.views.gather_tile,
-            lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
+            memory,
+            self.views,
             self.mirror,
             keep=config.checkpoints,
             checksum=config.checksum,
             settle_s=self.limits.settle_s,
         )
         saves_end.callback(self.saves.close)
+        self.executor = LiveExecutor(
+            self.tiers,
+            self.kernel,
+            self.queue,
+            memory,
+            self.saves,
+            verify=config.checksum,
+            stall_s=config.stall_timeout_s,
+            lanes=self.lanes,
+            others=self.others,
+        )
+        self.ends.callback(self.executor.close)
+        self.executor.bind(self.plan)
         self.ends.callback(self._keep_slots)
         self.is_whole = True
 
@@ -278,8 +283,8 @@ class SessionParts:
         self.memory.buffer_node = self.plan.buffer_node
         return budgets
 
-    def _open_lanes(self) -> None:
-        """Take memory for the plan, and open tiers, kernel and executor; lanes end before their memory does."""
+    def _open_lanes(self, filler: Filler) -> None:
+        """Take memory for the plan, and open tiers and kernel; lanes end before their memory does."""
         config = self.config
         self.ends.callback(self.memory.close)
         self.ends.callback(self._close_tiers)
@@ -288,23 +293,11 @@ class SessionParts:
         with bound(self._near):  # threads that it starts stay there
             self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
-        self.gradients = self._make_gradients(self._gradient_slots, self.tables, self.kernel, self.memory)
+        self.gradients = self._make_gradients(filler)
         self.ends.callback(self.gradients.close)
         self.ends.callback(self.lanes.close)
-        self.executor = LiveExecutor(
-            self.tiers,
-            self.kernel,
-            self.queue,
-            self._tier_error,
-            verify=config.checksum,
-            stall_s=config.stall_timeout_s,
-            lanes=self.lanes,
-            buffer_address={"gradients": self.gradients.buffer_address, "activations": self.activation_address},
-            others=self.others,
-        )
-        self.ends.callback(self.executor.close)
         self.memory.adopt_homes(self.plan, NOTHING)
-        self._adopt_staging(self.plan, {})
+        self.memory.adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
     def _measure(self, known_rates: Rates | None, budgets: Budgets, caller: Mark) -> None:
@@ -327,54 +320,56 @@ class SessionParts:
             if deals:
                 memory.deal_again(plan)
             log.info("%s", self.plan)
-            self._adopt_staging(self.plan, {})
+            memory.adopt_staging(self.plan, {})
 
     def open_tier(self, number: int, store: uuid.UUID, depth: int | None, used_bytes: int | None = None) -> Tier:
         """Open a store on the path of a number; see `setup.open_path`."""
         path = self.config.path_configs[number]
         return open_path(self.config, path, store, self.queue, self.plan.storage_bytes, depth, used_bytes)
 
+    def reopen_tier(self, number: int, store: uuid.UUID, used_bytes: int) -> Tier:
+        """Open a store in which so many bytes are used on a path, as deep as the present one."""
+        return self.open_tier(number, store, self.tiers[number].depth, used_bytes)
+
     def allocate(self) -> bool:
         """Have the room of all slots that the plan needs be there on the paths; return whether it is.
 
         Nobody else takes it then. Where some is missing, nothing is lent that a step may need, and a step may fail.
         """
-        index, work = self.machine.index, self._allocating
+        index = self.machine.index
         if index.is_whole or not self.tiers:
             return True
-        if work is not None and not work.done:  # a path hangs, which its next transfer will say
+        if self._is_allocating:  # a path hangs, which its next transfer will say
             return False
         self.machine.handle(Cut())
         ends = tuple(map(index.end_bytes, range(len(self.tiers))))
 
         def allocate() -> None:
-            for tier, nbytes in zip(self.tiers, ends, strict=True):
-                tier.allocate(nbytes)
+            try:
+                for tier, nbytes in zip(self.tiers, ends, strict=True):
+                    tier.allocate(nbytes)
+            finally:
+                self._is_allocating = False
 
-        work = self._allocating = waits.BackgroundWork(allocate, "offload-allocate")
-        work.start()
-        waits.wait_for(work.wait, lambda: "room on the paths", self.config.stall_timeout_s)
-        if work.error is not None:
+        self._is_allocating = True
+        try:
+            is_there = waits.apart(
+                allocate, "offload-allocate", lambda: "room on the paths", self.config.stall_timeout_s
+            )
+        except Exception as error:
             level = logging.DEBUG if self._told_missing else logging.WARNING
-            log.log(level, "room that steps may need is not there (%s): one of them may fail", work.error)
+            log.log(level, "room that steps may need is not there (%s): one of them may fail", error)
             self._told_missing = True
-        elif work.done:
-            self._told_missing = False
-            self.machine.handle(Allocated(ends))
+        else:
+            if is_there:
+                self._told_missing = False
+                self.machine.handle(Allocated(ends))
         return index.is_whole
 
     def replace_tier(self, number: int, tier: Tier) -> None:
         """Have a path's requests go to another store of it; the one that they went to ends."""
         self.tiers[number].close()
         self.tiers[number] = tier
-
-    def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
-        return named_error(self.plan.layout, verb, completion, request, tier)
-
-    def _adopt_staging(self, plan: Plan, held: Mapping[int, int]) -> None:
-        """Have staging slots as `plan` says, with what the slots in use, by subgroup, hold."""
-        self.memory.adopt_staging(plan, held)
-        self.executor.bind(plan, self.memory.staging[0])
 
     def _adopt_device(self, plan: Plan, before: Layout) -> Plan:
         """Take memory for what `plan` adds on the device and for it; return the plan with its gradients' bytes."""
@@ -463,7 +458,8 @@ class SessionParts:
         self.gradients.adopt(plan, before.layout)
         plan = self.counting_gradients(plan)  # which may be less now
         self.lanes.bind(plan)
-        self._adopt_staging(plan, self.machine.slots)
+        self.memory.adopt_staging(plan, self.machine.slots)
+        self.executor.bind(plan)
         self.tables.extend(plan.layout)
         self.machine.handle(Extend(plan))
         self.plan = self.views.plan = plan
@@ -503,17 +499,16 @@ class SessionParts:
 
     def _close_tiers(self) -> None:
         """Close them side by side: one whose device hangs keeps no other open."""
-        self.closing = [
-            (tier, waits.BackgroundWork(tier.close, "offload-close")) for tier in (*self.tiers, *self.others.values())
-        ]
+        self.closing = [*self.tiers, *self.others.values()]
         self.others.clear()
-        for _, ending in self.closing:
-            ending.start()
-        for _, ending in self.closing:
-            ending.wait()
-        errors = [ending.error for _, ending in self.closing if ending.error is not None]
-        if errors:
-            raise errors[0]
+        closes = [partial(self._close_tier, tier) for tier in self.closing]
+        waits.side_by_side(closes, "offload-close", lambda: "")  # whoever waits for all ends says what for
+
+    def _close_tier(self, tier: Tier) -> None:
+        try:
+            tier.close()
+        finally:
+            self.closing.remove(tier)
 
 
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:

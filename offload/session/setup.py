@@ -16,13 +16,13 @@ from offload import combinations
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.device.none import Lanes
-from offload.errors import OffloadError, TierError
+from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, Home, PathBudget, Plan
 from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
-from offload.protocols import Completion, Device, Tier, TileRequest
-from offload.tiers import StoreOptions, Turns, free_bytes, innermost, open_tier, tier_error
+from offload.protocols import Device, Tier
+from offload.tiers import StoreOptions, Turns, free_bytes, open_tier
 from offload.tiers.common import DEFAULT_EXTENT_BYTES
 
 log = logging.getLogger("offload")
@@ -304,22 +304,3 @@ def named_shortage(doing: str) -> Iterator[None]:
         if cause.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
             raise
         raise OffloadError(f"{doing}: the system gives no more: {cause.strerror}") from cause
-
-
-def named_error(
-    layout: Layout, verb: str, completion: Completion, request: TileRequest | None, tier: Tier
-) -> TierError:
-    """Return the error of a failed completion; it names the parameters that a tile is of, and its file."""
-    error = tier_error(verb, completion, request, tier)
-    if request is None:
-        return error
-    place = getattr(innermost(tier), "store_path", None)
-    where = f" in {place}" if place is not None else ""
-    return type(error)(
-        error.operation,
-        tier=error.tier,
-        path=error.path,
-        offset=error.offset,
-        errno=error.errno,
-        detail=f"{layout.parameters_of(request.tile)}{where}; {error.detail}",
-    )

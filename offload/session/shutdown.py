@@ -47,7 +47,7 @@ class Shutdown:
         if os.getpid() != thread.pid:  # a lock that another thread held at the fork stays held
             return
         if thread.requester is not None and not thread.closed:  # in a signal handler that interrupts a turn
-            thread.afterwards = self.close
+            thread.close_later(self)
             return
         try:
             with thread.lock:
@@ -96,7 +96,7 @@ class Shutdown:
         memory = f"{sum(arena.nbytes for arena in self._parts.memory.arenas)} bytes of host memory"
         if not self._stop.done:
             return f"the engine thread (with all paths, and {memory})"
-        open_tiers = [tier for tier, ending in self._parts.closing if not ending.done]
+        open_tiers = [*self._parts.closing]
         places = ", ".join(str(getattr(innermost(tier), "store_path", tier.path)) for tier in open_tiers)
         return f"requests to {places} (with their threads and open files, and {memory})" if places else memory
 

@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from offload.protocols import WAKE
 from offload.schedule.operations import Admit, Begin, Hold, Run, Seal, Stop, Sweep, Visit
 from offload.session.parts import SessionParts
 from offload.session.step import StepAccount
+from offload.session.sweeps import Sweeps
 
 log = logging.getLogger("offload")
 
@@ -91,18 +92,18 @@ class Speculation:
 
     Args:
         parts: Its parts.
+        sweeps: Makes open ones.
     """
 
-    def __init__(self, parts: SessionParts) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:
         self.is_on = False
         """Whether anything is updated before its step is sealed, from the next step on."""
-        self.open: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]
-        """Returns an open sweep of these visits, in which the visitor works."""
         self.account = StepAccount()
         """The account of the step that was sealed last."""
         self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
         """Posted and not counted yet: position, the gradient if it lies in no slot, whether the pass is the last."""
         self._parts = parts
+        self._sweeps = sweeps
         self._first_position: int | None = None  # of the gradient that came first: with it a pass begins
         self._is_last: bool | None = None  # whether the pass is the last before the step, if that is known
         self._foreseen: _Foreseen | None = None
@@ -274,7 +275,7 @@ class Speculation:
                 # Another plan may have come since they were chosen.
                 chosen = (number for number in self._order if self._may_speculate(subgroups[number]))
                 visits = tuple(Visit(number, speculative=True) for number in chosen)
-                machine.handle(Begin(self.open(visits, self._visit)))
+                machine.handle(Begin(self._sweeps.open(visits, self._visit)))
             admitted = []
             while self._next_has_landed():
                 subgroup = parts.plan.layout.subgroups[self._admissible[0]]

@@ -38,25 +38,15 @@ class PendingStep:
 
     Args:
         kept_tensors: Memory that the step reads and writes: kept until it is over.
-        aborted: Makes the error to raise from what the step failed with.
-        begun: Called on the engine thread when the step has begun, before its caller goes on.
         latch: Makes a latch; in simulation one whose wait drives the engine.
 
     Attributes:
         error: What the step failed with, once it is over.
     """
 
-    def __init__(
-        self,
-        kept_tensors: Sequence[torch.Tensor],
-        aborted: Callable[[BaseException], BaseException],
-        begun: Callable[[], None],
-        latch: Callable[[], waits.Latch] = waits.Latch,
-    ) -> None:
+    def __init__(self, kept_tensors: Sequence[torch.Tensor], latch: Callable[[], waits.Latch] = waits.Latch) -> None:
         self.kept_tensors = kept_tensors
         self.error: BaseException | None = None
-        self._aborted = aborted
-        self._begun: Callable[[], None] | None = begun
         self._latch = latch
         self._visits: Mapping[int, waits.Latch] = MappingProxyType({})
         self._over = latch()
@@ -71,9 +61,6 @@ class PendingStep:
     def begin(self, subgroups: Iterable[int]) -> None:
         """Take note of the visits that are left; the step's caller waits for that."""
         self._visits = {subgroup: self._latch() for subgroup in subgroups}
-        begun, self._begun = self._begun, None  # it may hold the optimizer
-        if begun is not None:
-            begun()
 
     def visited(self, subgroups: Iterable[int]) -> None:
         """Wake those who await some visits, which have ended."""
@@ -82,7 +69,7 @@ class PendingStep:
 
     def end(self, error: BaseException | None) -> None:
         """Wake everybody: the step is over."""
-        self.error = None if error is None else self._aborted(error)
+        self.error = error
         self._over.set()
         for latch in self._visits.values():
             if not latch.is_set():

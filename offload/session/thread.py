@@ -20,21 +20,24 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
-from offload.errors import CheckpointError, OffloadError, SessionBrokenError, invariant, known
+from offload.errors import CheckpointError, OffloadError, SessionBrokenError, StepAbortedError, invariant, known
 from offload.layout import Parameter
-from offload.protocols import DeviceLane, Mark
+from offload.protocols import DeviceLane, Mark, Owner
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine
-from offload.schedule.operations import Release, Stop, Sweep
+from offload.schedule.machine import Listener, Machine
+from offload.schedule.operations import Discard, Release, Stop, Sweep
+from offload.session.activations import Activations
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
 from offload.session.scratch import Wanted, Wants
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep
+from offload.session.sweeps import Sweeps
 
 log = logging.getLogger("offload")
 
@@ -51,8 +54,10 @@ class _Request:
     """Runs on the engine thread with no sweep under way but an open one; returns the sweep that it has begun."""
     applied: Callable[[], None]
     """Called when the sweep has ended well; on the engine thread, where no interrupt can come between."""
+    begun: Callable[[], None]
+    """Called on the engine thread when first operations are under way; then a pending step's caller goes on."""
     meanwhile: Callable[[], None]
-    """Called on the engine thread when the sweep's first operations are under way."""
+    """Called on the engine thread after that."""
     seals: bool
     """Whether it seals the open sweep itself, as a step does; for another request that is revoked."""
     pending: PendingStep | None
@@ -62,7 +67,26 @@ class _Request:
     error: BaseException | None = None
 
 
-class EngineThread:
+class _WantedToFill(Wanted):
+    """A subgroup's gradient buffer, wanted to be filled."""
+
+    def __init__(self, sweeps: Sweeps, subgroup: int) -> None:
+        super().__init__(Owner("gradients", subgroup), fills=True)
+        self._sweeps = sweeps
+
+    def begin(self) -> None:
+        """See `Wanted.begin`: what moves from now on counts for the next step."""
+        self._sweeps.open_account()
+
+
+class Closing(Protocol):
+    """What can be closed."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class EngineThread(Listener):
     """The engine thread of one session.
 
     Args:
@@ -79,16 +103,18 @@ class EngineThread:
         self.lock = threading.RLock()
         """Whoever has it may ask."""
         self._owned = threading.Condition(self.lock)
-        self.afterwards: Callable[[], None] | None = None
-        """What is to be done when the turn under way ends: to close the session, if a signal handler wanted to."""
-        self.speculation = Speculation(parts)
+        self._put_off: Closing | None = None  # what a signal handler wanted to be closed in the turn under way
+        self.sweeps = Sweeps(parts)
+        """What the machine is to do with the session's state."""
+        self.speculation = Speculation(parts, self.sweeps)
         """The updates that are made before their step is sealed."""
         self.wants = Wants(parts)
         """What callers want of scratch."""
-        self.parking = Parking(parts, self.wants)
+        self._filled: Wanted | None = None  # the buffer of gradients that was asked for last
+        self.activations = Activations(parts, self)
+        """What is saved for backward, and leaves memory."""
+        self.parking = Parking(parts, self.sweeps, self.activations)
         """Gives memory back between steps, and takes it again."""
-        self.aborted: Callable[[BaseException], OffloadError]
-        """Returns what to raise for the next step if an error has broken the session before it was called."""
         self.pending: PendingStep | None = None
         """The pending step, until somebody has waited for its end."""
         self._thread: threading.Thread | None = None
@@ -111,13 +137,10 @@ class EngineThread:
         # On a thread of its own, so that no interrupt comes between what is made and taking note of it.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller))
         self._opening = waits.BackgroundWork(work, "offload-open")
-        self._opening.start()
-        waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
-        if self._opening.error is not None:
-            raise self._opening.error
+        self._opening.do(lambda: "the paths to be opened and probed")
 
     def _open(self, parameters: tuple[Parameter, ...], caller: Mark) -> None:
-        self._parts.open(parameters, self.say_broken, caller)
+        self._parts.open(parameters, self, self, caller)
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
 
@@ -144,6 +167,15 @@ class EngineThread:
                 raise self.aborted(broken)
             raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
 
+    def aborted(self, error: BaseException) -> StepAbortedError:
+        """Return what to raise for the step under way, or the next one, which has failed with an error."""
+        if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
+            error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
+        parts = self._parts
+        aborted = StepAbortedError(self.sweeps.step_number + 1, error, parts.machine.moved, parts.saves.last_folder)
+        aborted.__cause__ = error
+        return aborted
+
     @property
     def requester(self) -> int | None:
         """The calling thread, if it has its turn: a signal handler asks that has interrupted it; else None."""
@@ -169,9 +201,13 @@ class EngineThread:
                 self.check_usable()
                 yield
         finally:
-            if self.afterwards is not None and self.requester is None:  # else this was a handler's turn in another
-                afterwards, self.afterwards = self.afterwards, None
-                afterwards()
+            if self._put_off is not None and self.requester is None:  # else this was a handler's turn in another
+                closing, self._put_off = self._put_off, None
+                closing.close()
+
+    def close_later(self, closing: Closing) -> None:
+        """Have something be closed when the turn under way ends: a signal handler wants that, which interrupts it."""
+        self._put_off = closing
 
     def wait_pending(self) -> None:
         """Wait until the pending step is over, if there is one, well or not."""
@@ -219,6 +255,7 @@ class EngineThread:
         meanwhile: Callable[[], None] = nothing,
         pending: PendingStep | None = None,
         *,
+        begun: Callable[[], None] = nothing,
         seals: bool = False,
         needs_memory: bool = True,
     ) -> None:
@@ -234,13 +271,14 @@ class EngineThread:
             applied: See `_Request`.
             meanwhile: See `_Request`.
             pending: See `_Request`.
+            begun: See `_Request`.
             seals: See `_Request`.
             needs_memory: See `_Request`.
 
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied, meanwhile, seals, pending, needs_memory)
+        request = _Request(begin, applied, begun, meanwhile, seals, pending, needs_memory)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self._exchange(request)
@@ -272,6 +310,48 @@ class EngineThread:
 
         if not wanted.answered.is_set():
             waits.wait_for(arrived, lambda: "")  # the engine thread says what for
+
+    def take_memory(self) -> None:
+        """Take memory again that was given back between steps, or is about to be."""
+        if self.parking.is_held:
+            with self.turn():
+                self.request(nothing)
+
+    def fill(self, subgroup: int) -> int:
+        """See `offload.gradients.paths.Filler`."""
+        with self.turn():
+            self.take_memory()
+            self._stop_filling()
+            self._filled = wanted = _WantedToFill(self.sweeps, subgroup)
+            self.wants.ask(wanted)
+            self.wait_for_buffer(wanted)
+            if wanted.error is not None:
+                raise wanted.error
+            self.check_usable()
+            return known(wanted.buffer, "gradients without a buffer")
+
+    def _stop_filling(self) -> None:
+        if self._filled is not None:  # said again after an interrupt, this changes nothing
+            self.wants.ready(self._filled)
+            self._filled = None
+
+    def begin_step(self) -> None:
+        """See `offload.gradients.paths.Filler`; on the engine thread."""
+        self._stop_filling()
+        self.wants.take_posts()
+
+    def drop(self, dropped: Callable[[], None]) -> None:
+        """See `offload.gradients.paths.Filler`."""
+
+        def drop() -> None:
+            self.begin_step()
+            machine = self._parts.machine
+            for subgroup in [*machine.scratch["gradients"].owners]:
+                machine.handle(Discard(Owner("gradients", subgroup)))
+            dropped()
+
+        with self.turn():
+            self.request(drop)
 
     def stop(self) -> None:
         """End the engine thread, once it has begun if it does."""
@@ -385,8 +465,11 @@ class EngineThread:
         else:
             executor = self._parts.executor
             executor.submit(self._parts.machine.take_operations())
+            begun, request.begun = request.begun, nothing  # it may hold the optimizer
             if request.pending is not None:
                 request.pending.begin(visit.subgroup for visit in sweep.visits)
+            begun()
+            if request.pending is not None:
                 self.pending = self._followed_step = request.pending
                 self._told_visits = 0
                 self._next = None  # as in `_answer`
@@ -426,6 +509,10 @@ class EngineThread:
         self._settle()
         if self._parts.machine.broken is not None:
             raise self._parts.machine.broken
+
+    def say_warning(self, message: str) -> None:
+        """See `Listener`."""
+        log.warning("%s", message)
 
     def say_broken(self, error: BaseException) -> None:
         """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
@@ -472,7 +559,7 @@ class EngineThread:
         self._parts.executor.visit_with(visit_nothing)
         if error is None:  # else lanes may still be at it
             pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)
-        pending.end(error)
+        pending.end(None if error is None else self.aborted(error))
 
     def _answer(self, error: BaseException | None) -> None:
         request, self._current = known(self._current, "an answer to nobody"), None

@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from offload.engine.executor import Visitor, nothing_comes
 from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, as_on_fastest, observe, typical
 from offload.plan import Rates, visit_order
 from offload.schedule.machine import update_visits
-from offload.schedule.operations import Begin, Lend, Reshare, Run, Stop, Sweep, Visit
+from offload.schedule.operations import Lend, Reshare, Run, Stop, Sweep
 from offload.session.parts import SessionParts
 from offload.session.placement_review import PlacementReview
-from offload.session.step import StepAccount
 from offload.session.thread import EngineThread
 
 log = logging.getLogger("offload")
@@ -47,21 +43,9 @@ class Visits:
     def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
-        self.version = 0
-        """The newest version of any tile; no two of a tile have the same number."""
-        self.step_number = 0
-        """Steps that have ended."""
         self.placement_review = PlacementReview(parts, thread)
         """Chooses again what the GPU updates."""
-        self.last = StepAccount()
-        """The account of the last step that has ended."""
-        self.account = self.last
-        """The account of the open step; where no step is open, that of the last one."""
-        self._unlearnt: StepAccount | None = None
         self._observed: list[Rates] = []
-        self._sweeps = 0
-        thread.speculation.open = self._open
-        thread.parking.visit = partial(self.begin, changes=False)
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
         """Return the subgroups that parameters lie in."""
@@ -97,7 +81,7 @@ class Visits:
             applied: Called on the engine thread when all has been done.
         """
         visitor = self.visitor(work, changes, masters, follow=follow)
-        self._thread.request(partial(self.begin, subgroups, visitor, changes=changes), applied)
+        self._thread.request(partial(self._thread.sweeps.begin, subgroups, visitor, changes=changes), applied)
 
     def visitor(
         self, work: SegmentWork, changes: bool, masters: Collection[int] = (), *, follow: bool = True
@@ -122,33 +106,16 @@ class Visits:
 
     # On the engine thread
 
-    def begin(
-        self,
-        subgroups: Sequence[int],
-        visitor: Callable[[Run], npt.NDArray[Any] | None],
-        *,
-        changes: bool,
-        overwrites: bool = False,
-    ) -> Sweep:
-        """Begin the sweep that has `visitor` work on some subgroups."""
-        parts = self._parts
-        visits = []
-        for number in visit_order(subgroups, parts.machine.slots):
-            weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.plan.weights_on_gpu else 0
-            visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
-        sweep = self._sweep(tuple(visits), visitor, changes)
-        parts.machine.handle(Begin(sweep))
-        return sweep
-
     def begin_step(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
         """Seal the step that updates some subgroups as `Tables.begun` says; return what is left of it."""
         parts, machine, speculation = self._parts, self._parts.machine, self._thread.speculation
+        sweeps = self._thread.sweeps
         speculation.begin_step(active)
-        self.open_account()
+        sweeps.open_account()
         with self._breaking():
             parts.allocate()
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
-            confirmed = speculation.choose_confirmed(subgroups, self.account)
+            confirmed = speculation.choose_confirmed(subgroups, sweeps.account)
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
@@ -162,13 +129,13 @@ class Visits:
             )
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
-        parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
+        parts.executor.seals_homes = parts.saves.is_expected(sweeps.step_number + 1)
 
         def update(run: Run) -> Any:
             parts.gradients.bring(run.visit.subgroup)
             return parts.views.work(run, parts.tables.begun)
 
-        rest = self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
+        rest = sweeps.make(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
 
@@ -190,50 +157,20 @@ class Visits:
             self._parts.machine.handle(Stop(error))
             raise (self._parts.machine.broken or error) from None
 
-    def _open(self, visits: tuple[Visit, ...], visitor: Callable[[Run], npt.NDArray[Any]]) -> Sweep:
-        """Return the open sweep of the next step; see `Speculation.open`."""
-        self.open_account()
-        return self._sweep(visits, visitor, changes=True, updates=True, is_open=True)
-
-    def open_account(self) -> None:
-        """Open the account of the next step, unless it is open."""
-        if self.account is self.last:
-            self._parts.executor.take_timed()
-            self._unlearnt, self.account = self.last, StepAccount()
-            self._parts.executor.timeline = self.account.timeline
-
-    def end_step(self, started_s: float) -> None:
-        """Close the account of the step under way, which has ended well."""
-        account = self.account
-        account.started_s, account.step_s = started_s, time.monotonic() - started_s
-        self.step_number += 1
-        self.last = account
-
-    def _sweep(
-        self,
-        visits: tuple[Visit, ...],
-        visitor: Visitor,
-        changes: bool,
-        coming: Callable[[int], None] = nothing_comes,
-        updates: bool = False,
-        is_open: bool = False,
-    ) -> Sweep:
-        self._parts.executor.visit_with(visitor, coming, updates=updates)
-        self._sweeps += 1
-        self.version += changes
-        return Sweep(self._sweeps, self.version, visits, is_open)
-
     def learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them.
 
         Once a step, which need not wait for it, and goes on as before where nothing can be learnt.
         """
         parts = self._parts
-        account, self._unlearnt = self._unlearnt, None
+        sweeps = self._thread.sweeps
+        account = sweeps.take_unlearnt()
         if account is None:
             return
         try:
-            if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
+            if (
+                self._thread.sweeps.step_number > 1
+            ):  # the first step reads nothing, and touches memory for the first time
                 observed = self._observed or [parts.rates]
                 timeline = as_on_fastest(account.timeline, parts.plan, parts.rates)
                 self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]

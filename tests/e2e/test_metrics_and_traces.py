@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload
+from offload.metrics import ALWAYS, TABLE, which
 from offload.plan import Rates
 from offload.predict import forecast
 
@@ -68,7 +69,11 @@ def test_metrics_go_to_loggers_after_every_step_or_less_often(tmp_path: Path) ->
             f"offload/{name}"
             for name in ("step_s", "predicted_step_s", "hidden_s", "resident_share", "gradient_norm")
         }
-        assert len(board.scalars) > 15
+        names = {tag.removeprefix("offload/") for tag in board.scalars}
+        of = {name: [each for each in TABLE if each == name or which(each, name) is not None] for name in names}
+        assert all(len(declared) == 1 for declared in of.values()), of
+        always = {name for name, metric in TABLE.items() if metric.since == ALWAYS}
+        assert always == {declared for each in of.values() for declared in each}
         assert few.scalars["offload/step_s"] == board.scalars["offload/step_s"]
         assert few.scalars["offload/hidden_s"] == [(n, 0.0) for n in (1, 2, 3, 4)]
         assert rows[-1] == (

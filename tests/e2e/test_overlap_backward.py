@@ -24,11 +24,12 @@ from settling import settle
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
-import offload.session.speculation
 from offload.errors import ConfigError, InfeasiblePlanError
+from offload.optim import announcer
 from offload.optim.announcer import Announcer
 from offload.optim.pace import Pace
 from offload.protocols import SECTOR_BYTES
+from offload.session import speculation
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -527,6 +528,10 @@ def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
     assert {"caller", "cpu", "read:0", "write:0"} <= {interval.lane for interval in timeline}
 
 
+ARRIVALS = str(announcer.__file__), str(speculation.__file__)
+"""What runs on the caller's thread when a gradient arrives, for updates in backward."""
+
+
 class AtLine:
     """Calls something once, at the n-th line of a file that this thread runs, as a signal handler may be."""
 
@@ -553,15 +558,16 @@ class AtLine:
         return self._line
 
 
-def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ARRIVALS, ids=["announcer", "speculation"])
+def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path, file: str) -> None:
     found = []
     for overlap in ("off", "backward"):
         training = Training(tmp_path / overlap, overlap, torch.float32)
         save = partial(training.optimizer.save_checkpoint, training.folder / "saved")
         asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
         with training.optimizer as optimizer:
-            for step in range(40):
-                with AtLine(offload.session.speculation.__file__, 5 * step, asks[step % 3]) as handler:
+            for step in range(60):
+                with AtLine(file, 5 * step, asks[step % 3]) as handler:
                     training.backward()
                 training.step()
                 optimizer.zero_grad()
@@ -575,12 +581,13 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ARRIVALS, ids=["announcer", "speculation"])
+def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path, file: str) -> None:
     """At lines that grow from step to step; then gradients are dropped, with or without a word, and made again."""
 
     def backward(training: Training, step: int) -> None:
         training.seed += 1
-        at_line = AtLine(offload.session.speculation.__file__, 5 * step, interrupt)
+        at_line = AtLine(file, 5 * step, interrupt)
         with contextlib.suppress(KeyboardInterrupt), at_line:
             loss_of(training.model, training.seed).backward()
         (training.optimizer if step % 2 else training.model).zero_grad()
@@ -589,11 +596,12 @@ def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path) -> None
     assert same_bits_for(tmp_path, backward, torch.float32)["confirmed"] > 0
 
 
-@pytest.mark.parametrize("nth", range(4))
-def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int) -> None:
+@pytest.mark.parametrize("file", ARRIVALS, ids=["announcer", "speculation"])
+@pytest.mark.parametrize("nth", range(8))
+def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int, file: str) -> None:
     training = Training(tmp_path / "run", "backward")
     with training.optimizer as optimizer:
-        with pytest.raises(KeyboardInterrupt), AtLine(offload.session.speculation.__file__, nth, interrupt):
+        with pytest.raises(KeyboardInterrupt), AtLine(file, nth, interrupt):
             training.backward()
         for _ in range(4):
             optimizer.zero_grad()

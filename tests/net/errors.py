@@ -29,6 +29,12 @@ MOST = 40
 DEPTH = 3
 """How many names, and calls, a text is followed through."""
 
+PREFIXES = {"PathConfig": "paths[{_}]."}
+"""How errors name the settings of a class: those of an entry of `paths`."""
+LOOPED = ("host_memory", "staging_memory", "subgroup_numel", "threads", "checkpoints_kept", "stall_timeout_s")
+LOOPED = (*LOOPED, "lock_timeout_s", "checksum", "keep_grads", "shard")
+"""Settings whose checks are recorded without their names: they were made in a loop over several then."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -41,6 +47,7 @@ class Module:
     parent: dict[ast.AST, ast.AST] = field(default_factory=dict)
     calls: defaultdict[str, list[ast.Call]] = field(default_factory=lambda: defaultdict(list))
     assigned: dict[tuple[ast.AST, str], list[ast.expr]] = field(default_factory=dict)
+    checks: defaultdict[str, list[ast.Call]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.nodes: list[ast.AST] = [self.tree]
@@ -49,6 +56,8 @@ class Module:
             self.parent.update(dict.fromkeys(children, node))
             self.nodes += children
         for node in self.nodes:
+            if isinstance(node, ast.AnnAssign) and isinstance(self.parent[node], ast.ClassDef):
+                self._declared(node)
             if isinstance(node, ast.Call):
                 self.calls[name_of(node.func)].append(node)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -60,6 +69,16 @@ class Module:
                     for name, value in pairs:
                         if isinstance(name, ast.Name):
                             self.assigned.setdefault((self.scope(node), name.id), []).append(value)
+
+    def _declared(self, node: ast.AnnAssign) -> None:
+        """Take a setting's declaration, which names its check, as a call of the check with the setting's name."""
+        name, owner = name_of(node.target), self.parent[node]
+        prefix = PREFIXES.get(owner.name, "") if isinstance(owner, ast.ClassDef) else ""
+        given = ast.parse(f"f'{prefix}{'{_}' if name in LOOPED else name}'", mode="eval").body
+        for used in ast.walk(node.value or node):
+            if isinstance(used, ast.Name):
+                call = ast.Call(used, [given], [])
+                self.checks[used.id].append(call)
 
     def scope(self, node: ast.AST) -> ast.AST:
         """Return the function or module that a node is in."""
@@ -73,10 +92,13 @@ class Module:
         """Return the module's calls of a function, or of a method by its own object or class; not by `super()`."""
         owner = self.parent[function]
         if not isinstance(owner, ast.ClassDef):
-            return [call for call in self.calls.get(function.name, []) if isinstance(call.func, ast.Name)]
+            calls = [call for call in self.calls.get(function.name, []) if isinstance(call.func, ast.Name)]
+            return [*calls, *self.checks.get(function.name, [])]
+        if function.name == "__call__":
+            return self.checks.get(owner.name, [])
         by = ("self", "cls", owner.name)
-        calls = [(call, call.func) for call in self.calls.get(function.name, [])]
-        return [call for call, found in calls if isinstance(found, ast.Attribute) and name_of(found.value) in by]
+        called = [(call, call.func) for call in self.calls.get(function.name, [])]
+        return [call for call, found in called if isinstance(found, ast.Attribute) and name_of(found.value) in by]
 
 
 def name_of(node: ast.AST) -> str:

@@ -34,7 +34,6 @@ from world import (
 )
 
 from offload.engine.executor import visit_nothing
-from offload.errors import StepAbortedError
 from offload.plan import Plan, visit_order
 from offload.protocols import SECTOR_BYTES, SegmentFlag
 from offload.schedule.index import TileIndex
@@ -369,9 +368,8 @@ class Session(forwards.Session):
             self.machine = type(self.machine)(self.plan, index)
         super().serve_with(thread_type, pending_type)
         parts = self.thread._parts
-        self.thread.speculation = speculation_type(parts)
+        self.thread.speculation = speculation_type(parts, self)
         self.thread.speculation.is_on = True
-        self.thread.speculation.open = self.open
         handle = self.machine.handle
 
         def told(event: Event) -> None:
@@ -576,6 +574,7 @@ class Session(forwards.Session):
             self.arrived, self.used = {}, {}
             number = self.sweeps = self.sweeps + 1
             self.tables.begun = told
+            self.thread.sweeps.step_number = number - 1
 
             def begin() -> Sweep:
                 self.thread.speculation.begin_step(active)
@@ -600,12 +599,9 @@ class Session(forwards.Session):
                 if self.rng.random() < 0.1:
                     self.machine.handle(Reshare(tuple(self.rng.uniform(0.05, 1.0) for _ in self.plan.budgets.paths)))
 
-            def aborted(error: BaseException) -> BaseException:
-                return StepAbortedError(number, error, self.machine.moved)
-
             pending = None
             if self.rng.random() < self.pending_share:
-                pending = self.pending_type((), aborted, lambda: None, partial(forwards.Latch, self))
+                pending = self.pending_type((), partial(forwards.Latch, self))
             self.thread.request(begin, applied, meanwhile, pending, seals=True)
 
     def close(self) -> None:

@@ -227,7 +227,7 @@ class Session(saves.Session):
             lanes=NO_LANES,
             is_whole=True,
             queue=SimpleNamespace(exchange=self.exchange),
-            saves=SimpleNamespace(end_pending=self.saved),
+            saves=SimpleNamespace(end_pending=self.saved, last_folder=None),
             memory=SimpleNamespace(drop_checkpoint_buffers=lambda: None),
             gradients=SimpleNamespace(return_borrowed=lambda: None, end_final=lambda: None),
         )
@@ -391,6 +391,7 @@ class Session(saves.Session):
             subgroups = tuple(dict.fromkeys(subgroup for number in active for subgroup, _ in places[number]))
             self.arrived, self.used, self.read = {}, {}, tuple(active)
             number = self.sweeps = self.sweeps + 1
+            self.thread.sweeps.step_number = number - 1
 
             def begin() -> Sweep:
                 order = visit_order(subgroups, self.machine.slots)
@@ -399,10 +400,7 @@ class Session(saves.Session):
                 self.twin.sweep(number, visits, gradients)
                 return self.begin(Sweep(number, 10 * number, visits))
 
-            def aborted(error: BaseException) -> BaseException:
-                return StepAbortedError(number, error, self.machine.moved)
-
-            pending = self.pending_type((), aborted, lambda: None, partial(Latch, self))
+            pending = self.pending_type((), partial(Latch, self))
             self.thread.request(begin, pending=pending)
             self.outcome.counts["steps"] += 1
 

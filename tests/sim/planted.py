@@ -803,7 +803,7 @@ class AnswersBeforeTheSweepHasEnded(EngineThread):
 
     def request(self, begin, applied=nothing, meanwhile=nothing, pending=None, *, seals=False):
         alone = pending is None
-        pending = pending or PendingStep((), lambda error: error, nothing)
+        pending = pending or PendingStep(())
         super().request(begin, applied, meanwhile, pending, seals=seals)
         if alone:
             self.pending = None

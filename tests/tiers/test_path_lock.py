@@ -33,6 +33,8 @@ from tier_harness import TILE, Harness
 import offload
 from offload._native import CompletionQueue
 from offload.config import PathConfig
+from offload.device.host import HostMemory
+from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
 from offload.errors import ConfigError, TierError
@@ -451,11 +453,13 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     queue = CompletionQueue()
     tier = open_tier(str(tmp_path), uuid.uuid4(), queue, options=StoreOptions(turns=Turns(report_after_s=0.05)))
     harness = Harness(tier, queue)
-    executor = LiveExecutor([tier], None, queue, lambda *_: None, stall_s=0.2)  # type: ignore[arg-type, return-value]
+    memory = HostMemory(NO_LANES)
+    executor = LiveExecutor([tier], None, queue, memory, stall_s=0.2)  # type: ignore[arg-type]
     operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
     layout = build_layout([Parameter("p", 1024, DtypeCode.BFLOAT16, 0)], 1024)
     plan = make_plan(layout, Budgets(0, None, (PathBudget("path", 1 << 30),)))
-    executor.bind(plan, harness.arena.address)
+    executor.bind(plan)
+    memory.place_slots(harness.arena.address, plan.slot_bytes)
     executor.submit([operation])
     waits(tier)  # another thread asks
     (event,) = executor.wait()

@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest, host: Arena) -> Iterator[Counting]:
 
 
 def copies_of(device: SimulatedDevice, buffer_bytes: int = BUFFER_BYTES) -> PieceCopies:
-    made = PieceCopies(device, device.copy)
+    made = PieceCopies(device, device)
     if buffer_bytes:
         made.adopt(device.allocate(PIECE_BUFFERS * buffer_bytes), buffer_bytes)
     return made
@@ -234,7 +234,7 @@ def test_buffers_that_have_been_used_are_given_back_as_they_were_taken(host: Are
     rows = as_pieces([(memory + 256 * n, host.address + 256 * n, 64) for n in range(8)])
     for times in range(PIECE_BUFFERS):
         taken = device.allocate(PIECE_BUFFERS * BUFFER_BYTES)
-        copies = PieceCopies(device, device.copy)
+        copies = PieceCopies(device, device)
         assert copies.adopt(taken, BUFFER_BYTES) == 0
         for _ in range(times):
             copies.to_host(rows)

@@ -11,7 +11,7 @@ import pytest
 from pages import Reader
 
 from offload import cli
-from offload.cli.node import gpu_room, reserved_bytes
+from offload.cli.scenario import gpu_room, reserved_bytes
 from offload.cli.shapes import MODELS
 from offload.config import OffloadConfig, parse_bytes
 
@@ -91,6 +91,21 @@ def test_idle_memory_is_used_and_the_system_has_its_part(capsys: pytest.CaptureF
 def test_what_leaves_nothing_to_the_system_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, "--model", "llama-1b", "--host", "16GiB", "--drive", "3GB/s:1TB", "--host-memory", "9GiB")
     assert any("advisable: lower --host-memory" in warning for warning in found["warnings"])
+
+
+def test_without_paths_state_takes_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of a session does; what is given is called by its option where it is refused."""
+    found = asked(capsys, "--params", "4e9", "--host", "64GiB")
+    assert found["rank"]["host_bytes"] == found["rank"]["state_bytes"] > 44 * GIB
+    assert any("give paths that state streams from" in warning for warning in found["warnings"])
+    said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--state-format", "exact")
+    assert "the host memory of 1 rank (each 89.4 GiB state" in said
+    assert "lower --host-memory" not in said
+    said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--host-memory", "1GiB")
+    assert "--host-memory: 1.0 GiB" in said
+    assert "raise --host-memory or give paths" in said
+    said = refused(capsys, "--params", "8e9", "--host", "64GiB", "--gradient-memory", "1GiB")
+    assert "--gradient-memory: 1073741824 cannot be used" in said
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import pytest
 
 from offload import cli
 from offload.cli.advise import advice
-from offload.cli.node import Machine, reserved_bytes
+from offload.cli.machine import Machine
 from offload.cli.plan import progress_of
-from offload.cli.scenario import Scenario, ask, least
+from offload.cli.scenario import Scenario, ask, least, reserved_bytes
 from offload.cli.shapes import Model
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
@@ -282,7 +282,8 @@ def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
         (["--params", "1e9", "--tokens", "0"], "--tokens"),
         (["--params", "1e9", "--flops", "-1"], "--flops"),
         (["--params", "1e9", "--flops", "nan"], "--flops"),
-        (["--params", "1e10", "--staging-memory", "4096B"], "staging_memory"),
+        (["--params", "1e10", "--staging-memory", "4096B"], "raise --staging-memory or lower --subgroup-numel"),
+        (["--params", "1e9", "--subgroup-numel", "100"], "--subgroup-numel: '100' cannot be used; give a count"),
         (["--params", "1e9", "--gpu-staging", "4096B", "--placement", "gpu"], "GPU"),
         (["--params", "1e9", "--steps-per-day", "0"], "--steps-per-day"),
         (["--params", "1e9", "--endurance", "forever"], "--endurance"),
@@ -648,4 +649,4 @@ def test_memory_nodes_are_filled_the_fastest_first() -> None:
 def test_what_a_session_refuses_is_not_planned(rates, capsys):
     arguments = ["plan", "--params", "1e9", "--rates", rates, "--gpus", "0", "--host-memory", "64GiB"]
     assert cli.main([*arguments, "--path-count", "0", "--gradient-memory", "0"]) == 2
-    assert "gradient_memory: 0 cannot be used; give paths" in capsys.readouterr().err
+    assert "--gradient-memory: 0 cannot be used; give paths" in capsys.readouterr().err

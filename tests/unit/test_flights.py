@@ -22,7 +22,7 @@ class Lane:
 
     def __init__(self, stall_s: float | None = None, at_once: int = 3) -> None:
         self.queue = CompletionQueue()
-        self.flights = Flights[str](self.queue, lambda item: f"lane of {item}", stall_s)
+        self.flights = Flights[str](self.queue, stall_s)
         self.left = ["d", "c", "b", "a"]
         self.started: list[tuple[int, str]] = []
         self.at_once = at_once
@@ -93,7 +93,7 @@ def test_what_never_ends_is_given_up_and_remembered(stop: Callable[[object], Non
     stop(run)
     assert list(run) == []
     assert {"b", "c"} <= set(lane.flights.out.values())
-    assert lane.flights.oldest() == "lane of b"
+    assert lane.flights.oldest() == "b"
 
 
 def test_what_arrives_with_an_interrupt_is_not_waited_for_again() -> None:

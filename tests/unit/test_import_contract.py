@@ -28,7 +28,7 @@ ROWS: list[tuple[str, ...]] = [
     ("layout",),
     ("formats",),
     ("rules",),
-    ("protocols", "backends", "limits", "combinations"),
+    ("protocols", "backends", "limits", "combinations", "metrics"),
     ("errors", "waits", "dtypes", "processes"),
     ("units",),
 ]
@@ -49,7 +49,7 @@ PUBLIC = (
     "offload.rules",
 )
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
-SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "scratch")
+SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "issued", "scratch")
 PURE = ["plan", *(f"schedule/{name}.py" for name in SCHEDULE), "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import offload.measure
-from offload.cli.node import Machine
+from offload.cli.machine import Machine
 from offload.cli.scenario import Scenario, ask
 from offload.cli.shapes import Model
 from offload.dtypes import DtypeCode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -43,18 +44,18 @@ SUBGROUP_BYTES = 3 * SECTOR_BYTES
 EIO = TierError("write", tier="fake", path="path0", errno=5)
 
 
-def make(subgroups: int, slots: int, resident: int = 0, limits: tuple[int, ...] = (1 << 30,), *told) -> Machine:
+def make(subgroups: int, slots: int, resident: int = 0, limits: tuple[int, ...] = (1 << 30,), *listener) -> Machine:
     """Return a machine over equal subgroups of three tiles, the first `resident` of them at home in memory."""
     layout = build_layout([Parameter("p", 1024 * subgroups, DtypeCode.BFLOAT16, 0)], 1024, SECTOR_BYTES)
     offers = tuple(PathBudget(f"path{i}", limit) for i, limit in enumerate(limits))
     plan = make_plan(layout, Budgets(resident * SUBGROUP_BYTES, slots * SUBGROUP_BYTES, offers))
     assert plan.homes.count(Home.HOST) == resident
-    return machine_for(plan, *told)
+    return machine_for(plan, *listener)
 
 
-def machine_for(plan: Plan, *told) -> Machine:
+def machine_for(plan: Plan, *listener) -> Machine:
     stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
-    return Machine(plan, TileIndex(stores, plan.slot_counts), *told)
+    return Machine(plan, TileIndex(stores, plan.slot_counts), *listener)
 
 
 def allocated(machine: Machine) -> Machine:
@@ -214,7 +215,7 @@ def test_old_slots_are_freed_only_when_the_new_version_is_whole():
 
 def test_failed_write_goes_to_another_path():
     warnings = []
-    machine = make(2, 1, 0, (1 << 30, 1 << 30), warnings.append)
+    machine = make(2, 1, 0, (1 << 30, 1 << 30), SimpleNamespace(say_warning=warnings.append))
     (run,) = give(machine, sweep(1, 0, 1))
     writes = give(machine, Done(run.op))
     failing = next(write for write in writes if write.record.location.path == 0)

@@ -58,12 +58,17 @@ def test_weights_that_can_be(tensor: torch.Tensor) -> None:
         check_parameter(tensor, "p", torch.device("meta"))
 
 
+def as_grouped(parameter: torch.Tensor, name: str, group: int) -> tuple[int, None]:
+    """Keep a parameter's state as its group's."""
+    return group, None
+
+
 def test_what_the_engine_is_told_of_weights() -> None:
     engine = RecordedEngine()
     weights: Any = Weights(engine)  # type: ignore[arg-type]
     (first, second), (third,) = make((3, 4), ()), make((2,), dtype=torch.float32)
     groups = [{"params": [first], "param_names": ["a"]}, {"params": [second, third]}]
-    described = weights.describe(groups, [first, third])
+    described = weights.describe(groups, [first, third], as_grouped)
     assert [(p.name, p.numel, p.dtype, p.group) for p in described] == [
         ("a", 12, DtypeCode.BFLOAT16, 0),
         ("param_groups[1].params[1]", 2, DtypeCode.FLOAT32, 1),
@@ -93,13 +98,13 @@ def test_weights_that_share_memory(parts: list[slice], shares: bool) -> None:
     weights: Any = Weights(RecordedEngine())  # type: ignore[arg-type]
     groups = [{"params": [first, second], "param_names": ["a", "b"]}]
     if not shares:
-        assert len(weights.describe(groups, [first, second])) == 2
+        assert len(weights.describe(groups, [first, second], as_grouped)) == 2
         return
     with pytest.raises(ConfigError, match="a and b, which share memory"):
-        weights.describe(groups, [first, second])
+        weights.describe(groups, [first, second], as_grouped)
     weights.bound[first] = weights.bind(first, "a")  # and one that is bound already
     with pytest.raises(ConfigError, match="a and b, which share memory"):
-        weights.describe(groups, [second])
+        weights.describe(groups, [second], as_grouped)
 
 
 def nothing(weight: torch.nn.Parameter) -> None:

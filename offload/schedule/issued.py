@@ -1,0 +1,55 @@
+"""Operations that a machine has decided on, until they report back: one list that all its books add to. Pure."""
+
+from __future__ import annotations
+
+import itertools
+
+from offload.errors import InternalError, invariant
+from offload.schedule.operations import Operation
+
+
+class Issued:
+    """The operations of one machine.
+
+    Attributes:
+        in_flight: Those that have been issued and not reported back, by id.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight: dict[int, Operation] = {}
+        self._ids = itertools.count(1)
+        self._waiting: list[Operation] = []  # for whoever starts them
+        self._is_closed = False
+
+    def new_op(self) -> int:
+        """Return the id of the next operation."""
+        return next(self._ids)
+
+    def issue(self, operation: Operation) -> None:
+        """Have an operation be started.
+
+        Raises:
+            InternalError: None may be, after `close`.
+        """
+        if self._is_closed:  # not by `invariant`: the message costs more than all else here
+            raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
+        self.in_flight[operation.op] = operation
+        self._waiting.append(operation)
+
+    def take(self) -> list[Operation]:
+        """Return the operations to be started now, in order; each is returned once."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def end(self, op: int) -> Operation:
+        """Return an operation that reports back."""
+        invariant(op in self.in_flight, f"operation {op} reports back but is not in flight")
+        return self.in_flight.pop(op)
+
+    def close(self) -> list[Operation]:
+        """Have nothing further be issued; return what was, and will not be started."""
+        self._is_closed = True
+        dropped = self.take()
+        for operation in dropped:
+            del self.in_flight[operation.op]
+        return dropped

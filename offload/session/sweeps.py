@@ -1,0 +1,84 @@
+"""The sweeps of a session as they begin: their numbers and versions, who works in them, and the accounts of steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from offload.engine.executor import Coming, Visitor, nothing_comes
+from offload.plan import visit_order
+from offload.schedule.operations import Begin, Sweep, Visit
+from offload.session.parts import SessionParts
+from offload.session.step import StepAccount
+
+
+class Sweeps:
+    """The sweeps of one session; all methods belong to the engine thread.
+
+    Args:
+        parts: What they work on.
+    """
+
+    def __init__(self, parts: SessionParts) -> None:
+        self._parts = parts
+        self.version = 0
+        """The newest version of any tile; no two of a tile have the same number."""
+        self.step_number = 0
+        """Steps that have ended."""
+        self.last = StepAccount()
+        """The account of the last step that has ended."""
+        self.account = self.last
+        """The account of the open step; where no step is open, that of the last one."""
+        self._unlearnt: StepAccount | None = None
+        self._count = 0
+
+    def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
+        """Begin the sweep that has `visitor` work on some subgroups."""
+        parts = self._parts
+        visits = []
+        for number in visit_order(subgroups, parts.machine.slots):
+            weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.plan.weights_on_gpu else 0
+            visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
+        sweep = self.make(tuple(visits), visitor, changes=changes)
+        parts.machine.handle(Begin(sweep))
+        return sweep
+
+    def open(self, visits: tuple[Visit, ...], visitor: Visitor) -> Sweep:
+        """Return the open sweep of the next step, in which `visitor` makes the tables of updates."""
+        self.open_account()
+        return self.make(visits, visitor, updates=True, is_open=True)
+
+    def make(
+        self,
+        visits: tuple[Visit, ...],
+        visitor: Visitor,
+        coming: Coming = nothing_comes,
+        *,
+        changes: bool = True,
+        updates: bool = False,
+        is_open: bool = False,
+    ) -> Sweep:
+        """Return the next sweep, and have a visitor work in it; see `LiveExecutor.visit_with`."""
+        self._parts.executor.visit_with(visitor, coming, updates=updates)
+        self._count += 1
+        self.version += changes
+        return Sweep(self._count, self.version, visits, is_open)
+
+    def open_account(self) -> None:
+        """Open the account of the next step, unless it is open."""
+        if self.account is self.last:
+            self._parts.executor.take_timed()
+            self._unlearnt, self.account = self.last, StepAccount()
+            self._parts.executor.timeline = self.account.timeline
+
+    def end_step(self, started_s: float) -> None:
+        """Close the account of the step under way, which has ended well."""
+        account = self.account
+        account.started_s, account.step_s = started_s, time.monotonic() - started_s
+        self.step_number += 1
+        self.last = account
+
+    def take_unlearnt(self) -> StepAccount | None:
+        """Return the account of the step before the open one, once."""
+        account, self._unlearnt = self._unlearnt, None
+        return account
