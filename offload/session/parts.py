@@ -106,6 +106,7 @@ class SessionParts:
         paths = [path.path for path in config.path_configs]
         self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
+        self._store_in: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
             refuse_gpu(config, combinations.WEIGHTS_ON_CPU)
             if not config.keep_grads and config.gradient_memory is None:
@@ -118,7 +119,7 @@ class SessionParts:
                 refuse_gpu(config, combinations.UPDATED_BY_CPU, rule=rule.name)
                 self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0)
             cpu_updates = config.placement not in ("gpu", 1)
-            self.lanes = GpuLanes(
+            self.lanes = lanes = GpuLanes(
                 device,
                 self.queue,
                 self.tables,
@@ -126,6 +127,7 @@ class SessionParts:
                 borrows=config.borrows,
                 named_nodes=bool(config.node_bytes),
             )
+            self._store_in = partial(GpuGradients, lanes=lanes, limits=limits)
             gradient_slots = True
         self.memory = HostMemory(self.lanes)
         self.closing: list[Tier] = []
@@ -146,9 +148,7 @@ class SessionParts:
         parts = self._gradient_slots, self.tables, self.kernel, self.memory
         if self.config.gradient_memory is not None:
             return PathGradients(*parts, lanes=self.lanes, filler=filler)
-        if isinstance(self.lanes, GpuLanes):
-            return GpuGradients(*parts, self.lanes, self.limits)
-        return HostGradients(*parts)
+        return self._store_in(*parts)
 
     # Putting them together
 
