@@ -541,7 +541,8 @@ def trained(run: Run, section: str, seconds: float, sizes: Sequence[int], rounds
     aio: dict[str, Any] = {"best": {}}
     schedule = Schedule(tuple((size, 2) for size in sizes), rounds, RUNS, seconds)
     if section == "taken":  # "auto" has to have chosen, and all train as many steps
-        schedule = replace(schedule, settling=-(-settled(1.0) // (2 * len(sizes))))
+        shortest_s = 1.0 if smoke else 0.1  # of an iteration: the shorter, the more "auto" has to see
+        schedule = replace(schedule, settling=-(-settled(shortest_s) // (2 * len(sizes))))
     with run.brief_place() as folder:
         if section == "added" and not smoke and STOCK_NVME not in run.missing:
             aio = aio_settings(common, folder)
