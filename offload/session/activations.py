@@ -14,10 +14,9 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from offload import combinations, metrics
 from offload.errors import ConfigError, InfeasiblePlanError, known
@@ -31,6 +30,7 @@ from offload.protocols import Mark, Owner
 from offload.schedule.operations import Discard, Extend, ReadTile, WriteTile
 from offload.session.parts import SessionParts
 from offload.session.scratch import Wanted, Wants
+from offload.session.thread import EngineThread
 
 ALIGNMENT = 64
 """Of what lies beside each other in a tile."""
@@ -127,35 +127,6 @@ class _Asked(Wanted):
         self._uses.release(self.tile)
 
 
-class Turns(Protocol):
-    """The session's engine thread, which makes this: see `EngineThread`."""
-
-    pid: int
-    wants: Wants
-
-    def wait_for_buffer(self, wanted: Wanted) -> None:
-        """See `EngineThread`."""
-
-    @property
-    def is_usable(self) -> bool:
-        """See `EngineThread`."""
-
-    def check_usable(self) -> None:
-        """See `EngineThread`."""
-
-    def turn(self) -> AbstractContextManager[None]:
-        """See `EngineThread`."""
-
-    def request(self, begin: Callable[[], None], *, needs_memory: bool = True) -> None:
-        """See `EngineThread`."""
-
-    def take_memory(self) -> None:
-        """See `EngineThread`."""
-
-    def settle(self) -> None:
-        """See `EngineThread`."""
-
-
 class Activations:
     """The activations of one session.
 
@@ -164,7 +135,7 @@ class Activations:
         thread: Its engine thread.
     """
 
-    def __init__(self, parts: SessionParts, thread: Turns) -> None:
+    def __init__(self, parts: SessionParts, thread: EngineThread) -> None:
         self._parts = parts
         self._thread = thread
         self._wants, self._uses = thread.wants, Uses(parts)

@@ -34,6 +34,7 @@ from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, UpdateRule
 from offload.schedule.timeline import ENGINE, Interval
+from offload.session.activations import Activations
 from offload.session.checkpoints import Checkpoints
 from offload.session.gradients import Gradients
 from offload.session.parking import PendingPark
@@ -105,7 +106,7 @@ class Engine:
                 self.checkpoints = Checkpoints(parts, thread, visits)
                 self.gradients = Gradients(parts, thread, visits)
                 self.state = State(parts, thread, visits)
-                self.activations = thread.activations
+                self.activations = Activations(parts, thread)
                 # None of these holds this object, so an engine that is forgotten is closed.
                 self._shutdown = Shutdown(parts, thread)
                 self._finalizer = weakref.finalize(self, self._shutdown.forgotten)

@@ -29,8 +29,8 @@ from offload.predict.forecast import predict_back_s
 from offload.schedule.loop import pump
 from offload.schedule.operations import Leave, Run, Stay
 from offload.schedule.staging import Phase
-from offload.session.activations import Activations
 from offload.session.parts import SessionParts
+from offload.session.scratch import Wants
 from offload.session.sweeps import Sweeps
 from offload.units import format_bytes, format_seconds
 
@@ -88,19 +88,19 @@ class Parking:
     Args:
         parts: Its parts.
         sweeps: Bring state home.
-        activations: What is saved for backward in memory of the session's.
+        wants: What callers want of the session's scratch.
 
     Attributes:
         is_parked: Whether memory has been given back, and none taken again.
         figures: Of the last park that gave memory back, by the names of metrics.
     """
 
-    def __init__(self, parts: SessionParts, sweeps: Sweeps, activations: Activations) -> None:
+    def __init__(self, parts: SessionParts, sweeps: Sweeps, wants: Wants) -> None:
         self.is_parked = False
         self.figures: Mapping[str, float] = {}
         self._parts = parts
         self._sweeps = sweeps
-        self._activations = activations
+        self._wants = wants
         self._pending: PendingPark | None = None
         self._numbers = 0
         self._kept: Sequence[tuple[int, int]] = ()  # host memory that the last park has left
@@ -142,7 +142,7 @@ class Parking:
         if parts.gradients.have_arrived():
             raise ConfigError("park", "gradients", "use them in a step, or call zero_grad() first: memory would go")
 
-        if self._activations.are_alive():
+        if self._wants.are_in_use("activations"):
             raise ConfigError("park", "activations", "take the backward pass, or drop its loss: memory would go")
 
         def at(home: Home) -> list[int]:

@@ -31,7 +31,6 @@ from offload.protocols import DeviceLane, Mark, Owner
 from offload.schedule.loop import pump
 from offload.schedule.machine import Listener, Machine
 from offload.schedule.operations import Discard, Release, Stop, Sweep
-from offload.session.activations import Activations
 from offload.session.parking import Parking
 from offload.session.parts import SessionParts
 from offload.session.scratch import Wanted, Wants
@@ -111,9 +110,7 @@ class EngineThread(Listener):
         self.wants = Wants(parts)
         """What callers want of scratch."""
         self._filled: Wanted | None = None  # the buffer of gradients that was asked for last
-        self.activations = Activations(parts, self)
-        """What is saved for backward, and leaves memory."""
-        self.parking = Parking(parts, self.sweeps, self.activations)
+        self.parking = Parking(parts, self.sweeps, self.wants)
         """Gives memory back between steps, and takes it again."""
         self.pending: PendingStep | None = None
         """The pending step, until somebody has waited for its end."""
