@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from offload.optim import Muon as Muon
     from offload.optim import wrap as wrap
     from offload.session.engine import Engine as Engine
+    from offload.weights.file import weights_in_file as weights_in_file
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _HOMES = {
     "TierError": "errors",
     "TierFullError": "errors",
     "release_before_deletion": "checkpoint.commit",
+    "weights_in_file": "weights.file",
     "wrap": "optim",
 }
 """Where each public name lives; a test holds that it is there, and that type checkers are told the same."""

@@ -123,6 +123,8 @@ FSDP1_MODEL = Row(CALLED, "`model` of a checkpoint", "FSDP1",
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
     "call optimizer.overlap_forward(model) before the first step: its modules wait for weights")
+IMAGES_OF_MAPPED = Row(MADE, '`overlap` "backward", "both"', "`weights_in_file`",
+    'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory')
 SCRIPTED = Row(CALLED, "`overlap_forward`", "models with a `ScriptModule`",
     "give a model that is not scripted: that runs no hooks")
 COPIED_GRADIENTS = Row(CALLED, '`overlap` "backward", "both"',

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -47,6 +48,7 @@ from offload.schedule.operations import (
 from offload.schedule.timeline import ENGINE, Interval
 from offload.tiers import innermost, tier_error
 from offload.units import format_seconds
+from offload.weights.mapping import Visiting, visit_of
 
 REQUEST = (1 << 64) - 1
 """Operation id of a completion that says that somebody has a request."""
@@ -143,6 +145,7 @@ class LiveExecutor:
         self._stall_s = stall_s
         self._lanes = lanes
         self._calls = Calls(queue)
+        self._visiting = Visiting()
         self._seals = Seals(memory)
         self._waiting: dict[int, tuple[Run, npt.NDArray[Any] | WholeUpdate]] = {}
         self._silence = waits.Silence()
@@ -209,6 +212,9 @@ class LiveExecutor:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
             elif self._lanes.report_inputs(operation.visit.subgroup, operation.op):
                 self._waiting[operation.op] = operation, table
+            elif not isinstance(table, WholeUpdate) and (visit := visit_of(table)) is not None:
+                self._waiting[operation.op] = operation, table
+                self._calls.submit(operation.op, partial(self._visiting.begin, visit))
             else:
                 self._update(operation, table)
             return
@@ -378,7 +384,8 @@ class LiveExecutor:
                 return
 
     def _go_on(self, run: Run, table: npt.NDArray[Any] | WholeUpdate) -> None:
-        """Update a subgroup whose weights or gradients have come from the GPU."""
+        """Update a subgroup whose weights or gradients have come from the GPU, or its weights from their file."""
+        self._calls.ops.discard(run.op)
         try:
             self._update(run, table)
         except Exception as error:
@@ -397,6 +404,9 @@ class LiveExecutor:
         operation, request = self._in_flight.pop(completion.op)
         self._calls.ops.discard(completion.op)
         due_s = self._due_s.pop(completion.op)
+        if completion.error == ERROR_CALL:
+            self._waiting.pop(completion.op, None)
+            return Failed(completion.op, self._calls.take_error())
         if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
             tier, path = self._place(operation)
             self._waiting.pop(completion.op, None)
@@ -437,8 +447,6 @@ class LiveExecutor:
         if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
             damaged = self._seals.damaged(operation.op, completion.detail)
             return Failed(completion.op, self._damaged(damaged))
-        if completion.error == ERROR_CALL:
-            return Failed(completion.op, self._calls.take_error())
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.dtypes import DtypeCode
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
 from offload.formats import BF16, Format, StateSpec
 from offload.protocols import SEGMENT_DTYPE, SegmentFlag
@@ -62,6 +62,14 @@ def active_rows(table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return for each segment of a table whether it is updated."""
     found: npt.NDArray[np.bool_] = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
     return found
+
+
+def weights_at(table: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return where the weight of each segment lies, and its bytes; an fp32 weight is the master."""
+    code = table["weight_dtype"]
+    is_master = (code == DtypeCode.NONE) | (code == DtypeCode.FLOAT32)
+    item = np.where(is_master, ITEM_BYTES[DtypeCode.FLOAT32], ITEM_BYTES[code])
+    return np.where(is_master, table[MASTER], table["weight"]), table["numel"] * item
 
 
 def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:

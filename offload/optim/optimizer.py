@@ -147,7 +147,8 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _choose_overlap(self) -> None:
         """Have "auto" choose where steps are hidden; collective after a few steps."""
         device, forward = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
-        backward = self._route.is_early and not self._route.is_deaf  # gradients come to host memory then
+        # Gradients come to host memory then, and images of weights that do not fit would take as much.
+        backward = self._route.is_early and not self._route.is_deaf and not self._weights.are_in_file
         groups = self._weights.groups
         self._auto.after_step(self.engine, groups, device, forward=forward, backward=backward)
 

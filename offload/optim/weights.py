@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from offload import combinations
 from offload.backends import ADVICE, BACKENDS
 from offload.checkpoint.reader import PIECE_NUMEL
 from offload.errors import CheckpointError, ConfigError
@@ -26,6 +27,7 @@ from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.rules import UpdateRule
 from offload.session.state_copy import copy_run
+from offload.weights.mapping import is_mapped
 
 log = logging.getLogger("offload")
 
@@ -87,6 +89,7 @@ class Weights:
         rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
         owners: The ranks that update all of a weight, where one does: of that mesh, or of a `DTensor`'s.
         dealt: Who deals weights, by the name of the process group of a mesh.
+        are_in_file: Whether some lie in a mapped file.
     """
 
     def __init__(self, holder: EngineHolder) -> None:
@@ -95,6 +98,7 @@ class Weights:
         self.rows_over: Any = None
         self.owners: dict[torch.Tensor, int] = {}
         self.dealt: dict[str, Dealt] = {}
+        self.are_in_file = False
         self._holder = holder
         self._has_noted_changes = False
         self._has_differences = False
@@ -115,6 +119,10 @@ class Weights:
         labels = {parameter: (name, group) for parameter, name, group in names(groups)}
         for parameter in parameters:
             check_parameter(parameter, labels[parameter][0], self.required_device)
+            if is_mapped(shards.local(parameter).data_ptr()):
+                self.are_in_file = True
+                if self._holder.config.overlaps_backward:
+                    combinations.IMAGES_OF_MAPPED.refuse("overlap", self._holder.config.overlap)
         _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
         return tuple(
             self._describe(parameter, labels[parameter][0], *kept_as(parameter, *labels[parameter]))

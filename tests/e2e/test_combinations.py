@@ -261,8 +261,8 @@ WITH_DEEPSPEED: list[Case] = [
         lambda folder: zero(folder, {"checkpoint": {"use_node_local_storage": True}}, checkpoint=IN_PLACE),
     ),
 ]
-IN_ITS_TESTS = {"VERL_CLIPS", "VERL_GENERATES"}
-"""`integrations/test_verl.py` has verl's classes."""
+IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "VERL_CLIPS", "VERL_GENERATES"}
+"""In `test_weights_in_file.py`; `integrations/test_verl.py` has verl's classes."""
 
 
 def fsdp1() -> torch.nn.Module:

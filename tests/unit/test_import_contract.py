@@ -23,7 +23,7 @@ ROWS: list[tuple[str, ...]] = [
     ("gradients", "config"),
     ("engine",),
     ("device",),
-    ("schedule", "memory"),
+    ("schedule", "memory", "weights"),
     ("plan", "tiers", "kernels"),
     ("layout",),
     ("formats",),

@@ -1,0 +1,258 @@
+"""Weights in a file: a model whose weights do not fit into memory lies on a drive, and is computed from there.
+
+Parameters stay ordinary tensors, whose memory is a mapped file (`offload.weights.mapping`). So views, ties,
+`state_dict`, versions, averages of weights and optimizers work by themselves; hooks of the model only say what comes
+next and what is done with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from offload.errors import ConfigError
+from offload.units import format_bytes
+from offload.weights.layers import own_parameters, units
+from offload.weights.mapping import PAGE_BYTES, MappedFile
+from offload.weights.safetensors import tensors_in
+
+log = logging.getLogger("offload")
+
+ALIGNMENT_BYTES = 64
+"""Of each weight in the file."""
+
+
+def weights_in_file(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    layers: Sequence[nn.Module] | None = None,
+    safetensors: Iterable[str | os.PathLike[str]] = (),
+) -> WeightsInFile:
+    """Have all weights of a model, trainable and frozen, lie in a file instead of in memory of their own.
+
+    Call it before the optimizer is made. Parameters are the same objects, with the same values. Hooks of its layers
+    read ahead what is used next, in forward and backward passes in any order. The file has no name: it goes with the
+    last tensor that lies there, and with the process, however that ends. Saves are those of any other model.
+
+    A model on the meta device gets memory here for the first time: new parameters, whose values are zero until
+    `safetensors`, `load_state_dict` or an initialisation writes them; its buffers get memory as `to_empty` gives it.
+
+    Args:
+        model: On the CPU, or on the meta device.
+        path: A folder on the drive.
+        layers: What is used one after another, if not what the model's lists repeat.
+        safetensors: Files whose tensors, by their names, are read into the model one at a time.
+
+    Returns:
+        What tells the kernel; nobody has to keep it.
+
+    Raises:
+        ConfigError: A weight is elsewhere, or the folder cannot be used, or a file has what the model has not.
+        TierFullError: The drive has no room for all weights; nothing has changed then.
+        TierError: The drive fails.
+    """
+    return WeightsInFile(model, path, layers, safetensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """What is used together.
+
+    Attributes:
+        ranges: Where its weights lie in the file: begin and size of each run.
+        weights: Of each, the module that has it, its name there and in the model, and its address.
+    """
+
+    ranges: list[tuple[int, int]]
+    weights: list[tuple[weakref.ref[nn.Module], str, str, int]]
+
+
+class WeightsInFile:
+    """Weights of a model that lie in a file; see `weights_in_file`.
+
+    Attributes:
+        file: Where they lie.
+        nbytes: How much they are, with what aligns them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        layers: Sequence[nn.Module] | None = None,
+        safetensors: Iterable[str | os.PathLike[str]] = (),
+    ) -> None:
+        parts, offsets = units(model, layers), dict[torch.Tensor, int]()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
+                where = f"{tensor.layout} on {tensor.device}"
+                raise ConfigError(name, where, "have the model on the CPU, or on the meta device, and dense")
+        self.nbytes = 0
+        for modules in parts:
+            self.nbytes = _up(self.nbytes, PAGE_BYTES)
+            for weight in (weight for module in modules for weight in own_parameters(module).values()):
+                if weight not in offsets and weight.numel():
+                    offsets[weight] = self.nbytes
+                    self.nbytes = _up(self.nbytes + weight.nbytes, ALIGNMENT_BYTES)
+        self.file = MappedFile(path, _up(max(self.nbytes, 1), PAGE_BYTES))
+        self._before, self._last = -1, -1
+        self._following: dict[tuple[int, int], int] = {}
+        """Whose turn came after those of two."""
+        self._handles: list[Any] = []
+        names = {module: name for name, module in model.named_modules()}
+        moved: dict[torch.Tensor, nn.Parameter] = {}
+        self._units = [self._move(modules, names, offsets, moved) for modules in parts]
+        _give_buffers(model)
+        self._read(model, safetensors)
+        for number, modules in enumerate(parts):
+            self._handles += [
+                modules[0].register_forward_pre_hook(partial(_begins, self._begin, number), prepend=True),
+                modules[0].register_forward_hook(partial(_ends, self._begin, number)),
+            ]
+        said = format_bytes(self.nbytes), os.fspath(path), len(moved), len(parts)
+        log.info("%s of weights lie in a file in %s: %d weights, used in %d layers", *said)
+
+    def close(self) -> None:
+        """Tell the kernel nothing more; weights stay in the file, which goes with the last of them; idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy a model with hooks that do nothing: a copy's weights lie in memory."""
+        return _of_a_copy, ()
+
+    def _move(
+        self,
+        modules: Sequence[nn.Module],
+        names: dict[nn.Module, str],
+        offsets: dict[torch.Tensor, int],
+        moved: dict[torch.Tensor, nn.Parameter],
+    ) -> _Unit:
+        """Have weights that are used together lie in the file; those that were moved before are tied."""
+        weights, places = [], list[tuple[int, int]]()
+        for module in modules:
+            for name, weight in own_parameters(module).items():
+                if not weight.numel():
+                    continue
+                offset = offsets[weight]
+                if weight not in moved:
+                    moved[weight] = self._moved(weight, offset)
+                if weight.is_meta:
+                    module.register_parameter(name, moved[weight])
+                places.append((offset, weight.nbytes))
+                full_name = f"{names[module]}.{name}".lstrip(".")
+                weights.append((weakref.ref(module), name, full_name, self.file.address + offset))
+        ranges = list[tuple[int, int]]()
+        for offset, nbytes in sorted(places):
+            if ranges and offset <= sum(ranges[-1]) + PAGE_BYTES:
+                ranges[-1] = ranges[-1][0], max(offset + nbytes, sum(ranges[-1])) - ranges[-1][0]
+            else:
+                ranges.append((offset, nbytes))
+        for offset, nbytes in ranges:
+            self.file.let_go(offset, nbytes, was_written=True)
+        return _Unit(ranges, weights)
+
+    def _moved(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
+        """Return a weight that lies in the file: itself, but for one on the meta device."""
+        memory: Any = self.file.memory
+        flat = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=offset)
+        is_dense = sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)) == weight.numel() - 1
+        place = flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)
+        if weight.is_meta:
+            made = nn.Parameter(place, requires_grad=weight.requires_grad)
+            made.__dict__.update(weight.__dict__)
+            return made
+        with torch.no_grad():
+            place.copy_(weight)
+            weight.data = place
+        return weight
+
+    def _read(self, model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> None:
+        """Read tensors of files into the model, one after another."""
+        targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        for file in files:
+            for name, tensor in tensors_in(file):
+                target = targets.get(name)
+                if target is None or target.shape != tensor.shape:
+                    found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+                    what = f"{name}, shape {tuple(tensor.shape)}, in {os.fspath(file)}"
+                    raise ConfigError("safetensors", what, f"give files of this model, which has {found}")
+                with torch.no_grad():
+                    target.copy_(tensor)
+                if 0 <= (offset := target.data_ptr() - self.file.address) < self.nbytes:
+                    self.file.let_go(offset, target.nbytes, was_written=True)
+
+    def _begin(self, number: int) -> None:
+        """Bring a layer, ask for what came after it last time, and let go of the one before."""
+        if not self._units:
+            return
+        unit, last = self._units[number], self._last
+        for module, name, full_name, address in unit.weights:
+            _check_place(full_name, module(), name, address)
+        if number != last:
+            self._following[self._before, last] = number
+            self._before, self._last = last, number
+        onwards = number + (1 if number > self._before else -1)
+        coming = self._following.get((self._before, number), onwards)
+        for wanted in (number, coming):
+            if 0 <= wanted < len(self._units):
+                self._each(self._units[wanted], self.file.ask)
+        self._each(unit, self.file.bring)
+        if last not in (-1, number, coming):
+            self._each(self._units[last], self.file.let_go)
+
+    def _each(self, unit: _Unit, do: Callable[[int, int], None]) -> None:
+        for offset, nbytes in unit.ranges:
+            do(offset, nbytes)
+
+
+def _of_a_copy() -> WeightsInFile:
+    made = WeightsInFile.__new__(WeightsInFile)
+    made._units, made._handles, made.nbytes = [], [], 0
+    return made
+
+
+def _begins(begin: Callable[[int], None], number: int, module: nn.Module, inputs: Any) -> None:
+    begin(number)
+
+
+def _ends(begin: Callable[[int], None], number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Have a layer be brought again when its backward pass begins: with the gradient of what it returned."""
+    for each in _pytree.tree_leaves(outputs):
+        if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
+            each.register_hook(lambda gradient: begin(number))  # type: ignore[no-untyped-call]
+            return
+
+
+def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:
+    """Refuse a weight that has left the file."""
+    weight = None if module is None else module._parameters.get(name)
+    if weight is None or weight.device.type != "cpu" or weight.data_ptr() != address:
+        what = "is not in the model any more" if weight is None else f"{weight.dtype}, in memory, on {weight.device}"
+        allowed = (
+            "change dtype or device, and load with assign=True, before weights_in_file: this weight has left its file"
+        )
+        raise ConfigError(full_name, what, allowed)
+
+
+def _give_buffers(model: nn.Module) -> None:
+    """Give buffers on the meta device memory."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+
+
+def _up(nbytes: int, unit: int) -> int:
+    """Return the next multiple of a unit."""
+    return -(-nbytes // unit) * unit

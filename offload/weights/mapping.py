@@ -1,0 +1,225 @@
+"""A file that weights lie in, mapped into memory: what is asked of the kernel before they are used, and afterwards.
+
+The file has no name, so that nothing is left of it however the process ends, and no holes, so that a full disk is
+found when it is made. Which of its pages are in memory is the kernel's business. Here it is told what comes, what is
+done with, and made to bring pages by a call that can fail: a drive's error would else be a signal, at any
+instruction that reads a weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.errors import ConfigError, TierError, TierFullError
+from offload.kernels.table import weights_at
+from offload.units import format_bytes
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_WILLNEED, _COLD, _POPULATE_READ, _POPULATE_WRITE = 3, 20, 22, 23  # linux/mman.h
+_SYNC_WRITE = 2  # of sync_file_range: begin to write, wait for nothing
+
+BEHIND = 2
+"""Visits that a subgroup's weights stay for after their own: updates of that many are under way at once."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_files: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+
+
+class MappedFile:
+    """A file without a name, all of it mapped, shared and writable.
+
+    The mapping lives as long as this object or any `memory` of it. A child process that is forked sees the same
+    bytes, and writes to them.
+
+    Args:
+        folder: An existing folder on the drive.
+        nbytes: Its size; room for it is reserved.
+
+    Attributes:
+        address: Where it begins in memory.
+        descriptor: Of the file.
+        memory: The mapping, a buffer.
+
+    Raises:
+        ConfigError: The folder cannot be used.
+        TierFullError: There is no room.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], nbytes: int) -> None:
+        self.folder, self.nbytes = os.fspath(folder), nbytes
+        try:
+            self.descriptor = _nameless(self.folder)
+        except OSError as error:
+            raise ConfigError(
+                "path", self.folder, f"give a folder that can be written to: {error.strerror}"
+            ) from error
+        weakref.finalize(self, os.close, self.descriptor)
+        try:
+            os.posix_fallocate(self.descriptor, 0, nbytes)
+        except OSError as error:
+            kind = TierFullError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else TierError
+            what = f"{format_bytes(nbytes)} of weights"
+            raise kind("reserve", tier="file", path=self.folder, errno=error.errno, detail=what) from error
+        try:
+            self.memory: Any = mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED)
+        except OSError as error:
+            raise TierError("map", tier="file", path=self.folder, errno=error.errno) from error
+        self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        _files.add(self)
+
+    def ask(self, offset: int, nbytes: int) -> None:
+        """Have the kernel begin to read a range; nobody waits."""
+        self._advise(offset, nbytes, _WILLNEED)
+
+    def bring(self, offset: int, nbytes: int, *, to_write: bool = False) -> None:
+        """Wait until a range is in memory, so that using it now neither waits nor fails.
+
+        Args:
+            offset: Where it begins.
+            nbytes: Its size.
+            to_write: Whether it is about to be written to.
+
+        Raises:
+            TierError: It cannot be read, or no block can be written.
+        """
+        code = self._advise(offset, nbytes, _POPULATE_WRITE if to_write else _POPULATE_READ)
+        if code == errno.EINVAL:  # Linux before 5.14
+            code = self._read(offset, nbytes)
+        if code:
+            code = errno.EIO if code == errno.EFAULT else code  # a signal it would have been
+            detail = "weights that are mapped from there"
+            raise TierError("read", tier="file", path=self.folder, offset=offset, errno=code, detail=detail)
+
+    def let_go(self, offset: int, nbytes: int, *, was_written: bool = False) -> None:
+        """Say that a range is done with for now: the kernel takes its memory first where it needs some.
+
+        Args:
+            offset: Where it begins.
+            nbytes: Its size.
+            was_written: Begin to write it, as memory cannot be taken before that.
+        """
+        if was_written:
+            start, end = _pages(offset, nbytes)
+            _libc.sync_file_range(self.descriptor, start, end - start, _SYNC_WRITE)
+        self._advise(offset, nbytes, _COLD)
+
+    def _advise(self, offset: int, nbytes: int, advice: int) -> int:
+        """Return 0, or an errno."""
+        start, end = _pages(offset, nbytes)
+        while _libc.madvise(self.address + start, min(end, self.nbytes) - start, advice) != 0:
+            if (code := ctypes.get_errno()) not in (errno.EINTR, errno.EAGAIN):
+                return code
+        return 0
+
+    def _read(self, offset: int, nbytes: int) -> int:
+        """Read a range into the page cache; return 0, or an errno."""
+        piece = bytearray(min(nbytes, 1 << 20))
+        try:
+            for start in range(offset, offset + nbytes, len(piece)):
+                os.preadv(self.descriptor, [memoryview(piece)[: offset + nbytes - start]], start)
+        except OSError as error:
+            return error.errno or errno.EIO
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The weights in mapped files that an update works on: of each run of pages its file, offset and size."""
+
+    ranges: Sequence[tuple[MappedFile, int, int]]
+
+    def bring(self) -> None:
+        """Wait until all are in memory.
+
+        Raises:
+            TierError: See `MappedFile.bring`.
+        """
+        for file, offset, nbytes in self.ranges:
+            file.ask(offset, nbytes)
+        for file, offset, nbytes in self.ranges:
+            file.bring(offset, nbytes, to_write=True)
+
+    def let_go(self) -> None:
+        """Have all written, and their memory be the first that is taken."""
+        for file, offset, nbytes in self.ranges:
+            file.let_go(offset, nbytes, was_written=True)
+
+
+class Visiting:
+    """Brings the weights of one update after another, and lets go of them some updates later; one thread's."""
+
+    def __init__(self) -> None:
+        self._before: deque[Visit] = deque()
+
+    def begin(self, visit: Visit) -> None:
+        """Let go of an earlier update's weights, and wait for this one's.
+
+        Raises:
+            TierError: See `MappedFile.bring`.
+        """
+        if len(self._before) == BEHIND:
+            self._before.popleft().let_go()
+        visit.bring()
+        self._before.append(visit)
+
+
+def visit_of(table: npt.NDArray[Any]) -> Visit | None:
+    """Return the weights of an update that lie in mapped files; None if none does, as in most programs.
+
+    Args:
+        table: Of the update: rows of `offload.protocols.SEGMENT_DTYPE`.
+    """
+    if not _files:
+        return None
+    addresses, sizes = weights_at(table)
+    ranges: list[tuple[MappedFile, int, int]] = []
+    for file in _files:
+        offsets = addresses - np.uint64(file.address)  # of those before it they are huge
+        inside = np.flatnonzero((offsets < np.uint64(file.nbytes)) & (sizes > 0))
+        for start, nbytes in sorted((int(offsets[i]), int(sizes[i])) for i in inside):
+            if ranges and ranges[-1][0] is file and start <= (end := sum(ranges[-1][1:])) + PAGE_BYTES:
+                ranges[-1] = file, ranges[-1][1], max(start + nbytes, end) - ranges[-1][1]
+            else:
+                ranges.append((file, start, nbytes))
+    return Visit(ranges) if ranges else None
+
+
+def is_mapped(address: int) -> bool:
+    """Return whether an address lies in a mapped file."""
+    return any(file.address <= address < file.address + file.nbytes for file in _files)
+
+
+def _pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """Return the whole pages that hold a range: where they begin and end."""
+    return offset // PAGE_BYTES * PAGE_BYTES, -(-(offset + nbytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _nameless(folder: str) -> int:
+    """Return a descriptor of a new file that has no name, or none any more.
+
+    Raises:
+        OSError: There can be none.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC
+    with contextlib.suppress(OSError):  # not every file system can
+        return os.open(folder, flags | os.O_TMPFILE, 0o600)
+    descriptor, name = tempfile.mkstemp(prefix="offload-weights-", dir=folder)
+    os.unlink(name)
+    return descriptor

@@ -1,0 +1,362 @@
+"""Weights that lie in a file: the same numbers, what is asked of the kernel, and what may go wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.weights.file import WeightsInFile
+from offload.weights.layers import find_layers, units
+from offload.weights.mapping import MappedFile, is_mapped
+
+WIDTH, WORDS = 32, 50
+
+
+class Model(nn.Module):
+    """Tied embeddings, layers, and a norm whose weights stay frozen."""
+
+    def __init__(self, layers: int = 4, recompute: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(layers)
+        ]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.recompute = recompute
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) * self.scale
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return self.head(self.norm(x))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    tokens = batch(step)
+    return nn.functional.cross_entropy(model(tokens).float().view(-1, WORDS), tokens.view(-1))
+
+
+def made(dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).to(dtype)
+
+
+def optimizer_of(model: nn.Module, folder: Path, **config: Any) -> offload.AdamW:
+    settings = {"host_memory": 0, "paths": [folder], "subgroup_numel": 4096} | config
+    return offload.AdamW(model.named_parameters(), lr=1e-2, offload=settings)
+
+
+def trained(model: Model, folder: Path, steps: int = 5, **config: Any) -> list[float]:
+    losses = []
+    with optimizer_of(model, folder, **config) as optimizer:
+        if config.get("overlap") in ("forward", "auto"):
+            optimizer.overlap_forward(model)
+        for step in range(steps):
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == again and torch.equal(a, b) for (name, a), (again, b) in pairs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recompute", "config"),
+    [
+        (torch.float32, False, {}),
+        (torch.float32, True, {"overlap": "forward"}),
+        (torch.bfloat16, True, {}),
+        (torch.bfloat16, False, {"overlap": "forward", "host_memory": "100KiB"}),
+        (torch.bfloat16, False, {"overlap": "auto", "state_format": "compact8"}),
+        (torch.float16, True, {"gradient_memory": 0}),
+        (torch.float32, False, {"host_memory": None, "checksum": False}),
+    ],
+)
+def test_bits_are_those_of_weights_in_memory(
+    dtype: torch.dtype, recompute: bool, config: dict[str, Any], tmp_path: Path
+) -> None:
+    in_memory, in_file = made(dtype, recompute=recompute), made(dtype, recompute=recompute)
+    offload.weights_in_file(in_file, tmp_path)
+    assert all(is_mapped(weight.data_ptr()) for weight in in_file.parameters())
+    assert in_file.head.weight is in_file.words.weight
+    assert trained(in_file, tmp_path, **config) == trained(in_memory, tmp_path, **config)
+    assert same(in_file, in_memory)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpoint_goes_from_one_to_the_other(tmp_path: Path) -> None:
+    models = [made(torch.bfloat16) for _ in range(3)]
+    offload.weights_in_file(models[0], tmp_path)
+    folders = [tmp_path / "paths", tmp_path / "saved"]
+    folders[0].mkdir()
+    with optimizer_of(models[0], folders[0]) as optimizer:
+        for step in range(2):
+            loss_of(models[0], step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.save_checkpoint(folders[1], model=models[0], copy=True)
+        optimizer.wait_checkpoint()
+    offload.weights_in_file(models[2], tmp_path)
+    for model in models[1:]:
+        with optimizer_of(model, folders[0]) as optimizer:
+            optimizer.load_checkpoint(folders[1], model=model)
+            loss_of(model, 2).backward()
+            optimizer.step()
+    assert same(models[1], models[2])
+
+
+def test_they_are_tensors_as_any_others(tmp_path: Path) -> None:
+    model, plain = made(), made()
+    weights = dict(model.named_parameters())
+    home = offload.weights_in_file(model, tmp_path)
+    assert all(weights[name] is weight for name, weight in model.named_parameters())
+    assert os.listdir(tmp_path) == []
+    content = io.BytesIO()
+    torch.save(model.layers[0][0].weight, content)
+    assert len(content.getvalue()) < 2 * model.layers[0][0].weight.nbytes  # not all of the file
+    average = copy.deepcopy(model)
+    assert not any(is_mapped(weight.data_ptr()) for weight in average.parameters())
+    assert torch.equal(loss_of(average.double(), 0), loss_of(made().double(), 0))
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        model.layers[1][0].weight.mul_(2.0)
+        plain.layers[1][0].weight.mul_(2.0)
+    assert torch.equal(loss_of(model, 0), loss_of(plain, 0))
+    gone = weakref.ref(home.file)
+    home.close()
+    home.close()
+    del home
+    assert same(model, plain)
+    del model, weights
+    assert gone() is None
+
+
+def test_shapes_and_strides_stay(tmp_path: Path) -> None:
+    odd = nn.Module()
+    odd.image = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    odd.turned = nn.Parameter(torch.randn(6, 7).t())
+    odd.number, odd.nothing = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(0, 3))
+    before = {name: (each.clone(), each.stride()) for name, each in odd.named_parameters()}
+    offload.weights_in_file(odd, tmp_path)
+    for name, each in odd.named_parameters():
+        assert torch.equal(each, before[name][0])
+        assert each.stride() == before[name][1]
+        assert is_mapped(each.data_ptr()) == (each.numel() > 0)
+
+
+def saved_as_safetensors(tensors: dict[str, torch.Tensor], path: Path, **changes: Any) -> Path:
+    """Write a file as the format says, with some entries changed."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    ends = [0, *itertools.accumulate(each.nbytes for each in tensors.values())]
+    header: dict[str, Any] = {
+        name: {"dtype": names[each.dtype], "shape": [*each.shape], "data_offsets": [begin, end]}
+        for (name, each), (begin, end) in zip(tensors.items(), itertools.pairwise(ends), strict=True)
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header | changes).encode()
+    content = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
+    return path
+
+
+def test_a_model_is_made_there(tmp_path: Path) -> None:
+    plain = made(torch.bfloat16)
+    tensors = {name: each for name, each in plain.state_dict().items() if name != "head.weight"}
+    tensors["scale"] = tensors["scale"].reshape(1)
+    with pytest.raises(offload.ConfigError, match=r"scale, shape \(1,\)"):
+        offload.weights_in_file(made(), tmp_path, safetensors=[saved_as_safetensors(tensors, tmp_path / "wrong")])
+    scale = tensors.pop("scale")
+    names = [*tensors]
+    files = [
+        saved_as_safetensors({name: tensors[name] for name in part}, tmp_path / f"{number}.safetensors")
+        for number, part in enumerate([names[:3], names[3:]])
+    ]
+    with torch.device("meta"):
+        model = Model().to(torch.bfloat16)
+    offload.weights_in_file(model, tmp_path, safetensors=files)
+    model.scale.copy_(scale[0])
+    assert model.head.weight is model.words.weight
+    assert not model.norm.weight.requires_grad
+    assert same(model, plain)
+    assert trained(model, tmp_path) == trained(plain, tmp_path)
+    assert same(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "no header"),
+        (b"\xff" * 64, "no header"),
+        ((20).to_bytes(8, "little") + b"{" * 20, "Expecting"),
+        ((2).to_bytes(8, "little") + b"[]", "items"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(content: bytes, match: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(offload.ConfigError, match=match):
+        offload.weights_in_file(made(), tmp_path, safetensors=[tmp_path / "file"])
+
+
+def test_a_safetensors_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    file = saved_as_safetensors({"norm.weight": torch.ones(WIDTH)}, tmp_path / "file")
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(offload.ConfigError, match=r"norm\.weight ends beyond it"):
+        offload.weights_in_file(made(), tmp_path, safetensors=[file])
+    odd = {"norm.weight": {"dtype": "F8_E4M3", "shape": [WIDTH], "data_offsets": [0, WIDTH]}}
+    file = saved_as_safetensors({"norm.weight": torch.ones(WIDTH)}, tmp_path / "file", **odd)
+    with pytest.raises(offload.ConfigError, match="F8_E4M3"):
+        offload.weights_in_file(made(), tmp_path, safetensors=[file])
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.load_state_dict(made().state_dict(), assign=True),
+        lambda model: setattr(model.layers[2][2].bias, "data", model.layers[2][2].bias.detach().clone()),
+        lambda model: setattr(model.layers[2][2], "bias", nn.Parameter(torch.zeros(WIDTH))),
+        lambda model: setattr(model.layers[2][2], "bias", None),
+    ],
+)
+def test_a_weight_that_has_left_is_named(leaves: Callable[[Model], Any], tmp_path: Path) -> None:
+    model = made()
+    offload.weights_in_file(model, tmp_path)
+    loss_of(model, 0).backward()
+    leaves(model)
+    with pytest.raises(offload.ConfigError, match=r"(words\.weight|layers\.2\.2\.bias): .*has left its file"):
+        loss_of(model, 1)
+
+
+def test_what_cannot_lie_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = made()
+    addresses = [weight.data_ptr() for weight in model.parameters()]
+    for folder in (tmp_path / "file", tmp_path / "missing"):
+        with pytest.raises(offload.ConfigError, match="path"):
+            offload.weights_in_file(model, folder)
+    assert [weight.data_ptr() for weight in model.parameters()] == addresses
+    model.register_parameter("sparse", nn.Parameter(torch.eye(3).to_sparse()))
+    with pytest.raises(offload.ConfigError, match=r"sparse: .*torch\.sparse_coo"):
+        offload.weights_in_file(model, tmp_path)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_updates_in_backward_are_refused(overlap: str, tmp_path: Path) -> None:
+    model = made(torch.bfloat16)
+    offload.weights_in_file(model, tmp_path)
+    with (
+        pytest.raises(offload.ConfigError, match="weights in a file"),
+        optimizer_of(model, tmp_path, overlap=overlap),
+    ):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_changes_nothing(mounted: Callable[..., Path]) -> None:
+    folder = mounted("tmpfs", "size=32k")
+    model = made()
+    with pytest.raises(offload.TierFullError, match=r"ENOSPC.*of weights"):
+        offload.weights_in_file(model, folder)
+    assert not any(is_mapped(weight.data_ptr()) for weight in model.parameters())
+    assert same(model, made())
+    assert os.listdir(folder) == []
+
+
+def test_a_drive_that_fails_is_an_error(tmp_path: Path) -> None:
+    """A file that ends before its mapping reads as a drive does whose blocks cannot be read: by a signal."""
+    model = made()
+    home = offload.weights_in_file(model, tmp_path)
+    loss_of(model, 0).backward()
+    with optimizer_of(model, tmp_path) as optimizer:
+        os.truncate(home.file.descriptor, 0)
+        with pytest.raises(offload.StepAbortedError) as raised:
+            optimizer.step()
+        assert isinstance(raised.value.__cause__, offload.TierError)
+        assert "EIO" in str(raised.value.__cause__)
+    with pytest.raises(offload.TierError, match=r"EIO.*weights that are mapped"):
+        loss_of(model, 1)
+
+
+def test_what_comes_next_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First by the order of the layers, later by what came last time."""
+    model = made(recompute=True)
+    home = offload.weights_in_file(model, tmp_path)
+    numbers = {inner: number for number, modules in enumerate(units(model)) for inner in modules}
+    parts = [next(modules[0].parameters()).data_ptr() - home.file.address for modules in units(model)]
+    asked: list[tuple[str, int]] = []
+    for name in ("ask", "bring", "let_go"):
+        plain = getattr(MappedFile, name)
+
+        def noted(
+            self: MappedFile, offset: int, *rest: Any, name: str = name, plain: Any = plain, **options: Any
+        ) -> None:
+            if offset in parts:
+                asked.append((name, parts.index(offset)))
+            plain(self, offset, *rest, **options)
+
+        monkeypatch.setattr(MappedFile, name, noted)
+    assert [numbers[layer] for layer in model.layers] == [1, 2, 3, 4]
+    for step in range(2):  # the second shows what follows a whole iteration
+        loss_of(model, step).backward()
+    asked.clear()
+    loss_of(model, 2).backward()
+    turns = [number for number, _ in itertools.groupby(number for name, number in asked if name == "bring")]
+    # Words; layers; norm; the head, which is tied to the words; and back.
+    assert turns == [0, 1, 2, 3, 4, 5, 0, 5, 4, 3, 2, 1, 0]
+    for here, onwards in itertools.pairwise(turns):
+        begins = asked.index(("bring", here))
+        until = asked.index(("bring", onwards), begins)
+        assert ("ask", onwards) in asked[:begins]
+        del asked[: until - 1]
+
+
+class TestLayers:
+    def test_of_lists_in_lists_the_outermost(self) -> None:
+        inner = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
+        model = nn.Module()
+        model.first, model.list, model.last = nn.Linear(2, 2), nn.ModuleList(inner), nn.Linear(2, 2)
+        assert find_layers(model) == inner
+        assert [modules[0] for modules in units(model)] == [model.first, *inner, model.last]
+        assert [modules[0] for modules in units(model, [model.last])][-1] is model.last
+        assert sum(len(modules) for modules in units(model)) == 2 + 3 * 3
+
+    def test_what_repeats_nothing(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(2, 2), nn.Conv1d(2, 2, 1))
+        assert find_layers(model) == []
+        assert len(units(model)) == 4
+        assert find_layers(nn.Linear(2, 2)) == []
+        assert len(units(nn.Linear(2, 2))) == 1
+
+    def test_a_shared_layer_is_one(self, tmp_path: Path) -> None:
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(layer, layer, layer)
+        assert len(units(model)) == 1
+        home = WeightsInFile(model, tmp_path)
+        model(torch.ones(1, 4)).sum().backward()
+        assert home.nbytes >= 4 * 20
