@@ -25,6 +25,7 @@ from offload.errors import OffloadError, TierError, known
 from offload.kernels.whole import WholeUpdate
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CALL, ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.schedule.index import Record
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
@@ -430,10 +431,12 @@ class LiveExecutor:
             times = completion.started_s, completion.finished_s
             self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
             if isinstance(operation, WriteTile | SaveTile):
-                self.written_bytes[operation.record.location.path] += nbytes
+                record = operation.record
+                self.written_bytes[record.location.path] += nbytes
+                return Done(completion.op, Record(record.location, record.step, completion.checksum))
             if isinstance(operation, Run):
                 self._seals.ended(operation.op)
-            return Done(completion.op, completion.checksum)
+            return Done(completion.op)
         if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
             damaged = self._seals.damaged(operation.op, completion.detail)
             return Failed(completion.op, self._damaged(damaged))
