@@ -18,7 +18,6 @@ from offload.checkpoint.manifest import (
 )
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.place import Folder
-from offload.tiers.remote import crc32c_of
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -100,12 +99,11 @@ def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
     """
     if manifest.extra is None:
         return None
-    name, nbytes, checksum = manifest.extra
-    where = os.path.join(folder.path, name)
-    content = folder.read(name)
+    where = os.path.join(folder.path, manifest.extra.name)
+    content = folder.read(manifest.extra.name)
     if content is None:
         raise CheckpointError(f"{where} is missing")
-    if len(content) != nbytes or crc32c_of(content) != checksum:
+    if not manifest.extra.holds(content):
         raise CheckpointError(f"{where} is damaged: its size or checksum is not the one it was written with")
     return content
 

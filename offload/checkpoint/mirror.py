@@ -494,7 +494,7 @@ class PartCopy:
         for number, (_, count) in enumerate(stores):
             offset = 0
             for tile, ref in islice(refs, count):
-                tiles[tile] = TileRef(number, offset, ref.step, ref.checksum)
+                tiles[tile] = ref.moved(number, offset)
                 offset += slot_bytes(manifest.tile_bytes[tile])
         return replace(manifest, stores=tuple(StoreRef(store, None) for store, _ in stores), tiles=tiles)
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
-from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
+from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
@@ -47,7 +47,6 @@ from offload.schedule.operations import Commit, Save, SaveTile
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
-from offload.tiers.remote import crc32c_of
 from offload.tiers.store import READER_NAME
 
 log = logging.getLogger("offload")
@@ -433,11 +432,8 @@ class Saves:
         manifest = replace(
             pending.manifest,
             stores=tuple(refs),
-            tiles={
-                tile: TileRef(numbers[record.location.path], record.location.offset, record.step, record.checksum)
-                for tile, record in records.items()
-            },
-            extra=None if extra is None else (extra_name(request.id, request.rank), len(extra), crc32c_of(extra)),
+            tiles={tile: TileRef.of(numbers[record.location.path], record) for tile, record in records.items()},
+            extra=None if extra is None else FileRef.of(extra_name(request.id, request.rank), extra),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]

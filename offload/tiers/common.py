@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from offload import waits
-from offload._native import check_slot_header, parse_slot_header
+from offload._native import check_slot_header, crc32c, parse_slot_header
 from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
 from offload.protocols import (
     ERROR_CHECKSUM,
@@ -184,6 +186,11 @@ def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int |
     promised = fields[-1]
     wrong = request.checksum is not None and request.checksum != (promised or 0)
     return ERROR_CHECKSUM if wrong else 0, promised
+
+
+def digest_of(content: bytes | memoryview, before: int = 0) -> int:
+    """Return the CRC32C of bytes that follow those which `before` is of."""
+    return crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content), before) if content else before
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import errno
 import json
 import logging
@@ -33,6 +32,7 @@ from offload.tiers.common import (
     check_depth,
     check_limits,
     check_request,
+    digest_of,
     memory_of,
 )
 from offload.tiers.filesystem import PINS_NAME, UNLIMITED_BYTES
@@ -230,7 +230,7 @@ class RemoteTier(Owned):
             size = self._client.get_into(key, [memoryview(found)])
             # Tiles take another way than the record: try that too.
             self._written[trial] = None
-            self._client.put(trial, [memoryview(content)], crc32c_of(content))
+            self._client.put(trial, [memoryview(content)], digest_of(content))
             self._client.delete([trial])
             del self._written[trial]
         except ObjectError as cause:
@@ -349,7 +349,7 @@ class RemoteTier(Owned):
         payload = memory_of(request)
         checksum = crc32c(request.address, request.nbytes) if self._checksum else None
         header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
-        whole = None if checksum is None else crc32c_combine(crc32c_of(header), checksum, request.nbytes)
+        whole = None if checksum is None else crc32c_combine(digest_of(header), checksum, request.nbytes)
         self._client.put(key, [memoryview(header), payload], whole)
         return checksum or 0
 
@@ -454,8 +454,3 @@ class ExistingRemoteStore(RemoteTier):
 
     def _remove(self) -> None:
         pass
-
-
-def crc32c_of(content: bytes) -> int:
-    """Return the CRC32C of bytes in Python's hands."""
-    return crc32c(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0, len(content))
