@@ -107,4 +107,4 @@ def _digest(bound: BoundParameter) -> tuple[Any, ...]:
     weight, mine = bound.parameter, bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)
     beginning = mine.as_strided((mine.numel(),), (1,))[:DIGEST_NUMEL].cpu()
-    return (tuple(weight.shape), weight.dtype), place, digest_of(memoryview(beginning.view(torch.uint8).numpy()))
+    return (tuple(weight.shape), weight.dtype), place, digest_of(beginning.view(torch.uint8).numpy().data)
