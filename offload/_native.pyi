@@ -7,13 +7,12 @@ class CompletionQueue:
         self,
         op: int,
         error: int = 0,
-        checksum: int = 0,
+        detail: int = 0,
         started_s: float = 0.0,
         finished_s: float = 0.0,
-        detail: int = 0,
     ) -> None: ...
     def exchange(self, op: int, reply: CompletionQueue, quiet_s: float, interrupt_op: int) -> None: ...
-    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float, int]]: ...
+    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float]]: ...
 
 # bind_io.cpp
 def crc32c(address: int, nbytes: int, seed: int = 0) -> int: ...
@@ -45,14 +44,12 @@ class StoreFile:
     def free_bytes(self) -> int: ...
 
 class IoThreads:
-    def __init__(self, queue: CompletionQueue, depth: int, piece_bytes: int, checksum: bool) -> None: ...
+    def __init__(self, queue: CompletionQueue, depth: int, piece_bytes: int) -> None: ...
     def read(
         self,
         file: StoreFile,
         op: int,
-        subgroup: int,
-        tensor: int,
-        tile: int,
+        tile: tuple[int, int, int],
         step: int,
         offset: int,
         address: int,
@@ -64,14 +61,13 @@ class IoThreads:
         self,
         file: StoreFile,
         op: int,
-        subgroup: int,
-        tensor: int,
-        tile: int,
+        tile: tuple[int, int, int],
         step: int,
         offset: int,
         address: int,
         nbytes: int,
         checksum: int | None = None,
+        verify: bool = True,
     ) -> None: ...
     def sync(self, file: StoreFile, op: int) -> None: ...
     def set_depth(self, depth: int) -> None: ...

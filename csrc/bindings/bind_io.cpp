@@ -12,7 +12,6 @@
 #include <tuple>
 #include <utility>
 
-#include "../io/crc32c.h"
 #include "../io/header.h"
 #include "../io/io_threads.h"
 #include "../io/store_file.h"
@@ -50,17 +49,22 @@ struct SharedFile {
   std::shared_ptr<StoreFile> file;
 };
 
-IoRequest transfer(IoKind kind, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-                   std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address,
-                   std::uint64_t nbytes) {
+// Start to move a tile, given the fields of an offload.protocols.TileRequest.
+template <IoKind kKind>
+void transfer(IoThreads& threads, const SharedFile& file, std::uint64_t op,
+              const std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>& tile, std::uint64_t step,
+              std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes, std::optional<std::uint32_t> crc,
+              bool verify) {
   IoRequest request;
-  request.kind = kind;
+  request.kind = kKind;
   request.op = op;
-  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, nbytes);
+  const auto& [subgroup, tensor, number] = tile;
+  request.identity = slot_identity(file.file->store(), subgroup, tensor, number, step, nbytes);
   request.file = file.file;
   request.offset = offset;
   request.address = reinterpret_cast<void*>(address);
-  return request;
+  request.terms = {crc, verify};
+  threads.submit(std::move(request));
 }
 
 // A header's bytes need not be aligned in a Python object.
@@ -184,35 +188,13 @@ void bind_files(nb::module_& module) {
   nb::class_<IoThreads>(module, "IoThreads",
                         "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h. Submit and\n"
                         "close from one thread.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>())
-      .def(
-          "read",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
-             std::optional<std::uint32_t> checksum, bool verify) {
-            IoRequest request =
-                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
-            request.has_expected_crc = checksum.has_value();
-            request.expected_crc = checksum.value_or(0);
-            request.verify = verify;
-            self.submit(std::move(request));
-          },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
-          "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
-      .def(
-          "write",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
-             std::optional<std::uint32_t> checksum) {
-            IoRequest request =
-                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
-            request.has_expected_crc = checksum.has_value();
-            request.expected_crc = checksum.value_or(0);
-            self.submit(std::move(request));
-          },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
-          "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t>(), "queue"_a, "depth"_a, "piece_bytes"_a,
+           nb::keep_alive<1, 2>())
+      .def("read", &transfer<IoKind::kRead>, "file"_a, "op"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
+           "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
+      .def("write", &transfer<IoKind::kWrite>, "file"_a, "op"_a, "tile"_a, "step"_a, "offset"_a, "address"_a,
+           "nbytes"_a, "checksum"_a = nb::none(), "verify"_a = true,
+           "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
           [](IoThreads& self, const SharedFile& file, std::uint64_t op) {

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "../runtime/completion_queue.h"
-#include "crc32c.h"
 
 namespace offload {
 
@@ -33,6 +32,11 @@ std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected
                        header.subgroup == expected.subgroup && header.tensor == expected.tensor &&
                        header.tile == expected.tile && header.step == expected.step && header.nbytes == expected.nbytes;
   return matches ? 0 : kErrorHeader;
+}
+
+std::int32_t admit(const SlotHeader& header, const SlotIdentity& expected, const PayloadTerms& terms) {
+  if (check_header(header, expected) != 0) return kErrorHeader;
+  return terms.crc && *terms.crc != header.payload_crc ? kErrorChecksum : 0;
 }
 
 }  // namespace offload

@@ -27,7 +27,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
 from offload.formats import FORMATS, StateSpec
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import SECTOR_BYTES, TileId, TileRequest
 from offload.rules import ADAMW, NAMED, described
 from offload.schedule.index import Location, Record
 from offload.tiers.common import digest_of
@@ -152,6 +152,12 @@ class Manifest:
     def tile_bytes(self) -> dict[TileId, int]:
         """Payload bytes of every tile."""
         return {tile: nbytes for subgroup in self.layout.subgroups for tile, _, nbytes in all_tiles(subgroup)}
+
+    def request(self, tile: TileId, address: int, *, verify: bool = True) -> TileRequest:
+        """Return how a tile is read to memory, or written from there as it was, elsewhere; `op` is 0."""
+        ref, verify = self.tiles[tile], verify and self.checksums
+        known = ref.checksum if verify else None
+        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], known, verify)
 
     def parameters_of(self, tile: TileId) -> str:
         """See `Layout.parameters_of`."""

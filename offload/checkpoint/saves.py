@@ -151,7 +151,6 @@ class Saves:
         views: Gather tiles that are not as they will be stored: of masters that are weights, of state on a GPU.
         mirror: Gets checkpoints that were committed or loaded.
         keep: How many checkpoints are kept.
-        checksum: Whether tiles carry checksums.
         settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
     """
 
@@ -165,7 +164,6 @@ class Saves:
         mirror: Mirror,
         *,
         keep: int,
-        checksum: bool,
         settle_s: float,
     ) -> None:
         self.pending: PendingSave | None = None
@@ -188,7 +186,6 @@ class Saves:
         self._memory = memory
         self._views = views
         self._keep = keep
-        self._checksum = checksum
         self._settle_s = settle_s
         self._mirror = mirror
         self._buffers = (0, 0)
@@ -260,11 +257,7 @@ class Saves:
                     folder.path,
                     store,
                     self._queue,
-                    options=StoreOptions(
-                        extent_bytes=max(1 << 20, min(total, 256 << 20)),
-                        checksum=self._checksum,
-                        io_backend=io_backend,
-                    ),
+                    options=StoreOptions(extent_bytes=max(1 << 20, min(total, 256 << 20)), io_backend=io_backend),
                 ),
             )
             self._others[number] = sink[1]
@@ -583,7 +576,7 @@ class Saves:
                 if place not in numbers:
                     number = numbers[place] = len(self.stores) + len(foreign)
                     path, store = place
-                    foreign[number] = parse_place(path).open_existing(store, self._queue, checksum=self._checksum)
+                    foreign[number] = parse_place(path).open_existing(store, self._queue)
         except BaseException:
             for tier in foreign.values():
                 tier.close()

@@ -107,7 +107,7 @@ class LiveExecutor:
         queue: What everything reports to.
         memory: Where homes, staging slots and buffers are.
         saves: What checkpoints are written from; None where there are none.
-        verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
+        verify: Whether tiles get checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         lanes: Those of a device.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
@@ -241,8 +241,10 @@ class LiveExecutor:
             tier.write(request)
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
-        """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify or (isinstance(operation, WriteTile) and operation.owner is not None):
+        """Return the checksum of a tile that is moved, if it is known, and whether the tier sees to it."""
+        if not self._verify:
+            return None, False
+        if isinstance(operation, WriteTile) and operation.owner is not None:
             return None, True
         if isinstance(operation, ReadTile) and operation.owner is not None:
             return operation.record.checksum, True
@@ -433,7 +435,7 @@ class LiveExecutor:
             if isinstance(operation, WriteTile | SaveTile):
                 record = operation.record
                 self.written_bytes[record.location.path] += nbytes
-                return Done(completion.op, Record(record.location, record.step, completion.checksum))
+                return Done(completion.op, Record(record.location, record.step, completion.detail))
             if isinstance(operation, Run):
                 self._seals.ended(operation.op)
             return Done(completion.op)
@@ -451,7 +453,7 @@ class LiveExecutor:
     def _damaged(self, operation: ReadTile) -> TierError:
         """Return the error for a tile that was read, and has another checksum."""
         request = self._request(operation, operation.record.checksum, False)
-        completion = Completion(operation.op, ERROR_CHECKSUM, 0, 0.0, 0.0, request.offset)
+        completion = Completion(operation.op, ERROR_CHECKSUM, request.offset, 0.0, 0.0)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:

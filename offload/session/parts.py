@@ -104,7 +104,7 @@ class SessionParts:
         self.queue = CompletionQueue()
         check_nodes("host_memory", config.node_bytes)
         paths = [path.path for path in config.path_configs]
-        self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
+        self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
         self._store_in: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
@@ -192,7 +192,6 @@ class SessionParts:
             self.views,
             self.mirror,
             keep=config.checkpoints,
-            checksum=config.checksum,
             settle_s=self.limits.settle_s,
         )
         saves_end.callback(self.saves.close)

@@ -469,7 +469,7 @@ def test_a_write_for_a_checkpoint_that_fails_is_tried_again_and_then_elsewhere(
             if self in armed:
                 if not lasting:
                     armed.clear()
-                self._queue.post(request.op, code, 0, 0.0, 0.0, request.offset)
+                self._queue.post(request.op, code, request.offset)
                 return
             super().write(request)
 
@@ -688,7 +688,7 @@ def test_a_session_that_breaks_while_a_copy_is_written_says_why(
     class Failing(Wrapped):
         def write(self, request: TileRequest) -> None:
             if failing:
-                self.queue.post(request.op, errno.EIO, 0, 0.0, 0.0, request.offset)
+                self.queue.post(request.op, errno.EIO, request.offset)
             else:
                 self.inner.write(request)
 
@@ -704,7 +704,7 @@ def test_a_session_that_breaks_while_a_copy_is_written_says_why(
 
         def close(self) -> None:
             while self.held:
-                self.queue.post(self.held.pop(), errno.ENOSPC, 0, 0.0, 0.0, 0)
+                self.queue.post(self.held.pop(), errno.ENOSPC)
             self.inner.close()
 
     def opened(kind: type) -> Any:
