@@ -33,9 +33,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 
+import msgspec
 import psutil
 
-from offload import waits
+from offload import metrics, waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint
 from offload.checkpoint.folder import open_folder
@@ -115,6 +116,10 @@ class Mirror:
         # Not a condition: the main thread posts to it, where a Ctrl-C may come at any line.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = waits.BackgroundWork(self._run, "offload-mirror")
+
+    def metrics(self) -> dict[str, float]:
+        """Return its figures; none where there is no mirror."""
+        return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
         """Return the folder that mirrors a checkpoint's."""
@@ -490,7 +495,7 @@ class PartCopy:
         for number, (_, count) in enumerate(stores):
             offset = 0
             for tile, ref in islice(refs, count):
-                tiles[tile] = ref.moved(number, offset)
+                tiles[tile] = msgspec.structs.replace(ref, store=number, offset=offset)
                 offset += slot_bytes(manifest.tile_bytes[tile])
         return replace(manifest, stores=tuple(StoreRef(store, None) for store, _ in stores), tiles=tiles)
 

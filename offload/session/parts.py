@@ -14,8 +14,7 @@ from functools import partial
 
 from offload import combinations, waits
 from offload._native import CompletionQueue
-from offload.checkpoint.mirror import Mirror
-from offload.checkpoint.saves import Saves
+from offload.checkpoint.saves import Saves, check_mirror
 from offload.checkpoint.stores import delete_free, leftover_bytes
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
@@ -57,7 +56,7 @@ from offload.session.setup import (
     refuse_gpu,
     usable_bytes,
 )
-from offload.tiers import check_places, parse_place
+from offload.tiers import check_places
 
 log = logging.getLogger("offload")
 
@@ -103,8 +102,6 @@ class SessionParts:
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
         check_nodes("host_memory", config.node_bytes)
-        paths = [path.path for path in config.path_configs]
-        self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
         self._store_in: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
@@ -164,8 +161,7 @@ class SessionParts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
-        if config.mirror is not None:
-            parse_place(config.mirror, "mirror").check("mirror")
+        check_mirror(config)
         parameters = self._with_formats(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
         self._nodes = nodes = self._node_rates(known_rates)
@@ -184,16 +180,8 @@ class SessionParts:
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
         self.machine = Machine(self.plan, index, listener)
-        self.saves = Saves(
-            self.queue,
-            [(path, self._store) for path in paths],
-            self.others,
-            memory,
-            self.views,
-            self.mirror,
-            keep=config.checkpoints,
-            settle_s=self.limits.settle_s,
-        )
+        stores = [(path, self._store) for path in paths]
+        self.saves = Saves(config, self.queue, stores, self.others, memory, self.views, settle_s=self.limits.settle_s)
         saves_end.callback(self.saves.close)
         self.executor = LiveExecutor(
             self.tiers,
