@@ -78,9 +78,10 @@ class TileRequest(NamedTuple):
         checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
             write, that of the payload, or None where it is not known: the tier computes it.
         verify: On read, whether the payload is compared with its checksum, if it has one, before the read completes.
-            False where the caller does that, before anything uses the payload, or nobody does. On write, whether the
-            header gets a checksum, which the completion reports. Without, headers are verified all the same, and only
-            the index tells a finished write from a torn one.
+            False where nobody compares it, or the caller does before anything uses it; then `checksum` is given, and
+            a tier may compare all the same. On write, whether the header gets a checksum, which the completion
+            reports. Without, headers are verified all the same, and only the index tells a finished write from a torn
+            one.
     """
 
     op: int

@@ -89,6 +89,7 @@ class PayloadSum {
   void pass(const void* data, std::size_t nbytes) {
     if (takes_) value_ = crc32c(value_, data, nbytes);
   }
+  bool takes() const { return takes_; }
   bool fits(const SlotHeader& header) const { return !takes_ || value_ == header.payload_crc; }
   std::uint32_t value() const { return value_; }
 
@@ -100,13 +101,8 @@ class PayloadSum {
 // Fill header; has_checksum says whether payload_crc was computed.
 void make_header(const SlotIdentity& identity, bool has_checksum, std::uint32_t payload_crc, SlotHeader* header);
 
-// Is this a whole header of this format, whatever slot it belongs to?
-bool header_intact(const SlotHeader& header);
-
-// 0, or kErrorHeader where the header is damaged or belongs to another tile, step or store.
-std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected);
-
-// Likewise, or kErrorChecksum where the header promises another payload.
+// 0; kErrorHeader where the header is damaged, of another format, or belongs to another tile, step or store;
+// kErrorChecksum where it promises another payload.
 std::int32_t admit(const SlotHeader& header, const SlotIdentity& expected, const PayloadTerms& terms);
 
 }  // namespace offload

@@ -10,6 +10,7 @@ from offload.checkpoint.manifest import (
     COMMIT_NAME,
     RELEASED_NAME,
     CommitRecord,
+    FileRef,
     Manifest,
     decode,
     manifest_name,
@@ -103,7 +104,7 @@ def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
     content = folder.read(manifest.extra.name)
     if content is None:
         raise CheckpointError(f"{where} is missing")
-    if not manifest.extra.holds(content):
+    if manifest.extra != FileRef.of(manifest.extra.name, content):
         raise CheckpointError(f"{where} is damaged: its size or checksum is not the one it was written with")
     return content
 

@@ -90,10 +90,6 @@ class TileRef(Row, frozen=True):
         """Return it as a session has it, given the path number of its store."""
         return Record(Location(path, self.offset, nbytes), self.step, self.checksum)
 
-    def moved(self, store: int, offset: int) -> TileRef:
-        """Return where the tile lies when it has been copied."""
-        return TileRef(store, offset, self.step, self.checksum)
-
 
 class FileRef(NamedTuple):
     """A file in the checkpoint's folder, and what its content is known by."""
@@ -106,10 +102,6 @@ class FileRef(NamedTuple):
     def of(cls, name: str, content: bytes) -> FileRef:
         """Return what is known of a file with this content."""
         return cls(name, len(content), digest_of(content))
-
-    def holds(self, content: bytes) -> bool:
-        """Return whether this is the file's content."""
-        return self == FileRef.of(self.name, content)
 
 
 @dataclass(frozen=True)

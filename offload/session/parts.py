@@ -292,12 +292,13 @@ class SessionParts:
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
-                _tune_depth(tier, self.queue, *memory.staging)
+                _tune_depth(tier, self.queue, *memory.staging, verify=self.config.checksum)
         if known_rates is not None:
             self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
-        rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
+        parts = self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes
+        rates = quick_probe(*parts, verify=self.config.checksum)
         rates = with_whole_parameters(rates, self.plan.layout)
         self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
         kept = None if deals else self.plan
@@ -498,8 +499,8 @@ class SessionParts:
             self.closing.remove(tier)
 
 
-def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:
+def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:
     """Find out how many requests a path should have in flight, and say it."""
-    tried = tune_depth(tier, queue, address, nbytes) if nbytes else {}
+    tried = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
     rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
     log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

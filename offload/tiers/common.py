@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from offload import waits
-from offload._native import check_slot_header, crc32c, crc32c_combine, make_slot_header, parse_slot_header
+from offload._native import admit_slot_header, crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
 from offload.protocols import (
     ERROR_CHECKSUM,
@@ -175,14 +175,12 @@ def check_depth(depth: int) -> None:
 
 
 def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
-    """Return 0 where a header is what was asked for, else an error; and what to `compare` the payload with."""
-    expected = (*request.tile, request.step, request.nbytes)
-    fields = parse_slot_header(header)
-    if fields is None or not check_slot_header(header, store, *expected):
-        return ERROR_HEADER, None
-    promised = fields[-1]
-    wrong = request.checksum is not None and request.checksum != (promised or 0)
-    return ERROR_CHECKSUM if wrong else 0, promised if request.verify else None
+    """Return 0 where a header is what was asked for, else an error; and what to `compare` the payload with.
+
+    It is compared even where the caller will do that: what was damaged on its way may be read again here.
+    """
+    _, tile, step, _, _, nbytes, checksum, verify = request
+    return admit_slot_header(header, store, tile, step, nbytes, checksum, verify or checksum is not None)
 
 
 def compare(request: TileRequest, promised: int) -> tuple[int, int]:
@@ -196,7 +194,7 @@ def make_header(store: bytes, request: TileRequest) -> tuple[bytes, int | None]:
     known = None
     if request.verify:
         known = crc32c(request.address, request.nbytes) if request.checksum is None else request.checksum
-    return make_slot_header(store, *request.tile, request.step, request.nbytes, known), known
+    return make_slot_header(store, request.tile, request.step, request.nbytes, known), known
 
 
 def digest_after(header: bytes, known: int | None, nbytes: int) -> int | None:
