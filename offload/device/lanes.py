@@ -102,7 +102,6 @@ class GpuLanes(Lanes):
         """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
-        self._homes: dict[int, int] = {}
         self._home_blocks: list[tuple[int, tuple[Subgroup, ...]]] = []  # allocations, and whose homes lie there
         self._parked_piece_bytes = 0
         self._slots_address = 0
@@ -157,7 +156,7 @@ class GpuLanes(Lanes):
     def _place_homes(self, address: int, subgroups: tuple[Subgroup, ...]) -> None:
         self._home_blocks.append((address, subgroups))
         for subgroup in subgroups:
-            self._homes[subgroup.index] = address
+            self.homes[subgroup.index] = address
             address += subgroup.state_bytes
 
     def park(self) -> None:
@@ -165,7 +164,7 @@ class GpuLanes(Lanes):
         self.wait()
         released = [self._slots_address] if self._slots_address else []
         released += [address for address, _ in self._home_blocks]
-        self._homes.clear()
+        self.homes.clear()
         self._parked_piece_bytes, self._slots_address = self.pieces.buffer_bytes, 0
         if pieces := self.pieces.adopt(0, 0):
             released.append(pieces)
@@ -270,11 +269,7 @@ class GpuLanes(Lanes):
 
     def state_address(self, run: Run) -> int:
         """Return the device address of the state that a run on the GPU updates."""
-        return self.home(run.visit.subgroup) if run.gpu_slot is None else self._slot(run.gpu_slot)
-
-    def home(self, subgroup: int) -> int:
-        """Return the device address of the state of a subgroup at home on the GPU."""
-        return self._homes[subgroup]
+        return self.homes[run.visit.subgroup] if run.through is None else self._slot(run.through)
 
     def _slot(self, gpu_slot: int) -> int:
         if self.borrows:
@@ -421,7 +416,7 @@ class GpuLanes(Lanes):
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
-        subgroup, slot = operation.visit.subgroup, operation.gpu_slot
+        subgroup, slot = operation.visit.subgroup, operation.through
         copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
         if copied is not None:  # fresh state is not copied
             self.device.follow(DeviceLane.UPDATE, copied)
@@ -434,14 +429,14 @@ class GpuLanes(Lanes):
             self.device.update(sent)
         ended = self.device.mark(DeviceLane.UPDATE)
         self._written[subgroup] = (ended,)
-        if operation.gpu_slot is not None:
-            self._updated[operation.gpu_slot] = ended
+        if operation.through is not None:
+            self._updated[operation.through] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
     def has_table(self, operation: Run) -> bool:
         """Return whether the table of an update was copied with its state."""
-        return operation.gpu_slot in self._tables
+        return operation.through in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""
@@ -468,7 +463,7 @@ class GpuLanes(Lanes):
     def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
         """Note that the push after a run copies the weights of all segments, or of active ones in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
-        self._to_push[subgroup] = self._weight_copies(subgroup, run.weight_slot, chosen)
+        self._to_push[subgroup] = self._weight_copies(subgroup, run.through, chosen)
 
     def _weight_copies(self, subgroup: int, weight_slot: int | None, chosen: Any = None) -> Pieces:
         weights = known(self._weights, "nobody knows where weights are")

@@ -77,6 +77,7 @@ class Lanes:
         is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
         borrows: Whether memory of the device is taken between backward and forward alone.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
+        homes: Device addresses of state at home there, by subgroup.
     """
 
     on_gpu: ClassVar[bool] = False
@@ -87,13 +88,14 @@ class Lanes:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.homes: dict[int, int] = {}
         self.given_up = False
         self.wakes = self.is_hidden = False
 
     adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = has_table = never
-    home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
@@ -139,7 +141,7 @@ class Lanes:
         """Return the tensors of a sweep that lanes may still use when the sweep is over."""
         return ()
 
-    def image(self, weight_slot: int | None) -> int | None:
+    def image(self, through: int | None) -> int | None:
         """Return the address of a weight slot; None where weights themselves are in host memory."""
         return None
 

@@ -11,8 +11,8 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
-from offload.dtypes import ITEM_BYTES
-from offload.errors import InfeasiblePlanError
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.errors import ConfigError, InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
@@ -291,6 +291,34 @@ class Plan:
         """Whether the weights lie on the GPU."""
         return self.budgets.weights_on_gpu
 
+    def passing_bytes(self, subgroup: int) -> int:
+        """Return the bytes of weights that pass through a weight slot when the CPU visits a subgroup.
+
+        0 where weights lie in host memory, as the CPU's visits reach them there.
+        """
+        return self.layout.subgroups[subgroup].weight_bytes if self.budgets.weights_on_gpu else 0
+
+    @property
+    def fetches_gradients(self) -> bool:
+        """Whether gradients of what the CPU updates are fetched from a GPU during the step."""
+        return self.budgets.gradients_on_gpu
+
+    def leaving_bytes(self, subgroup: int) -> int:
+        """Return what leaves a GPU for an update on the CPU: gradients that backward has not sent, and fp32 weights.
+
+        A gradient has its weight's dtype, and an fp32 weight is the master.
+        """
+        is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        return self.passing_bytes(subgroup) * (self.fetches_gradients + is_master)
+
+    @cached_property
+    def unborrowed(self) -> Plan:
+        """This plan for a step without the GPU's staging slots, if they are borrowed: the CPU makes these updates."""
+        if not (self.budgets.borrows and self.gpu_slots):
+            return self
+        placements = tuple(Placement.GPU if home is Home.GPU else Placement.CPU for home in self.homes)
+        return replace(self, placements=placements, gpu_slots=0)
+
     @property
     def uses_gpu(self) -> bool:
         """Whether a step needs a GPU."""
@@ -305,8 +333,7 @@ class Plan:
     @cached_property
     def weight_slot_bytes(self) -> int:
         """Bytes of host memory in which one subgroup's new weights are made for the GPU; 0 if they are not there."""
-        sizes = (subgroup.weight_bytes for subgroup in self.layout.subgroups)
-        return max(sizes, default=0) if self.weights_on_gpu else 0
+        return max((self.passing_bytes(subgroup.index) for subgroup in self.layout.subgroups), default=0)
 
     @cached_property
     def weight_slots(self) -> int:
@@ -535,6 +562,18 @@ class Plan:
     def has_room_to_speculate(self) -> bool:
         """Whether the paths have room for `speculative_storage_bytes` besides; else only part is speculated on."""
         return self.checkpoint_bytes + self.speculative_storage_bytes <= self._spare_bytes
+
+    def check_rates(self, rates: Rates) -> None:
+        """Verify that rates know what a step needs: every path, and the GPU if there is one.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if len(rates.paths) != len(self.budgets.paths):
+            allowed = f"give one entry for each of the plan's {len(self.budgets.paths)} paths"
+            raise ConfigError("rates.paths", len(rates.paths), allowed)
+        if self.uses_gpu:
+            rates.gpu.check_used(planned=False)
 
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.

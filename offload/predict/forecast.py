@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from offload.plan.budget import Placement, Plan
+from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.predict.explanation import Explanation
@@ -62,10 +62,9 @@ class Forecast:
 
     def borrowing_s(self, plan: Plan, rates: Rates) -> tuple[float, float] | None:
         """Return the seconds of a step with the staging slots that are borrowed, and without; None if none are."""
-        if not (plan.budgets.borrows and plan.gpu_slots):
+        if plan.unborrowed is plan:
             return None
-        without = dataclasses.replace(plan, placements=(Placement.CPU,) * len(plan.homes), gpu_slots=0)
-        return self.carried_on(plan, rates).step_s, predict(without, rates).step_s
+        return self.carried_on(plan, rates).step_s, predict(plan.unborrowed, rates).step_s
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.

@@ -279,7 +279,7 @@ class Parking:
     def _copies(self, places: Mapping[int, int]) -> list[tuple[int, int, int]]:
         """Return rows of (device address, host address, bytes) of state at home on the GPU."""
         lanes, subgroups = self._parts.lanes, self._parts.plan.layout.subgroups
-        return [(lanes.home(number), address, subgroups[number].state_bytes) for number, address in places.items()]
+        return [(lanes.homes[number], address, subgroups[number].state_bytes) for number, address in places.items()]
 
     def _copy_from_gpu(self, places: Mapping[int, int]) -> None:
         self._parts.lanes.fetch(as_pieces(self._copies(places)))
