@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
@@ -160,6 +160,17 @@ class NodeBudget(NamedTuple):
 
     node: int
     nbytes: int
+
+
+class Offer(TypedDict):
+    """What the device that the weights are on offers: the budgets that depend on it, see `Budgets`."""
+
+    on_gpu: bool
+    gpu_bytes: int
+    gpu_staging_bytes: int
+
+
+NO_OFFER = Offer(on_gpu=False, gpu_bytes=0, gpu_staging_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +340,16 @@ class Plan:
         """Bytes of one staging slot on the GPU, as large as the largest subgroup that is not at home there."""
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
         return max((nbytes for home, nbytes in sizes if home is not Home.GPU), default=0) if self.gpu_slots else 0
+
+    @property
+    def gpu_staging_bytes(self) -> int:
+        """Bytes of all staging slots on the GPU."""
+        return self.gpu_slots * self.gpu_slot_bytes
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """GPU memory of state at home there and of staging slots, by these words; empty where a step needs no GPU."""
+        return {"state": self.home_bytes[Home.GPU], "staging": self.gpu_staging_bytes} if self.uses_gpu else {}
 
     @cached_property
     def weight_slot_bytes(self) -> int:
@@ -747,6 +768,11 @@ class Plan:
             lines.append(f"  {title:<12} {size:>10}  at most for {kept}{room}")
         return "\n".join(lines)
 
+    def change_from(self, before: Plan) -> str:
+        """Return in words what the GPU updates by this plan, and not by one before of the same subgroups."""
+        now, then = (plan.placements.count(Placement.GPU) for plan in (self, before))
+        return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
+
     def _gpu_lines(self) -> list[str]:
         pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
         small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
@@ -756,7 +782,7 @@ class Plan:
             return [f"  GPU memory   {line}" for line in small]
         home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - home
-        staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
+        staging = format_bytes(self.gpu_staging_bytes)
         here = format_count(home, "subgroup")
         slots = f"{self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}"
         if self.budgets.borrows:

@@ -44,10 +44,10 @@ class Forecast:
                 return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
         return self.simulated(plan, rates)
 
-    def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float, on_cpu: bool) -> float:
+    def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float) -> float:
         """Return the seconds of a forward pass behind which the last step goes on; see `with_forward_s`."""
         made, factor = self._drifted(plan, rates)
-        return with_forward_s(made, forward_s, on_cpu=on_cpu, factor=factor)
+        return with_forward_s(made, plan, forward_s, factor=factor)
 
     def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
         """Return the seconds of an iteration with updates during backward; see `with_backward_s`."""

@@ -53,15 +53,16 @@ class Prediction:
         return "\n".join(lines)
 
 
-def with_forward_s(prediction: Prediction, forward_s: float, *, on_cpu: bool, factor: float = 1.0) -> float:
+def with_forward_s(prediction: Prediction, plan: Plan, forward_s: float, *, factor: float = 1.0) -> float:
     """Return the seconds of a forward pass into which a step goes on, in the order in which it needs the weights.
 
-    A part of forward begins when its weights are there. On the CPU updates take their time from it, unless it waits.
+    A part of forward begins when its weights are there. Where these lie in host memory, forward runs on the cores
+    that update, and updates take their time from it, unless it waits.
 
     Args:
         prediction: Of the step, with a timeline.
+        plan: What it predicts.
         forward_s: What the forward pass takes by itself.
-        on_cpu: Whether it runs on the cores that update.
         factor: By which all of the prediction is longer.
     """
     updates = [interval for interval in prediction.timeline if interval.lane in ("cpu", "gpu")]
@@ -69,7 +70,7 @@ def with_forward_s(prediction: Prediction, forward_s: float, *, on_cpu: bool, fa
     if not nbytes:
         return prediction.step_s * factor + forward_s
     for interval in sorted(updates, key=lambda interval: interval.finished_s):
-        if on_cpu:
+        if not plan.weights_on_gpu:
             now_s += (interval.finished_s - interval.started_s) * factor
         now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / nbytes
     return now_s
