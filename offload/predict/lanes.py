@@ -125,7 +125,7 @@ class VirtualLanes:
             case WriteTile(record=record):
                 return self._writes[record.location.path], record.location.nbytes
             case Run(visit=visit):
-                return self._named[operation.lane], self._sizes[visit.subgroup]
+                return self._named["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
             case Transfer(nbytes=nbytes):
                 return self._named[operation.lane], nbytes
             case AwaitPush() | GiveBack():

@@ -256,7 +256,7 @@ class TimingExecutor(VirtualLanes):
         """Return how often the GPU's runtime is called for an operation."""
         if isinstance(operation, Transfer) and operation.what == "weights":
             return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
-        return CALLS if isinstance(operation, Transfer | Run) and operation.lane != "cpu" else 0
+        return CALLS if isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu) else 0
 
     def _begin(self, sweep: Sweep) -> None:
         """Have the gradients of the first visits on their way, as far as they lie on the GPU."""

@@ -116,11 +116,6 @@ class Run:
     through: int | None = None
     gradient_buffer: int | None = None
 
-    @property
-    def lane(self) -> str:
-        """The device that runs it."""
-        return "gpu" if self.visit.gpu else "cpu"
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
