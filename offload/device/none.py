@@ -51,12 +51,7 @@ class NoDevice:
     adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
     fingerprint_gradients = send_table = _refuse
-
-    def free_bytes(self) -> int:
-        """Return 0."""
-        return 0
-
-    cached_bytes = free_bytes
+    free_bytes = cached_bytes = no_bytes
 
     def mark(self, *lane: Any, timed: bool = True) -> Mark:
         """Return this."""
