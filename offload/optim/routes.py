@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import combinations
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
-from offload.errors import ConfigError, known
+from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
 from offload.optim.announcer import Announcer
@@ -142,7 +142,7 @@ class Route:
         bound.arrivals += 1
         if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
-        if bound.dealt is None:  # else its rank needs all shards of it
+        if not bound.is_brought:  # else its rank needs all shards of it
             self._handle(bound, gradient)
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -171,17 +171,13 @@ class Route:
         return [bound for bound in self._bound.values() if self._bind(bound)]
 
     def _bind(self, bound: BoundParameter) -> bool:
-        parameter, gradient = bound.parameter, bound.parameter.grad
-        if gradient is None:
+        found = bound.gradient()
+        if found is None:
             return False
-        rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is cut, too
-        if bound.dealt is not None:
-            gradient, parameter = known(bound.dealt.gradient, "a gradient that was not brought"), bound.dealt.copy
-        else:
-            gradient = shards.reduced_gradient(gradient, parameter, bound.name)
-            if gradient is not parameter.grad:
-                parameter.grad = gradient  # so that nobody reduces it again
-            gradient, parameter = shards.local(gradient), shards.local(parameter)
+        gradient, parameter = found
+        rows = bound.cut
+        if rows is not None and shards.is_sharded(bound.parameter):
+            rows = None  # the gradient is cut, too
         _check_gradient(gradient, parameter, bound)
         self._tensors.append(gradient)
         is_gathered = self._is_gathered(bound, gradient)
