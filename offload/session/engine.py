@@ -194,9 +194,7 @@ class Engine:
             figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
         if self.config.mirror is not None:
             figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
-        if self.speculates:
-            figures[metrics.CONFIRMED_BYTES] = account.confirmed_bytes
-            figures[metrics.REVOKED_BYTES] = account.revoked_bytes
+        figures |= self._thread.speculation.metrics()
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
         totals = lane_totals(timeline)

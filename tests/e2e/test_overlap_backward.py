@@ -65,7 +65,7 @@ class Training:
         self.count()
 
     def count(self) -> None:
-        account = self.optimizer.engine._thread.speculation.account
+        account = self.optimizer.engine._thread.speculation
         self.counts["confirmed"] += account.confirmed_bytes
         self.counts["revoked"] += account.revoked_bytes
 
