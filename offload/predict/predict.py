@@ -102,7 +102,7 @@ def with_backward_s(
         factor: By which all of the prediction is longer.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    ahead = [s for s in plan.layout.subgroups if plan.may_speculate(s.index)]
+    ahead = plan.updated_in_backward
     streamed_bytes, moved_bytes = sum(s.state_bytes for s in ahead), sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0

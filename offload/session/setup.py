@@ -158,7 +158,7 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     """Return what to do where a plan needs more host memory than is available, in settings that were given."""
     if not config.paths:
         return "give paths to stream state from"
-    if plan.image_bytes > 0 and plan.host_bytes - plan.image_bytes <= available:
+    if plan.fits_but_for_backward(available):
         return 'use overlap="auto", which takes for new weights what is left'
     given = {
         "host_memory": plan.home_bytes[Home.HOST],
