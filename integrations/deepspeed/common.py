@@ -30,8 +30,7 @@ from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
-from offload.optim.announcer import Announcer
-from offload.optim.auto import AutoOverlap
+from offload.optim.hiding import Announcer, AutoOverlap
 from offload.rules import UpdateRule
 
 log = logging.getLogger("offload")
@@ -109,6 +108,7 @@ class OffloadedOptimizer:
         arguments: DeepSpeed's.
         offload_config: Tiers and budgets of each rank.
         names: Name of each parameter (older versions do not give them to their optimizer).
+        reduces_early: Whether it reduces gradients during backward.
         keywords: DeepSpeed's.
 
     Attributes:
@@ -138,10 +138,16 @@ class OffloadedOptimizer:
     _loading = ""
 
     def __init__(
-        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
+        self,
+        *arguments: Any,
+        offload_config: OffloadConfig,
+        names: Mapping[Any, str],
+        reduces_early: bool,
+        **keywords: Any,
     ) -> None:
         self._offload_config = offload_config
         self._names = names
+        self._reduces_early = reduces_early
         self._auto = AutoOverlap()
         super().__init__(*arguments, **keywords)
         self._announcer = Announcer(self.optimizer, group_values, self.shard, self._auto.pace)
@@ -177,16 +183,11 @@ class OffloadedOptimizer:
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.can_go_on, "backward": self.is_early}
+            ways = {"forward": self.can_go_on, "backward": self._reduces_early}
             self._auto.after_step(self.offload, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
-
-    @property
-    def is_early(self) -> bool:
-        """Whether gradients are reduced during backward."""
-        return True
 
     @property
     def can_go_on(self) -> bool:

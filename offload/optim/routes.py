@@ -21,8 +21,8 @@ from offload.device.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
-from offload.optim.announcer import Announcer
 from offload.optim.buckets import Buckets
+from offload.optim.hiding import Announcer
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import is_flattened, world
@@ -39,15 +39,17 @@ def choose_route(
 ) -> Route:
     """Return the route for the device and the parameters; close the holder if its settings allow for none."""
     parameters = [*parameters]
-    try:
-        check_reduced(holder.config, parameters)
-    except ConfigError:
-        holder.close()
-        raise
     leaves = holder.config.gradient_memory is not None
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
     # Where ranks reduce gradients after backward, the step finds other bits than an update has read.
     can_be_final = is_alone or not any(map(is_flattened, parameters))
+    try:
+        check_reduced(holder.config, parameters)
+        if not can_be_final:
+            combinations.FSDP1_BACKWARD.check("overlap", holder.config.overlap)
+    except ConfigError:
+        holder.close()
+        raise
     arrive_reduced = is_alone or all(map(_arrives_reduced, parameters))
     kind: type[Route]
     if leaves:
@@ -58,9 +60,6 @@ def choose_route(
         kind = StepRoute if holder.config.keep_grads else DepartureRoute
         # Until backward has shown what is free there.
         holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
-    if holder.config.overlaps_backward and not can_be_final:
-        holder.close()
-        combinations.FSDP1_BACKWARD.refuse("overlap", holder.config.overlap)
     route = kind(holder, weights, scaling, overlap)
     route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
     route.is_deaf = any(map(shards.is_copied, parameters))
@@ -99,6 +98,11 @@ class Route:
     """Whether gradients are copied to the host by FSDP2, and no model has been given that says when."""
     announcer: Announcer | None = None
     """Is told of each gradient before the engine."""
+
+    @property
+    def arrives_early(self) -> bool:
+        """Whether gradients come during backward as the step will find them, which is of use to updates there."""
+        return self.is_early and not self.is_deaf
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder

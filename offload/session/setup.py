@@ -168,7 +168,8 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     }
     lowered = [name for name, value in given.items() if value and value != "auto"]
     advice = [f"lower {' or '.join(lowered)}"] if lowered else []
-    if config.gradient_memory is None and plan.budgets.gradient_bytes and not config.overlaps_backward:
+    may_leave = config.gradient_memory is None and not combinations.UPDATES_IN_BACKWARD.names(config.overlap)
+    if may_leave and plan.budgets.gradient_bytes:
         advice.append("give gradient_memory=0, with which gradients leave for the paths")
     return ", or ".join([*advice, "free some"])
 

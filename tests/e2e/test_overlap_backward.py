@@ -26,7 +26,7 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.optim import announcer
-from offload.optim.announcer import Announcer
+from offload.optim.hiding import Announcer
 from offload.optim.pace import Pace
 from offload.protocols import SECTOR_BYTES
 from offload.session import speculation

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.errors import ConfigError
-from offload.integrations.shared import hide_steps
 from offload.optim.buckets import attach
+from offload.optim.hiding import hide_steps
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
