@@ -108,11 +108,11 @@ class OffloadedOptimizer:
         arguments: DeepSpeed's.
         offload_config: Tiers and budgets of each rank.
         names: Name of each parameter (older versions do not give them to their optimizer).
-        reduces_early: Whether it reduces gradients during backward.
         keywords: DeepSpeed's.
 
     Attributes:
         shard: State and update of this rank.
+        reduces_early: Whether gradients are reduced during backward.
     """
 
     shard: Shard
@@ -132,22 +132,17 @@ class OffloadedOptimizer:
     _streamed: list[FlatState] | None = None
     _model: UnnamedModel | None = None
     behind: SavesBehind | None = None
+    reduces_early = True
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
     _layout = ""
     _loading = ""
 
     def __init__(
-        self,
-        *arguments: Any,
-        offload_config: OffloadConfig,
-        names: Mapping[Any, str],
-        reduces_early: bool,
-        **keywords: Any,
+        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
     ) -> None:
         self._offload_config = offload_config
         self._names = names
-        self._reduces_early = reduces_early
         self._auto = AutoOverlap()
         super().__init__(*arguments, **keywords)
         self._announcer = Announcer(self.optimizer, group_values, self.shard, self._auto.pace)
@@ -183,7 +178,7 @@ class OffloadedOptimizer:
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.can_go_on, "backward": self._reduces_early}
+            ways = {"forward": self.can_go_on, "backward": self.reduces_early}
             self._auto.after_step(self.offload, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()

@@ -180,8 +180,6 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     engine._config.zero_force_ds_cpu_optimizer = False
     with contextlib.suppress(ImportError):  # DeepSpeed derives from its classes when it first imports this
         import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-    given = {"offload_config": config, "names": engine.param_names}
-    given["reduces_early"] = settings.reduces_early(engine.config)
     with contextlib.ExitStack() as stack:
         for (module, name), ours in (
             (_STAGE3, OffloadedStage3),
@@ -189,11 +187,12 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         ):
             home = import_module(module)
             stack.callback(setattr, home, name, getattr(home, name))
-            setattr(home, name, functools.partial(ours, **given))
+            setattr(home, name, functools.partial(ours, offload_config=config, names=engine.param_names))
         original(engine, optimizer, model_parameters)
     if not isinstance(engine.optimizer, OffloadedOptimizer):
         made = type(engine.optimizer).__name__
         raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
+    engine.optimizer.reduces_early = settings.reduces_early(engine.config)
     engine.optimizer.report_to(engine)
     engine.optimizer.follow(engine.module)
     engine.optimizer.stream_checkpoints(engine)

@@ -38,9 +38,6 @@ LEAST_KEPT, LEAST_TOGETHER = 0.05, 1.0
 keep as much as if they took turns, or what was known, if that is less. Which operations met is a matter of chance:
 what a step shows beyond that is not believed."""
 
-OF_CHECKPOINTS = "save:", "copy:"
-"""How lanes begin on which a checkpoint is written."""
-
 REFINEMENTS = 30
 BISECTIONS = 40
 TOLERANCE = 1e-6
@@ -296,7 +293,7 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
     operations = sorted((i for i in timeline if i.lane != ENGINE), key=lambda item: item.started_s)
     for interval in operations:
         device = interval.lane.rpartition(":")[2]
-        due_s = None if interval.lane.startswith(OF_CHECKPOINTS) else interval.due_s
+        due_s = None if interval.lane.startswith(("save:", "copy:")) else interval.due_s
         if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
             reactions.append((due_s, max(interval.started_s, due_s)))
         idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)

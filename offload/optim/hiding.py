@@ -150,8 +150,7 @@ class AutoOverlap:
         before, self.mode = self.mode, [*MODES][number]
         if self.mode != before:
             self._latest_s.clear()
-        _, in_backward = MODES[self.mode]
-        engine.speculate(in_backward)
+        engine.speculate(MODES[self.mode][1])
 
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
         """Return the number of the mode to use from now on, and the step after which it is chosen again."""
@@ -221,11 +220,7 @@ class Announcer:
             scale: Of the loss, where it is known; else the last step's is expected.
         """
         self._pace.arrived()
-        if not gradients.are_read_early:
-            return
-        if is_last is None and self.is_last_pass is not None:
-            is_last = bool(self.is_last_pass())
-        if not gradients.begins_pass(position, is_last):
+        if not gradients.begins_pass(position, self.is_last_pass if is_last is None else is_last):
             return
         optimizer, kept = self._optimizer(), self._weights.read_by_updates()
         if optimizer is None or kept is None:

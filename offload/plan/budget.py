@@ -349,20 +349,14 @@ class Plan:
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @cached_property
-    def speculative_memory_bytes(self) -> int:
-        """Bytes of host memory that updates during backward take, if all that may be are made: for new weights."""
-        return sum(subgroup.weight_bytes for subgroup in self.updated_in_backward)
-
-    @cached_property
     def speculative_storage_bytes(self) -> int:
-        """Bytes that they take on the paths besides: a speculative version of each tile, with its header."""
-        tiles = (size for subgroup in self.updated_in_backward for size in subgroup.tile_sizes)
-        return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in tiles)
+        """Bytes of paths that updates in backward take besides: a second version of each tile, with its header."""
+        return sum((size + SECTOR_BYTES) * count for s in self.updated_in_backward for size, count in s.tile_sizes)
 
     @property
     def image_bytes(self) -> int:
         """Bytes of host memory that are for new weights made during backward."""
-        return self.speculative_memory_bytes if self.budgets.speculates else 0
+        return sum(s.weight_bytes for s in self.updated_in_backward) if self.budgets.speculates else 0
 
     def fits_but_for_backward(self, available: int) -> bool:
         """Return whether host memory has room for all but the new weights that backward makes, and none for these."""
