@@ -106,7 +106,7 @@ class StateViews:
         if not subgroup.state.rule.is_whole:
             return table
         parameters = [self.plan.layout.parameters[segment.parameter] for segment in subgroup.segments]
-        return WholeUpdate(table, subgroup.state, parameters, rows.groups)
+        return WholeUpdate(table, subgroup, parameters, rows.groups)
 
     # Tensors
 
@@ -137,13 +137,12 @@ class StateViews:
             view: Addresses of its state and weights.
             taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
-        subgroup = run.visit.subgroup
-        if run.fresh or self._tables.is_due(subgroup, taking):
+        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
+        if run.fresh or self._tables.is_due(subgroup.index, taking):
             rows = self._tables.rows((), 1.0, 1.0, ())
             table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address, taking=taking)
-            state = self.plan.layout.subgroups[subgroup].state
-            if state.rule.is_whole:
-                WholeUpdate(table, state)()
+            if subgroup.state.rule.is_whole:
+                WholeUpdate(table, subgroup)()
             else:
                 self._kernel.run(table)
 
