@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from offload import combinations
 from offload.errors import ConfigError, check_text
-from offload.formats import STATE_FORMATS, StateFormat
+from offload.formats import STATE_FORMATS, StateFormat, StateSpec
+from offload.rules import UpdateRule
 from offload.protocols import MAX_DEPTH, MAX_NODES
 from offload.units import read_number
 
@@ -669,6 +670,10 @@ class OffloadConfig:
     def format(self) -> StateFormat:
         """What `state_format` names."""
         return STATE_FORMATS[self.state_format]
+    def state_of(self, rule: UpdateRule) -> StateSpec:
+        """Return what state a rule's parameters have, and how it is stored."""
+        return StateSpec(rule, self.format)
+
 
     @property
     def borrows(self) -> bool:

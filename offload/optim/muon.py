@@ -205,5 +205,5 @@ class Muon(OffloadedOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         _, adamw = self._values_of(group)
-        self._spec(ADAMW).row(1, adamw, 1.0)
+        self._check_values(ADAMW, adamw)
         ADAMW.check({**self.defaults, **group})
