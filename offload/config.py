@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import re
 import textwrap
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from offload import combinations
 from offload.errors import ConfigError, check_text
 from offload.formats import STATE_FORMATS, StateFormat, StateSpec
-from offload.rules import UpdateRule
 from offload.protocols import MAX_DEPTH, MAX_NODES
+from offload.rules import UpdateRule
 from offload.units import read_number
 
 if TYPE_CHECKING:
@@ -633,8 +632,8 @@ class OffloadConfig:
                 combinations.WITHOUT_PATHS.refuse("gradient_memory", self.gradient_memory, what="gradients")
             if self.overlaps_backward:
                 combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
-        if self.borrows and self.overlaps_forward:
-            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
+        if self.overlaps_forward:
+            self.check_goes_on()
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
             combinations.NO_TURNS.refuse("path_lock", self.path_lock)
         if self.mirror is not None:
@@ -670,15 +669,34 @@ class OffloadConfig:
     def format(self) -> StateFormat:
         """What `state_format` names."""
         return STATE_FORMATS[self.state_format]
+
     def state_of(self, rule: UpdateRule) -> StateSpec:
         """Return what state a rule's parameters have, and how it is stored."""
         return StateSpec(rule, self.format)
-
 
     @property
     def borrows(self) -> bool:
         """Whether memory of a GPU is used between backward and forward alone."""
         return self.gpu_memory == BORROW
+
+    def before_backward(self) -> OffloadConfig:
+        """Return what holds before backward has shown what it leaves of a GPU: by "auto" nothing is at home there."""
+        return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
+
+    def check_goes_on(self) -> None:
+        """Refuse steps that go on in forward, where memory of a GPU is borrowed until that begins."""
+        if self.borrows:
+            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
+
+    def check_dealt(self) -> None:
+        """Refuse gradients on paths, as where ranks bring them to the one that updates a parameter."""
+        if self.gradient_memory is not None:
+            combinations.DEALT_GRADIENTS.refuse("gradient_memory", self.gradient_memory)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether gradients stay in `.grad` until the step."""
+        return self.keep_grads and self.gradient_memory is None
 
     @property
     def overlaps_forward(self) -> bool:
@@ -800,7 +818,3 @@ class OffloadConfig:
             own = place.for_rank(rank, field)
             paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
         return dataclasses.replace(self, paths=paths)
-
-    def to_json(self) -> str:
-        """Return all fields as JSON that `from_dict` reads back."""
-        return json.dumps(dataclasses.asdict(self))

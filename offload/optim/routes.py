@@ -56,8 +56,8 @@ def choose_route(
         kind = SlotRoute if is_alone else ReducedRoute
     else:
         kind = StepRoute if holder.config.keep_grads else DepartureRoute
-        # Until backward has shown what is free there.
-        holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
+        # Until backward has shown what is free there: nobody has given a size.
+        holder.is_deferred = isinstance(holder.config.gpu_memory, str)
     if holder.config.overlaps_backward and not can_be_final:
         holder.close()
         combinations.FSDP1_BACKWARD.refuse("overlap", holder.config.overlap)
@@ -75,7 +75,7 @@ def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> 
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     leaves = config.gradient_memory is not None
-    if (leaves or not config.keep_grads) and not all(map(_arrives_reduced, parameters)):
+    if not config.keeps_grads and not all(map(_arrives_reduced, parameters)):
         name, value = ("gradient_memory", config.gradient_memory) if leaves else ("keep_grads", False)
         instead = "leave it out" if leaves else "use true"
         combinations.REDUCED_LATER.refuse(name, value, instead=instead, ranks=world()[0])

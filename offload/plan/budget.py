@@ -213,6 +213,11 @@ class Budgets:
     leftover_bytes: int = 0
     nodes: tuple[NodeBudget, ...] = ()
 
+    @property
+    def most_gpu_slots(self) -> int:
+        """The most staging slots on the GPU: `GPU_STAGING_SLOTS`, or as many as fit where they are borrowed."""
+        return self.gpu_staging_bytes // SECTOR_BYTES if self.borrows else GPU_STAGING_SLOTS
+
     def with_more_host(self, nbytes: int) -> Budgets:
         """Return budgets with so much more host memory for state, on the fastest memory node."""
         nodes = self.nodes and (self.nodes[0]._replace(nbytes=self.nodes[0].nbytes + nbytes), *self.nodes[1:])
