@@ -655,7 +655,8 @@ class OffloadedOptimizer:
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
         if wanted & {kinds.optim_states, kinds.hp_params}:
-            self.shard.park(wait=not non_blocking)
+            self.shard.forget_used()
+            self.offload.park(keep_host=True, wait=not non_blocking)
         rest = wanted - {kinds.optim_states, kinds.hp_params, kinds.lp_grads}
         if kinds.lp_params in rest:
             self._release_weights()

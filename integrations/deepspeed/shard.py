@@ -234,11 +234,10 @@ class Shard:
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)
 
-    def park(self, *, wait: bool) -> None:
-        """See `Engine.park`; gradients in slots stay, others that a step has used go first, as their memory does."""
+    def forget_used(self) -> None:
+        """Forget gradients that a step has used, or that were thrown away, unless they lie in slots."""
         if not self._open:
             self.gradients.begin(None)
-        self.engine.park(keep_host=True, wait=wait)
 
     # State in memory
 

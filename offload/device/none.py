@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.memory import DeviceMemory
 from offload.device.pieces import Pieces
 from offload.errors import InternalError
 from offload.memory.arenas import Arena
@@ -75,7 +76,7 @@ class Lanes:
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
         is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
-        borrows: Whether memory of the device is taken between backward and forward alone.
+        memory: The device's that the session has.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
     """
 
@@ -83,17 +84,17 @@ class Lanes:
     bounces: ClassVar[int] = 0
     pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
-    borrows = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.memory = DeviceMemory(device)
         self.given_up = False
         self.wakes = self.is_hidden = False
 
-    adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
+    adopt = bind = pin = unpin = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = has_table = never
-    home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
@@ -106,6 +107,10 @@ class Lanes:
 
     restore = save
     """The way back; work of the calling thread comes behind it from now on."""
+
+    def take_slots(self) -> int | None:
+        """Take staging slots of the device for a step; return how many. None: the plan's are there for good."""
+        return None
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""

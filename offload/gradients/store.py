@@ -73,7 +73,7 @@ class GradientStore:
         memory: Gives the memory of the slots.
     """
 
-    leave = hold = forget = settle = announce = finish = bring = coming = park = unpark = return_borrowed = nothing
+    leave = hold = forget = settle = announce = finish = bring = coming = return_borrowed = nothing
     bring_final = end_final = nothing
     stays = has_arrived = have_arrived = begin_step = never
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""

@@ -122,7 +122,6 @@ class SessionParts:
                 self.queue,
                 self.tables,
                 cpu_updates=cpu_updates,
-                borrows=config.borrows,
                 named_nodes=bool(config.node_bytes),
             )
             self._store_in = partial(GpuGradients, lanes=lanes, limits=limits)

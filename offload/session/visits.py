@@ -119,13 +119,15 @@ class Visits:
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
-            lent = self._borrow()
+            slots = parts.lanes.take_slots()
+            if slots is not None:
+                machine.handle(Lend(slots))
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(
                 parts.plan,
                 order,
                 lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0),
-                lent=lent,
+                lent=slots != 0,
             )
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
@@ -138,15 +140,6 @@ class Visits:
         rest = sweeps.make(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
-
-    def _borrow(self) -> bool:
-        """Borrow memory of the GPU for a step, if none is there for good; return whether there are staging slots."""
-        parts = self._parts
-        if not parts.lanes.borrows:
-            return True
-        slots: int = parts.lanes.borrow()
-        parts.machine.handle(Lend(slots))
-        return slots > 0
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

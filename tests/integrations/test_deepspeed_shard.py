@@ -118,7 +118,8 @@ def test_gradients_outlast_memory_that_is_given_back_between_steps() -> None:
     shard = on_device(0, torch.bfloat16, None)
     shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
     before = shard.gradient(0).tolist()
-    shard.park(wait=True)
+    shard.forget_used()
+    shard.engine.park(keep_host=True)
     assert shard.engine.is_parked
     assert shard.gradient(0).tolist() == before
     shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
