@@ -88,6 +88,7 @@ class SessionParts:
         rule: UpdateRule,
         sharing: int | None,
         limits: Limits | None,
+        passing_bytes: int,
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
@@ -134,6 +135,7 @@ class SessionParts:
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
             exist=gradient_slots and config.gradient_memory is None,
             needs_buffers=not config.keep_grads,
+            passing_bytes=passing_bytes,
         )
         near, most = cpus_near(config.node_bytes), default_threads(self.lanes, sharing)
         self._threads = config.threads or min(most, len(near) or most)
