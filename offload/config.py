@@ -679,15 +679,6 @@ class OffloadConfig:
         """Whether memory of a GPU is used between backward and forward alone."""
         return self.gpu_memory == BORROW
 
-    def before_backward(self) -> OffloadConfig:
-        """Return what holds before backward has shown what it leaves of a GPU: by "auto" nothing is at home there."""
-        return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
-
-    def check_goes_on(self) -> None:
-        """Refuse steps that go on in forward, where memory of a GPU is borrowed until that begins."""
-        if self.borrows:
-            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
-
     def check_dealt(self) -> None:
         """Refuse gradients on paths, as where ranks bring them to the one that updates a parameter."""
         if self.gradient_memory is not None:
@@ -697,6 +688,40 @@ class OffloadConfig:
     def keeps_grads(self) -> bool:
         """Whether gradients stay in `.grad` until the step."""
         return self.keep_grads and self.gradient_memory is None
+
+    @property
+    def opens_late(self) -> bool:
+        """Whether a session on a GPU opens after the first backward pass, which shows what memory is free there."""
+        return self.gpu_memory == "auto" or self.borrows
+
+    def opened_early(self) -> OffloadConfig:
+        """Return this for a session on a GPU that opens before that: "auto" is no state at home there."""
+        return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
+
+    def updated_by_cpu(self, row: combinations.Row | None = None, **words: object) -> OffloadConfig:
+        """Return this for a session whose state the CPU updates, and of which none is at home on a GPU.
+
+        Args:
+            row: The row of the table that refuses what says otherwise; None: it is left out.
+            words: See `Row.refuse`.
+
+        Raises:
+            ConfigError: It is refused.
+        """
+        if row is not None and self.placement not in ("auto", "cpu", 0):
+            row.refuse("placement", self.placement, least='"cpu"', **words)
+        if row is not None and self.gpu_memory not in ("auto", 0):  # "borrow", too
+            row.refuse("gpu_memory", self.gpu_memory, least=0, **words)
+        return dataclasses.replace(self, placement="cpu", gpu_memory=0)
+
+    def check_goes_on(self) -> None:
+        """Verify that steps may go on in forward: memory of a GPU that is borrowed goes back before that.
+
+        Raises:
+            ConfigError: It is borrowed.
+        """
+        if self.borrows:
+            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
 
     @property
     def overlaps_forward(self) -> bool:

@@ -102,7 +102,7 @@ class Shard:
         )
         if not in_slots:
             # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-            config = dataclasses.replace(config.before_backward(), keep_grads=False)
+            config = dataclasses.replace(config.opened_early(), keep_grads=False)
         place = weights[0].device if weights else torch.device("cpu")
         dtypes = [gradient_dtype or weight.dtype for weight in weights]
         sizes = [p.numel * dtypes[p.flat].itemsize for p in self.pieces] if in_slots and from_far else []

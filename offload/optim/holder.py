@@ -73,7 +73,7 @@ class EngineHolder:
     def open(self) -> Engine:
         """Return the engine; opens it, if it was deferred, with no state at home on the GPU."""
         if self.engine_if_open is None and self.is_deferred and not self._closed:
-            config = self.config.before_backward()
+            config = self.config.opened_early()
             if config is not self.config:
                 log.info("no state is at home on the GPU, as it is asked for before the first step")
             self._owner._open(config)
