@@ -25,7 +25,7 @@ from offload.engine.executor import LiveExecutor
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
-from offload.formats import StateFormat, StateSpec
+from offload.formats import StateFormat
 from offload.gradients.gpu import GpuGradients
 from offload.gradients.paths import Filler, PathGradients
 from offload.gradients.store import GradientSlots, GradientStore, HostGradients
@@ -59,8 +59,6 @@ log = logging.getLogger("offload")
 
 TILES_PER_PATH = 4
 
-NOTHING = Layout((), ())
-
 
 class SessionParts:
     """The parts of one session.
@@ -86,10 +84,11 @@ class SessionParts:
         rule: UpdateRule,
         sharing: int | None,
         limits: Limits | None,
+        passing_bytes: int,
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
-        self.state = StateSpec(rule, config.format)
+        self._empty = Layout((), (), config.state_of(rule))  # to which the session's parameters are added
         self.is_whole = False
         self._told_nameless = self._told_missing = False
         self._is_allocating = False
@@ -129,6 +128,7 @@ class SessionParts:
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
             exist=gradient_slots and config.gradient_memory is None,
             needs_buffers=not config.keep_grads,
+            passing_bytes=passing_bytes,
         )
         near, most = cpus_near(config.node_bytes), default_threads(self.lanes, sharing)
         self._threads = config.threads or min(most, len(near) or most)
@@ -158,7 +158,7 @@ class SessionParts:
         check_places(paths)
         check_mirror(config)
         parameters = self._with_formats(parameters)
-        known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
+        known_rates = self._known_rates(paths, numels_by_format(parameters, self._empty.state.format))
         self._nodes = nodes = self._node_rates(known_rates)
         if known_rates is not None:
             known_rates = dataclasses.replace(known_rates, nodes=nodes)
@@ -166,9 +166,9 @@ class SessionParts:
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes(filler)
         self._measure(known_rates, budgets, caller)
-        self.plan = self._adopt_device(self.plan, NOTHING)
+        self.plan = self._adopt_device(self.plan, self._empty)
         self.lanes.bind(self.plan)
-        self.gradients.adopt(self.plan, NOTHING)
+        self.gradients.adopt(self.plan, self._empty)
         memory = self.memory
         self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.lanes)
         shares = self.plan.shares(self.rates)
@@ -196,7 +196,7 @@ class SessionParts:
 
     def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         """Return parameters that know how their state is stored."""
-        if not self.state.format.shares_scales:
+        if not self._empty.state.format.shares_scales:
             return parameters
         nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
         if nameless and self.config.exact_names and not self._told_nameless:
@@ -204,7 +204,7 @@ class SessionParts:
             log.warning(
                 "parameters have no names, so embeddings cannot be told from others and are stored in %s too; "
                 "make the optimizer from named_parameters()",
-                self.config.state_format,
+                self._empty.state.format.name,
             )
         return keep_exact(parameters, self.config.exact_names)
 
@@ -231,11 +231,13 @@ class SessionParts:
         with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there says why
             delete_free(paths)  # before the plan counts what room there is
         numel = sum(parameter.numel for parameter in parameters)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, config.staging_bytes, self.state)
-        state_bytes = int(self.state.item_bytes * self._subgroup_numel)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(
+            numel, config.staging_bytes, self._empty
+        )
+        state_bytes = int(self._empty.state.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
-        layout = extend_layout(Layout((), (), self.state), parameters, self._subgroup_numel, self._tile_bytes)
+        layout = extend_layout(self._empty, parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
 
@@ -278,7 +280,7 @@ class SessionParts:
         self.gradients = self._make_gradients(filler)
         self.ends.callback(self.gradients.close)
         self.ends.callback(self.lanes.close)
-        self.memory.adopt_homes(self.plan, NOTHING)
+        self.memory.adopt_homes(self.plan, self._empty)
         self.memory.adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 

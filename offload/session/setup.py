@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -152,6 +152,16 @@ def gradient_budget(config: OffloadConfig) -> int | None:
     available = available_bytes() // _local_ranks()
     state = available // 2 if config.host_bytes is None else config.host_bytes
     return max(0, available - state) // 2
+
+
+def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
+    """Return a config whose `gradient_memory` is in bytes, None where all fit; `sizes`: (elements, item bytes)."""
+    budget = gradient_budget(config)
+    if budget is None:
+        return config
+    wide = config.gradient_dtype == "float32"
+    nbytes = sum(numel * (4 if wide else item_bytes) for numel, item_bytes in sizes)
+    return dataclasses.replace(config, gradient_memory=None if budget >= nbytes else budget)
 
 
 def open_path(
