@@ -61,9 +61,10 @@ def adagrad(group: Group, step: int, g: torch.Tensor, total: torch.Tensor) -> Se
 
 
 def sgd(group: Group, step: int, g: torch.Tensor, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
-    kept, added = (0.0, 1.0) if step == 1 else (group["momentum"], 1 - group["dampening"])
+    momentum = group["momentum"]
+    kept, added = (momentum, 1 - group["dampening"]) if step > 1 and momentum else (0.0, 1.0)
     buffer = (buffer if kept else torch.zeros_like(buffer)) * single(kept) + g * single(added)
-    of_gradient, of_momentum = (1.0, single(group["momentum"])) if group["nesterov"] else (0.0, 1.0)
+    of_gradient, of_momentum = (1.0, single(momentum)) if group["nesterov"] else (0.0, 1.0)
     return (g * of_gradient + buffer * of_momentum) * single(group["lr"]), buffer
 
 
@@ -134,7 +135,7 @@ class Loop:
                     continue
                 master, *state, gradient = (
                     *self.settled(name).tensors.values(),
-                    parameter.grad.float() * single(scale),
+                    parameter.grad.float() * single(-scale if group.get("maximize") else scale),
                 )
                 number = 1 + (self.kept[name].step if name in self.kept else 0)
                 if self._decoupled:

@@ -61,14 +61,15 @@ OPTIMIZERS = {
     "sgd": offload.SGD,
 }
 ON_DEVICE = {"adamw": OnDevice, "adam": OnDeviceAdam}
-MORE: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": (0.9, 0.99), "eps": 1e-8},
-    "adam": {"betas": (0.9, 0.99), "eps": 1e-8},
-    "lion": {"betas": (0.9, 0.99)},
-    "adagrad": {"eps": 1e-10, "lr_decay": 0.1},
-    "sgd": {"momentum": 0.9, "dampening": 0.3, "nesterov": False},
+ADAM = {"betas": ((0.9, 0.99), (0.0, 0.999), (0.8, 0.5)), "eps": (1e-8, 1e-3), "maximize": (False, False, True)}
+MORE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "adamw": ADAM,
+    "adam": ADAM,
+    "lion": {"betas": ((0.9, 0.99), (0.8, 0.9)), "maximize": (False, True)},
+    "adagrad": {"eps": (1e-10, 1e-3), "lr_decay": (0.1, 0.0), "maximize": (False, True)},
+    "sgd": {"momentum": (0.9, 0.0), "dampening": (0.0, 0.3), "nesterov": (False,), "maximize": (False, True)},
 }
-"""Hyperparameters beside the rate and the decay."""
+"""Hyperparameters beside the rate and the decay, the plainest value first."""
 
 SESSION: dict[str, Any] = {
     "form": "exact",
@@ -84,6 +85,8 @@ SESSION: dict[str, Any] = {
     "gradient_dtype": "parameter",
     "threads": 1,
     "io_backend": "auto",
+    "depth": None,
+    "checksum": True,
     "activations": None,
     "device": None,
 }
@@ -92,6 +95,7 @@ PLAIN: dict[str, Any] = {
     "kinds": [((64, 72), "bfloat16"), ((3000,), "float32")],
     "rule": "adamw",
     "rates": (1e-2, 1e-3),
+    "more": {},
     "body": None,
     "rows": 16,
     "scaler": None,
@@ -137,12 +141,14 @@ def make_program(seed: int, kills: bool = False) -> Program:
     scaler = rng.choice((None, None, None, None, "ours", "torch"))
     body = rng.choice((None, None, None, "float32", "bfloat16"))
     count = rng.choice((2, 4, 6)) if body is None else 2
+    rule = rng.choice(("adamw", "adamw", "adamw", "adamw", "adam", "lion", "adagrad", "sgd"))
     settings = {
         "kinds": [make_value(rng, "add", {"scaler": scaler}) for _ in range(count)],
-        "rule": rng.choice(("adamw", "adamw", "adamw", "adamw", "adam", "lion", "adagrad", "sgd")),
-        "rates": (rng.choice((1e-2, 1e-4)), 1e-3),
+        "rule": rule,
+        "rates": (rng.choice((1e-2, 0.1, 1e-4)), 1e-3),
+        "more": {name: rng.choice(values) for name, values in MORE[rule].items()},
         "body": body,
-        "rows": rng.choice((16, 16, 64, 300)),
+        "rows": rng.choice((16, 64, 300, 300)),
         "scaler": scaler,
         "mounted": body is None and rng.random() < 0.15,
         "frozen": (rng.randrange(1 << 30), rng.choice((0.0, 0.0, 0.3))),
@@ -202,7 +208,7 @@ def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
     drawn = {
         "form": rng.choice(("exact", "exact", "exact", "compact16", "compact8")),
         "host_memory": rng.choice((0, 0, 0, 40_000, 100_000, None)),
-        "paths": rng.choice((1, 1, 2)),
+        "paths": rng.choice((1, 1, 2, 4)),
         "subgroup_numel": numel,
         "slots": None,
         "overlap": rng.choice(("off", "off", "forward", "backward", "both", "auto")),
@@ -212,6 +218,8 @@ def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
         "gradient_dtype": rng.choice(("parameter", "parameter", "parameter", "float32")),
         "threads": rng.choice((1, 1, 2)),
         "io_backend": rng.choice(("auto", "auto", "threads", "asyncio")),
+        "depth": rng.choice((None, None, 1, 5)),
+        "checksum": rng.random() < 0.8,
     }
     if drawn["form"] != "exact" and numel < 4096:
         drawn["subgroup_numel"] = 4096
@@ -233,7 +241,7 @@ def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
         if "device" in drawn:
             drawn["device"] |= {"placement": "cpu", "gpu_memory": 0, "keep_grads": False}
     if fixed["body"] and "device" not in drawn and rng.random() < 0.6:
-        drawn["activations"] = (rng.choice((1 << 20, 3 << 20, 16 << 20)), rng.choice((1, 10_000, 100_000)))
+        drawn["activations"] = (rng.choice((1 << 20, 1 << 20, 3 << 20)), rng.choice((1, 10_000, 50_000)))
     return drawn
 
 
@@ -341,12 +349,17 @@ class Session:
         scalers = {"ours": offload.GradScaler, "torch": torch.amp.GradScaler}
         self.scaler: Any = None if kind is None else scalers[kind]("cpu", init_scale=self.scale)
         model = self.made()
-        names, more = [name for name, _ in model.named_parameters()], MORE[settings["rule"]]
+        names, more = [name for name, _ in model.named_parameters()], self.more
         groups = [
             {"lr": lr, "weight_decay": decay, **more, "names": names[place::2]}
             for place, (lr, decay) in enumerate(zip(settings["rates"], (0.0, 0.1), strict=True))
         ]
         self.loop = Loop(model, groups if snapshot is None else copy.deepcopy(snapshot.groups), settings["rule"])
+
+    @property
+    def more(self) -> dict[str, Any]:
+        plain, given = MORE[self.fixed["rule"]], self.fixed["more"]
+        return {name: given.get(name, values[0]) for name, values in plain.items()}
 
     def made(self) -> Net:
         return Net(self.seed, [*self.fixed["kinds"], *self.added], self.fixed["body"])
@@ -379,9 +392,9 @@ class Session:
             path.mkdir(exist_ok=True)
         staging = settings["slots"] and 12 * settings["slots"] * settings["subgroup_numel"]
         passed = ("host_memory", "subgroup_numel", "overlap", "checkpoints_kept", "gradient_memory")
-        passed += ("gradient_dtype", "threads", "io_backend")
+        passed += ("gradient_dtype", "threads", "io_backend", "checksum")
         config = offload.OffloadConfig(
-            paths=self.paths,
+            paths=[{"path": path, "depth": settings["depth"]} for path in self.paths],
             state_format=settings["form"],
             exact_names=(),
             seed=SEED,
@@ -539,7 +552,7 @@ class Session:
         (name,) = self.parameters.keys() - before
         if self.settings["gradient_dtype"] == "float32":
             self.loop.parameters[name].grad_dtype = torch.float32
-        group = {"lr": 1e-3, "weight_decay": 0.1, **MORE[self.fixed["rule"]]}
+        group = {"lr": 1e-3, "weight_decay": 0.1, **self.more}
         self.optimizer.add_param_group({**group, "params": [(name, self.parameters[name])]})
         self.loop.groups.append({**group, "names": [name]})
 
@@ -781,6 +794,7 @@ class Session:
         optimizer.finish()
         for name, parameter in self.parameters.items():
             assert_same(f"weight of {name}", parameter.detach(), loop.parameters[name].detach())
+        self.told["activations written"] += optimizer.metrics().get("activations/written_bytes", 0) > 0
         steps = {parameter: int(entry["step"]) for parameter, entry in optimizer.state.items()}
         for name, kept in loop.kept.items():
             step = steps.get(self.parameters[name], 0)

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import gradient_programs
 import pytest
 import torch
 from simulated import OnDevice
@@ -17,20 +16,6 @@ import offload
 from offload import ConfigError, InfeasiblePlanError, OffloadConfig
 
 WIDTH = 128
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_random_programs(seed: int, tmp_path: Path):
-    gradient_programs.compare(gradient_programs.make_program(seed), tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(50, 500, 90))
-def test_many_random_programs(first: int, tmp_path: Path):
-    for seed in range(first, first + 90):
-        gradient_programs.compare(gradient_programs.make_program(seed), tmp_path / str(seed))
 
 
 def model() -> torch.nn.Sequential:
