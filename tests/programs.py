@@ -86,6 +86,7 @@ SESSION: dict[str, Any] = {
     "threads": 1,
     "io_backend": "auto",
     "depth": None,
+    "seed": SEED,
     "checksum": True,
     "activations": None,
     "device": None,
@@ -271,7 +272,9 @@ def make_value(rng: random.Random, what: str, fixed: dict[str, Any]) -> Any:
         case "save":
             return rng.random() < 0.3, rng.random() < 0.5
         case "resume" | "dict":
-            return make_session(rng, fixed), (some[0], rng.choice((0.0, 0.3))), rng.choice(("before", "after"))
+            session = make_session(rng, fixed)
+            session["seed"] = rng.choice((SEED, 99)) if what == "resume" else SEED  # a checkpoint brings its own
+            return session, (some[0], rng.choice((0.0, 0.3))), rng.choice(("before", "after"))
         case "reset":
             return rng.choice((None, some))
         case "rate":
@@ -377,13 +380,12 @@ class Session:
             for each in (parameter, twin):
                 each.requires_grad_(name not in frozen and not name.startswith("body.frozen"))
             twin.grad_dtype = torch.float32 if settings["gradient_dtype"] == "float32" else twin.dtype
-        self.device = None
-        device = settings["device"] or {}
-        more: dict[str, Any] = {}
+        device, more = settings["device"] or {}, dict[str, Any]()
         kind = OPTIMIZERS[self.fixed["rule"]]
+        self.borrows = device.get("gpu_memory") == "borrow"
         if device:
             delay_s = 0.0 if device["lazy"] else 1e-4
-            more["device"] = SimulatedDevice(ROOM, seed=self.seed, lazy=device["lazy"], delay_s=delay_s)
+            self.device = more["device"] = SimulatedDevice(ROOM, seed=self.seed, lazy=device["lazy"], delay_s=delay_s)
             kind = ON_DEVICE[self.fixed["rule"]]
         self.paths = [self.folder / f"path{number}" for number in range(settings["paths"])]
         if self.small is not None:
@@ -397,7 +399,7 @@ class Session:
             paths=[{"path": path, "depth": settings["depth"]} for path in self.paths],
             state_format=settings["form"],
             exact_names=(),
-            seed=SEED,
+            seed=settings["seed"],
             staging_memory=staging,
             **{name: settings[name] for name in passed},
             **{name: value for name, value in device.items() if name != "lazy"},
@@ -434,6 +436,8 @@ class Session:
             except Exception as error:
                 error.add_note(f"action {number}: {what} {value}")
                 raise
+            if self.borrows and what != "pass":
+                assert self.device.taken_bytes == 0, f"after action {number}, {what}, something is borrowed"
 
     def chosen(self, value: Any) -> list[str]:
         """Return the names of a share of parameters."""
@@ -757,6 +761,7 @@ class Session:
         if not self.loop.gradients:  # else it is refused
             with contextlib.suppress(offload.InfeasiblePlanError):
                 self.optimizer.park(keep_host, wait=waits)
+                assert self.optimizer.engine.is_parked or not waits
 
     def unpark(self, _value: Any) -> None:
         self.optimizer.unpark()
