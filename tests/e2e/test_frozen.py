@@ -318,55 +318,6 @@ def test_what_a_frozen_parameter_without_state_is_told(tmp_path: Path) -> None:
         assert len(optimizer.state_dict()["state"]) == 2
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward", "both"])
-def test_a_thawed_parameter_trains_on_from_its_state(overlap: str, tmp_path: Path) -> None:
-    """By hooks that torch does not let a frozen parameter have, and updates in forward and backward."""
-
-    def model() -> torch.nn.Sequential:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
-
-    def train(optimizer: Any, model: torch.nn.Module, steps: range) -> None:
-        for number in steps:
-            torch.manual_seed(number)
-            model(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def run(resumes: bool) -> list[torch.Tensor]:
-        net = model()
-        settings = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 2048, "overlap": overlap}
-
-        def opened() -> Any:
-            optimizer = offload.AdamW(net.named_parameters(), offload=settings)
-            if overlap != "off":
-                optimizer.overlap_forward(net)
-            return optimizer
-
-        optimizer = opened()
-        train(optimizer, net, range(2))
-        net[0].requires_grad_(False)
-        train(optimizer, net, range(2, 4))
-        if resumes:
-            optimizer.save_checkpoint(tmp_path / "ck")
-            optimizer.wait_checkpoint()
-            optimizer.close()
-            optimizer = opened()
-            optimizer.load_checkpoint(tmp_path / "ck")
-            train(optimizer, net, range(4, 6))
-        else:
-            train(optimizer, net, range(4, 6))
-        net[0].requires_grad_(True)
-        train(optimizer, net, range(6, 9))
-        optimizer.finish()
-        found = [p.detach().clone() for p in net.parameters()]
-        found += [value for p in net.parameters() for value in optimizer.state_for(p).values()]
-        optimizer.close()
-        return found
-
-    assert all(map(torch.equal, run(True), run(False)))
-
-
 def test_what_torch_leaves_out_of_frozen_parameters_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     with offload.AdamW(model.named_parameters()) as optimizer:

@@ -186,28 +186,6 @@ def test_park_refuses_gradients_that_no_step_has_used(tmp_path: Path):
     assert same(weights(layers), trained(tmp_path, None))
 
 
-def test_a_checkpoint_amid_accumulation_changes_nothing_and_is_resumed(tmp_path: Path):
-    (store := tmp_path / "store").mkdir()
-    layers = model()
-    with optimizer_of(layers, store) as optimizer:
-        backward(layers, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(layers, 1)
-        optimizer.save_checkpoint(tmp_path / "save")
-        optimizer.wait_checkpoint()
-        before = weights(layers)
-        optimizer.step()
-    after = weights(layers)
-    for parameter, weight in zip(layers.parameters(), before, strict=True):
-        parameter.data.copy_(weight)
-    with optimizer_of(layers, store) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "save")
-        backward(layers, 1)
-        optimizer.step()
-    assert same(weights(layers), after)
-
-
 def test_another_thread_s_backward(tmp_path: Path):
     layers = model()
     with optimizer_of(layers, tmp_path) as optimizer:
