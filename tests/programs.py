@@ -667,7 +667,8 @@ class Session:
     def save(self, value: Any) -> None:
         copies, waits = value
         self.saved = self.snapshot()
-        self.optimizer.save_checkpoint(self.saved.more["folder"], copy=copies)
+        extra = {"saves": self.saves, "drawn": torch.arange(self.saves)}
+        self.optimizer.save_checkpoint(self.saved.more["folder"], extra=extra, copy=copies)
         if waits:
             self.optimizer.wait_checkpoint()
         # A save may settle a master or not, so nothing may be changed that tells which until the next update does.
@@ -754,7 +755,8 @@ class Session:
                 assert snapshot is newest, "a checkpoint was lost"
 
     def load_saved(self) -> None:
-        self.optimizer.load_checkpoint(self.saved.more["folder"])
+        extra, saves = self.optimizer.load_checkpoint(self.saved.more["folder"]), self.saved.more["saves"]
+        assert extra is None or (extra["saves"] == saves and torch.equal(extra["drawn"], torch.arange(saves)))
 
     def park(self, value: Any) -> None:
         keep_host, waits = value

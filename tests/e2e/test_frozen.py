@@ -153,61 +153,6 @@ PLACES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("frozen", [("a",), ("b", "none"), tuple(SHAPES)], ids=["one", "two", "all"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["construction", "load", "save"])
-def test_state_of_what_is_frozen_is_loaded_kept_and_saved(
-    way: str, when: str, frozen: tuple[str, ...], place: str, tmp_path: Path
-) -> None:
-    """Also by a session in between that does not train it, and saves anew."""
-    settings, model, history = PLACES[place](tmp_path), Weights(), History()
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        step(optimizer, model, history)
-        step(optimizer, model, history)
-        if when == "save":
-            freeze(model, *frozen)
-        load = WAYS[way](tmp_path / "first", optimizer, model)
-    if when == "construction":
-        freeze(model, *frozen)
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        freeze(model, *frozen)
-        load(optimizer, model)
-        check("AdamW", optimizer, model, history)
-        assert all(optimizer.state_for(p).keys() == {"master", "exp_avg", "exp_avg_sq"} for p in model.parameters())
-        step(optimizer, model, history)
-        load = WAYS[way](tmp_path / "second", optimizer, model)
-    freeze(model)
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        load(optimizer, model)
-        step(optimizer, model, history)
-        check("AdamW", optimizer, model, history)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("frozen", [("a", "none"), tuple(SHAPES)], ids=["two", "all"])
-def test_a_thawed_layer_that_has_not_stepped_begins_anew(
-    frozen: tuple[str, ...], way: str, place: str, tmp_path: Path
-) -> None:
-    settings, model, history = PLACES[place](tmp_path), Weights(), History()
-    freeze(model, *frozen)
-    if len(frozen) == len(SHAPES) and way == "file":
-        pytest.skip("a file of no state is none")
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        if len(frozen) < len(SHAPES):
-            step(optimizer, model, history)
-        freeze(model)
-        load = WAYS[way](tmp_path / "ck", optimizer, model)
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        load(optimizer, model)
-        check("AdamW", optimizer, model, history)
-        step(optimizer, model, history)
-        check("AdamW", optimizer, model, history)
-        load(optimizer, model)  # once more, over the state that it has by now
-        check("AdamW", optimizer, model, history[:-1])
-
-
 def gradient(parameter: torch.Tensor, value: float = 1.0) -> None:
     parameter.grad = torch.full_like(parameter, value)
 
