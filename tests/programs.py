@@ -104,6 +104,24 @@ PLAIN: dict[str, Any] = {
     "frozen": (0, 0.0),
     **SESSION,
 }
+OTHERS = ["pass", "pass", "step", "drop", "write", "freeze", "thaw", "thaw", "swap", "restore", "restore", "some"]
+OTHERS += [
+    "refresh",
+    "save",
+    "save",
+    "resume",
+    "load",
+    "dict",
+    "reset",
+    "state",
+    "rate",
+    "add",
+    "park",
+    "park",
+    "park",
+]
+OTHERS += ["unpark", "read", "check", "check"]
+"""What is drawn beside iterations, as often as it stands here."""
 TAKES_ROOM = {"save", "resume", "dict", "load", "park", "thaw", "add", "kill"}
 """What takes room on the paths: before it, whoever filled one has gone."""
 
@@ -155,33 +173,7 @@ def make_program(seed: int, kills: bool = False) -> Program:
         "frozen": (rng.randrange(1 << 30), rng.choice((0.0, 0.0, 0.3))),
     }
     settings |= make_session(rng, settings)
-    kinds = {
-        "pass": 2,
-        "step": 1,
-        "drop": 1,
-        "write": 1,
-        "freeze": 1,
-        "thaw": 2,
-        "swap": 1,
-        "restore": 2,
-        "some": 1,
-        "refresh": 0.5,
-        "save": 2,
-        "resume": 1,
-        "load": 1,
-        "dict": 0.5,
-        "reset": 0.5,
-        "state": 0.5,
-        "rate": 1,
-        "add": 1,
-        "park": 3,
-        "unpark": 1,
-        "read": 1,
-        "check": 2,
-        "fill": 3 * settings["mounted"],
-        "free": settings["mounted"],
-        "kill": 3 * kills,
-    }
+    kinds = [*OTHERS, *(["fill"] * 4 + ["free"] if settings["mounted"] else []), *(["kill"] * 4 if kills else [])]
     actions: list[tuple[str, Any]] = []
 
     def draw(what: str) -> None:
@@ -195,7 +187,7 @@ def make_program(seed: int, kills: bool = False) -> Program:
                     draw("write")
             draw("step")
             continue
-        what = rng.choices([*kinds], [*kinds.values()])[0]
+        what = rng.choice(kinds)
         if what == "fill":  # room for a step is there from then on
             ready = [("thaw", (0, 1.0)), *2 * [("pass", (1, [*range(9)], "", False)), ("step", (None, "ours"))]]
             actions += ready
