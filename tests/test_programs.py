@@ -61,7 +61,7 @@ CALM: list[tuple[str, Any]] = [("park", (False, True)), ("unpark", 0), ("check",
 
 @pytest.mark.parametrize("planted", ["gives up masters", "forgets moments"])
 def test_what_is_lost_is_found_and_the_program_is_made_smaller(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"overlap": "forward", "threads": 2, "frozen": (1, 0.3)}
+    settings = {"overlap": "forward", "threads": 2, "told": True}
     program = programs.Program(0, settings, [*CALM, *TRAINS, *CALM, *TRAINS, *CALM])
     programs.check(program)
     step, reset = offload.AdamW.step, offload.AdamW.reset_state
