@@ -37,7 +37,7 @@ from offload.engine.executor import visit_nothing
 from offload.plan import Plan, visit_order
 from offload.protocols import SECTOR_BYTES, SegmentFlag
 from offload.schedule.index import TileIndex
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     Admit,
     Event,
@@ -52,6 +52,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
+from offload.schedule.runs import update_visits
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep, StepAccount
 from offload.session.thread import EngineThread
