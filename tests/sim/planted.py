@@ -1066,10 +1066,10 @@ class PublishesEarly(Speculation):
 
 
 class PublishesWhatIsRevoked(Speculation):
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         for subgroup in self._parts.machine.speculative_versions if self._parts.machine.is_open else ():
             self._publish(subgroup)
-        return super().choose_confirmed(subgroups, account)
+        return super().choose_confirmed(subgroups)
 
 
 class ForgetsToPublish(Speculation):
@@ -1089,20 +1089,20 @@ class Alike:
 
 
 class ConfirmsWithChangedGradients(Speculation):
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         gradients = self._parts.gradients
         with mock.patch.object(gradients, "fingerprints", return_value=Alike()):
-            return super().choose_confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups)
 
 
 class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         tables, begun = self._parts.tables, self._parts.tables.begun
         tables.begun = tables.expected
         try:
-            return super().choose_confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups)
         finally:
             tables.begun = begun
 
