@@ -192,8 +192,7 @@ class Engine:
         for node, (meant_bytes, _, elsewhere_bytes) in parts.memory.on_nodes().items():
             figures[metrics.of(metrics.NODE_BYTES, node)] = meant_bytes
             figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
-        if self.config.mirror is not None:
-            figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
+        figures |= parts.saves.metrics()
         figures |= self._thread.speculation.metrics()
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()

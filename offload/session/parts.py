@@ -14,8 +14,7 @@ from functools import partial
 
 from offload import combinations, waits
 from offload._native import CompletionQueue
-from offload.checkpoint.mirror import Mirror
-from offload.checkpoint.saves import Saves
+from offload.checkpoint.saves import Saves, check_mirror
 from offload.checkpoint.stores import delete_free, leftover_bytes
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
@@ -54,7 +53,7 @@ from offload.session.setup import (
     less_memory_advice,
     open_path,
 )
-from offload.tiers import check_places, parse_place
+from offload.tiers import check_places
 
 log = logging.getLogger("offload")
 
@@ -100,8 +99,6 @@ class SessionParts:
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
         check_nodes("host_memory", config.node_bytes)
-        paths = [path.path for path in config.path_configs]
-        self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
         self._store_in: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
@@ -159,8 +156,7 @@ class SessionParts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
-        if config.mirror is not None:
-            parse_place(config.mirror, "mirror").check("mirror")
+        check_mirror(config)
         parameters = self._with_formats(parameters)
         known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
         self._nodes = nodes = self._node_rates(known_rates)
@@ -179,17 +175,8 @@ class SessionParts:
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
         self.machine = Machine(self.plan, index, listener)
-        self.saves = Saves(
-            self.queue,
-            [(path, self._store) for path in paths],
-            self.others,
-            memory,
-            self.views,
-            self.mirror,
-            keep=config.checkpoints,
-            checksum=config.checksum,
-            settle_s=self.limits.settle_s,
-        )
+        stores = [(path, self._store) for path in paths]
+        self.saves = Saves(config, self.queue, stores, self.others, memory, self.views, settle_s=self.limits.settle_s)
         saves_end.callback(self.saves.close)
         self.executor = LiveExecutor(
             self.tiers,
@@ -300,12 +287,13 @@ class SessionParts:
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
-                _tune_depth(tier, self.queue, *memory.staging)
+                _tune_depth(tier, self.queue, *memory.staging, verify=self.config.checksum)
         if known_rates is not None:
             self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
-        rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
+        parts = self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes
+        rates = quick_probe(*parts, verify=self.config.checksum)
         rates = with_whole_parameters(rates, self.plan.layout)
         self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
         kept = None if deals else self.plan
@@ -500,8 +488,8 @@ class SessionParts:
             self.closing.remove(tier)
 
 
-def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:
+def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:
     """Find out how many requests a path should have in flight, and say it."""
-    tried = tune_depth(tier, queue, address, nbytes) if nbytes else {}
+    tried = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
     rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
     log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

@@ -182,7 +182,6 @@ def open_path(
             max_bytes=path.max_bytes,
             depth=depth,
             extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
-            checksum=config.checksum,
             turns=choose_turns(config, path),
             io_backend=config.io_backend,
             used_bytes=used_bytes,

@@ -333,7 +333,7 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
         plans.add(self._parts.plan.placements)
         self._parts.rates, self.placement_review.due = next(shown), True
 
-    monkeypatch.setattr(parts, "quick_probe", lambda *arguments: next(shown))
+    monkeypatch.setattr(parts, "quick_probe", lambda *arguments, **how: next(shown))
     monkeypatch.setattr(visits.Visits, "learn", learn)
     monkeypatch.setattr(placement_review, "WORTH_A_CHANGE", 0.0)
     chosen = random.Random(seed)
