@@ -471,7 +471,7 @@ def test_a_failure_is_raised_by_whatever_comes_next(
 
     optimizer.step()
     model(torch.ones(3, 64).bfloat16()).sum().backward()
-    optimizer.engine._parts.views.table = fails  # type: ignore[method-assign]
+    optimizer.engine._parts.views.work = fails  # type: ignore[method-assign]
     optimizer.step()
     calls: dict[str, Callable[[], Any]] = {
         "step": optimizer.step,
