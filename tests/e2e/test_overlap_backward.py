@@ -213,44 +213,6 @@ def run(
         return everything(training.optimizer, training.model)
 
 
-@pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_bits_are_those_of_steps_without(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
-    found = {}
-    for overlap in ("off", "backward"):
-        training = Training(tmp_path / overlap, overlap, dtype, state_format=form)
-        found[overlap] = run(training, 60, 1, KINDS)
-    assert_same(found["off"], found["backward"])
-    assert training.counts["confirmed"] > 0
-    assert training.counts["revoked"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_bits_of_long_runs(tmp_path: Path, seed: int, dtype: torch.dtype, form: str) -> None:
-    kinds = [*KINDS, *4 * [clipped]]
-    off = run(Training(tmp_path / "off", "off", dtype, state_format=form), 300, seed, kinds)
-    training = Training(tmp_path / "backward", "backward", dtype, state_format=form)
-    training.follow = seed > 0
-    assert_same(off, run(training, 300, seed, kinds))
-    assert training.counts["confirmed"] > 0
-
-
-@pytest.mark.parametrize("form", ["exact", "compact8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_bits_where_steps_go_on_into_forward(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
-    off = run(Training(tmp_path / "off", "off", dtype, state_format=form), 40, 2, KINDS)
-    training = Training(tmp_path / "backward", "backward", dtype, state_format=form)
-    training.follow = True
-    assert_same(off, run(training, 40, 2, KINDS))
-    assert training.counts["confirmed"] > 0
-    assert training.counts["revoked"] > 0
-
-
 @pytest.mark.parametrize("kind", [plain, torch_clips_nothing], ids=lambda kind: kind.__name__)
 def test_all_is_confirmed_where_nothing_changes(tmp_path: Path, kind: Callable[..., None]) -> None:
     training = Training(tmp_path / "backward", "backward")
@@ -282,29 +244,6 @@ def test_steps_that_always_revoke_are_tried_ever_more_rarely(tmp_path: Path) -> 
     assert 4 <= len(tried) <= 7
     gaps = [b - a for a, b in pairwise(tried)]
     assert gaps == sorted(gaps)
-
-
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler], ids=["torch", "ours"])
-def test_scaled_losses(tmp_path: Path, scaler: Callable[..., Any]) -> None:
-    found = []
-    for overlap in ("off", "backward"):
-        training = Training(tmp_path / overlap, overlap)
-        with training.optimizer as optimizer:
-            scales = scaler(device="cpu", init_scale=2.0**10, growth_interval=4)
-            for step in range(16):
-                training.seed += 1
-                scales.scale(loss_of(training.model, training.seed)).backward()
-                if step == 9:
-                    next(training.model.parameters()).grad.data.fill_(float("inf"))
-                training.settle()
-                scales.step(optimizer)
-                scales.update()
-                optimizer.zero_grad()
-                training.count()
-            found.append(everything(optimizer, training.model))
-    assert_same(*found)
-    if scaler is offload.GradScaler:
-        assert training.counts["confirmed"] > 0
 
 
 class Barrier(torch.autograd.Function):
@@ -445,67 +384,6 @@ def same_bits_for(
             found.append(everything(optimizer, training.model))
     assert_same(*found)
     return training.counts
-
-
-def test_weights_that_move_are_not_read_where_they_were(tmp_path: Path) -> None:
-    """Memory of an fp32 weight may be gone when it is given another one, before backward or after it."""
-
-    def backward(training: Training, step: int) -> None:
-        moved = [p for p in training.model.parameters() if p.requires_grad][step % 5]
-        if step % 3 == 1:
-            moved.data = moved.data.clone()
-        training.backward()
-        if step % 3 == 2:
-            moved.data = moved.data * 2
-
-    assert same_bits_for(tmp_path, backward, torch.float32)["confirmed"] > 0
-
-
-def test_gradients_that_are_replaced_while_updates_are_under_way(tmp_path: Path) -> None:
-    def backward(training: Training, step: int) -> None:
-        training.seed += 1
-        loss_of(training.model, training.seed).backward()
-        for parameter in training.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.float().to(parameter.dtype) * 2
-        training.optimizer.clip_grad_norm_(math.inf)
-        for parameter in training.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = torch.full_like(parameter, 0.125)
-        training.optimizer.clip_grad_norm_(math.inf)
-
-    same_bits_for(tmp_path, backward)
-
-
-def test_masters_that_are_to_be_read_again(tmp_path: Path) -> None:
-    """`refresh_masters` before backward, and another write to the weight after it."""
-
-    def backward(training: Training, step: int) -> None:
-        if step % 3 == 1:
-            training.optimizer.refresh_masters()
-        training.backward()
-        training.settle()
-        if step % 3 == 1:
-            for parameter in training.model.parameters():
-                parameter.data.mul_(0.5)
-
-    assert same_bits_for(tmp_path, backward)["confirmed"] > 0
-
-
-def test_weights_that_are_written_and_put_back(tmp_path: Path) -> None:
-    """Between backward and the step, in some steps one in two of them for good: masters stay where bits do."""
-
-    def backward(training: Training, step: int) -> None:
-        training.backward()
-        training.settle()
-        if step % 3:
-            for number, parameter in enumerate(training.model.parameters()):
-                with torch.no_grad():
-                    kept = parameter.clone()
-                    parameter.add_(1)
-                    parameter[number % 2 + step % 2 :].copy_(kept[number % 2 + step % 2 :])
-
-    assert same_bits_for(tmp_path, backward)["confirmed"] > 0
 
 
 def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:

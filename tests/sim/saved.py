@@ -9,7 +9,7 @@ from dataclasses import replace
 import fills
 import numpy as np
 import swarm
-from programs import Program
+from buffer_programs import Program
 from world import CheckedExecutor, Crash, Disorder, Fault, SimData, SimExecutor, SimulatedCrash, mix
 from world import random_faults as draw_faults
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import buffer_programs
 import fills
 import planted
-import programs
 import pytest
 
 
 def run_seeds(seeds: range) -> Counter[str]:
-    found, run = programs.run_seeds(fills.make_program, fills.run_program, seeds)
+    found, run = buffer_programs.run_seeds(fills.make_program, fills.run_program, seeds)
     found["leaving"] = sum(each.plan.gradient_buffers < len(each.plan.layout.subgroups) for each in run)
     return found
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import buffer_programs
 import planted
-import programs
 import pytest
 import saved
 
 
 def run_seeds(seeds: range) -> Counter[str]:
-    return programs.run_seeds(saved.make_program, saved.run_program, seeds)[0]
+    return buffer_programs.run_seeds(saved.make_program, saved.run_program, seeds)[0]
 
 
 @pytest.mark.slow
