@@ -37,10 +37,15 @@ check test test-full: export PYTHONDONTWRITEBYTECODE :=
 check: $(VENV)/.core lint
 	$(PYTEST) -q -m "not slow and not full and not gpu and not late" tests/unit tests/sim tests/kernels $(ARGS)
 
+# The test accelerator is compiled before tests that have limits; where it cannot be, theirs say so.
+ACCELERATOR := -$(BIN)/python tests/accelerator/build.py
+
 test: $(VENV)/.ready $(VENV)/.oldest-triton lint
+	$(ACCELERATOR)
 	$(PYTEST) -m "not full and not gpu" $(ARGS)
 
 test-full: $(VENV)/.ready $(VENV)/.oldest-triton lint
+	$(ACCELERATOR)
 	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)
 	$(MAKE) wheels ARGS=
 
