@@ -178,8 +178,8 @@ class Server:
         return b""
 
     def _rename(self, node: int, body: memoryview, at: int = 8) -> bytes:
-        old, new, *_ = bytes(body[at:]).split(bytes(1))
-        paths = self._path(node) + "/" + old.decode(), self._path(*struct.unpack_from("<Q", body)) + "/" + new.decode()
+        old, new, *_ = (name.decode() for name in bytes(body[at:]).split(bytes(1)))
+        paths = f"{self._path(node)}/{old}", f"{self._path(*struct.unpack_from('<Q', body))}/{new}"
         os.rename(*paths)
         self._moved(*paths)
         return b""

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 
-
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x0002_0000, 0x0400_0000, 0x4000_0000
 
 
