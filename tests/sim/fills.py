@@ -19,8 +19,9 @@ from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, Owner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import Begin, Discard, Ready, Run, Sweep, Visit, Want
+from offload.schedule.runs import update_visits
 
 MAX_EVENTS = 20_000
 

@@ -43,7 +43,7 @@ from offload.errors import (
 )
 from offload.plan import Plan, visit_order
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     Begin,
     BeginSave,
@@ -59,6 +59,7 @@ from offload.schedule.operations import (
     Transfer,
     Visit,
 )
+from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
@@ -292,10 +293,10 @@ class Session(saves.Session):
 
     def made(self, run: Run, made: int) -> None:
         """Put new weights where they belong, or on their way there."""
-        if run.weight_slot is None:
+        if run.visit.gpu or run.through is None:
             self.weights[run.visit.subgroup] = made
         else:
-            self.passing[run.weight_slot] = made
+            self.passing[run.through] = made
 
     def pushed(self, push: Transfer) -> None:
         self.weights[push.subgroup] = self.passing[push.through]

@@ -317,13 +317,13 @@ class RunsTwice(Filtered):
 
 class SkipsAVisit(Skips):
     def hits(self, operation):
-        plain = isinstance(operation, Run) and operation.gpu_slot is None and operation.weight_slot is None
+        plain = isinstance(operation, Run) and operation.through is None
         return plain and operation.visit == self.sweep.visits[-1]
 
 
 class EndsBeforeTheLastVisit(EndsEarly):
     def hits(self, operation):
-        plain = isinstance(operation, Run) and operation.gpu_slot is None and operation.weight_slot is None
+        plain = isinstance(operation, Run) and operation.through is None
         return plain and self.runs_begun == len(self.sweep.visits)
 
 
@@ -412,16 +412,17 @@ class RunsBeforeTheCopyIn(EndsEarly):
 
 
 class SharesAGpuSlot(Filtered):
-    name, what = "gpu_slot", "state"
+    what = "state"
 
     def asks(self, operation):
-        if isinstance(operation, Transfer) and operation.what == self.what:
-            operation = replace(operation, through=0)
-        return (replace(operation, **{self.name: 0}) if getattr(operation, self.name, None) else operation,)
+        what = getattr(operation, "what", "weights")
+        what = "state" if isinstance(operation, Run) and operation.visit.gpu else what
+        shares = what == self.what and getattr(operation, "through", None)
+        return (replace(operation, through=0) if shares else operation,)
 
 
 class SharesAWeightSlot(SharesAGpuSlot):
-    name, what = "weight_slot", "weights"
+    what = "weights"
 
 
 class ForgetsToPush(Filtered):
@@ -449,7 +450,7 @@ class EndsBeforeThePush(EndsEarly):
         return super().asks(operation)
 
     def landed(self, event, operation):
-        self.later += [wait for wait in self.waits if wait.weight_slot == operation.through]
+        self.later += [wait for wait in self.waits if wait.through == operation.through]
 
 
 class RunsBeforeTheFetch(EndsEarly):
@@ -1065,10 +1066,10 @@ class PublishesEarly(Speculation):
 
 
 class PublishesWhatIsRevoked(Speculation):
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         for subgroup in self._parts.machine.speculative_versions if self._parts.machine.is_open else ():
             self._publish(subgroup)
-        return super().choose_confirmed(subgroups, account)
+        return super().choose_confirmed(subgroups)
 
 
 class ForgetsToPublish(Speculation):
@@ -1088,20 +1089,20 @@ class Alike:
 
 
 class ConfirmsWithChangedGradients(Speculation):
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         gradients = self._parts.gradients
         with mock.patch.object(gradients, "fingerprints", return_value=Alike()):
-            return super().choose_confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups)
 
 
 class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         tables, begun = self._parts.tables, self._parts.tables.begun
         tables.begun = tables.expected
         try:
-            return super().choose_confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups)
         finally:
             tables.begun = begun
 

@@ -18,8 +18,9 @@ from offload.plan import make_plan
 from offload.protocols import Owner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import Allocated, Begin, Cut, Discard, Ready, Run, Sweep, Want
+from offload.schedule.runs import update_visits
 
 MAX_EVENTS = 40_000
 TILE_BYTES = 8192

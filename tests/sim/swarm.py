@@ -44,8 +44,9 @@ from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import Begin, Extend, Reshare, Run, Sweep, Visit
+from offload.schedule.runs import update_visits
 
 MAX_EVENTS = 5000
 ROOMY_BYTES = 1 << 40
