@@ -698,7 +698,7 @@ def test_what_is_hidden_can_be_seen(config: Callable[..., offload.OffloadConfig]
         assert [number for number, _, _ in told] == [1, 2, 3, 4, 5]
         assert "the step is hidden in forward" in str(optimizer.plan)
     step_s = told[2][1]["offload/step_s"]
-    assert told[2][1]["offload/hidden_s"] + told[2][1]["offload/waited_s"] >= step_s
+    assert told[2][1]["offload/hidden_s"] + told[2][1]["offload/waited_s"] >= step_s * (1 - 1e-9)  # but for rounding
     assert told[2][1]["offload/predicted_iteration_s"] > told[2][1]["offload/backward_s"] > 0
     labels = [interval.label for interval in told[2][2] if interval.lane == "caller"]
     assert {"forward", "backward"} <= set(labels)
