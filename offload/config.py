@@ -632,8 +632,8 @@ class OffloadConfig:
                 combinations.WITHOUT_PATHS.refuse("gradient_memory", self.gradient_memory, what="gradients")
             if self.overlaps_backward:
                 combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
-        if self.borrows and self.overlaps_forward:
-            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
+        if self.overlaps_forward:
+            self.check_goes_on()
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
             combinations.NO_TURNS.refuse("path_lock", self.path_lock)
         if self.mirror is not None:
@@ -674,6 +674,40 @@ class OffloadConfig:
     def borrows(self) -> bool:
         """Whether memory of a GPU is used between backward and forward alone."""
         return self.gpu_memory == BORROW
+
+    @property
+    def opens_late(self) -> bool:
+        """Whether a session on a GPU opens after the first backward pass, which shows what memory is free there."""
+        return self.gpu_memory == "auto" or self.borrows
+
+    def opened_early(self) -> OffloadConfig:
+        """Return this for a session on a GPU that opens before that: "auto" is no state at home there."""
+        return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
+
+    def updated_by_cpu(self, row: combinations.Row | None = None, **words: object) -> OffloadConfig:
+        """Return this for a session whose state the CPU updates, and of which none is at home on a GPU.
+
+        Args:
+            row: The row of the table that refuses what says otherwise; None: it is left out.
+            words: See `Row.refuse`.
+
+        Raises:
+            ConfigError: It is refused.
+        """
+        if row is not None and self.placement not in ("auto", "cpu", 0):
+            row.refuse("placement", self.placement, least='"cpu"', **words)
+        if row is not None and self.gpu_memory not in ("auto", 0):  # "borrow", too
+            row.refuse("gpu_memory", self.gpu_memory, least=0, **words)
+        return dataclasses.replace(self, placement="cpu", gpu_memory=0)
+
+    def check_goes_on(self) -> None:
+        """Verify that steps may go on in forward: memory of a GPU that is borrowed goes back before that.
+
+        Raises:
+            ConfigError: It is borrowed.
+        """
+        if self.borrows:
+            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
 
     @property
     def overlaps_forward(self) -> bool:

@@ -100,8 +100,7 @@ class Shard:
         )
         if not in_slots:
             # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-            gpu_memory = 0 if config.gpu_memory == "auto" else config.gpu_memory
-            config = dataclasses.replace(config, keep_grads=False, gpu_memory=gpu_memory)
+            config = dataclasses.replace(config.opened_early(), keep_grads=False)
         self.engine = Engine(parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule)
         place = weights[0].device if weights else torch.device("cpu")
         dtypes = [gradient_dtype or weight.dtype for weight in weights]

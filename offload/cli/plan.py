@@ -339,7 +339,7 @@ def _as_dict(
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "staging_slots": plan.staging_slots,
             "staging_bytes": plan.staging_bytes,
-            "gpu_staging_bytes": plan.gpu_slots * plan.gpu_slot_bytes,
+            "gpu_staging_bytes": plan.gpu_staging_bytes,
             "gradient_bytes": plan.budgets.gradient_bytes,
             "path_shares": list(plan.shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
             "gpu_update_share": _share_on_gpu(plan),

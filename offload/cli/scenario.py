@@ -347,8 +347,7 @@ def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
     gpu = {
         "weights": weights,
         "gradients": max(0, GRADIENT_BYTES * numel - left),  # padding may have been counted
-        "state": plan.home_bytes[Home.GPU],
-        "staging": plan.gpu_slots * plan.gpu_slot_bytes,
+        **plan.device_bytes,
     }
     if plan.piece_buffer_bytes:
         gpu["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
@@ -610,8 +609,7 @@ def ask(
     step_s = prediction.step_s if prediction else cost.step_s
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
-        on_cpu = not scenario.model.weights_on_gpu
-        overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
+        overlapped_s = {"forward": backward_s + with_forward_s(prediction, plan, forward_s)}
         if not plan.gradient_buffers:
             ahead = _ahead(plan)
             for hidden_in, follows in (("backward", False), ("both", True)):

@@ -11,6 +11,7 @@ All methods belong to the engine thread, except those of `GpuLanes` that say oth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -31,13 +32,16 @@ from offload.kernels.table import active_rows
 from offload.layout import Layout, Subgroup
 from offload.memory.arenas import Arena
 from offload.memory.touching import nodes_for
-from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
-from offload.plan.budget import HIDDEN_PIECE_BYTES, PIECE_BUFFERS
+from offload.plan import NO_GPU, Budgets, GpuRates, Home, Plan, Rates
+from offload.plan.budget import GPU_STAGING_SLOTS, HIDDEN_PIECE_BYTES, PIECE_BUFFERS, Offer, piece_buffer_bytes
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
 from offload.units import format_bytes
 
 log = logging.getLogger("offload")
+
+LEAST_BYTES = 4096
+"""Not worth asking a GPU for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +70,14 @@ class GpuLanes(Lanes):
         device: The GPU.
         queue: The queue for completions of operations.
         weights: Where they are; None where no subgroup's are moved.
-        cpu_updates: Whether the CPU may update some of the state.
+        placement: The setting: what of the state that is not at home on the GPU is updated there.
         borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
 
-    on_gpu = pins = True
+    pins = True
     bounces = 1
+    cores_beside = 2  # for the engine's thread and whoever runs forward and backward
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
@@ -81,19 +86,20 @@ class GpuLanes(Lanes):
         queue: Queue,
         weights: WeightPlaces | None = None,
         *,
-        cpu_updates: bool = True,
+        placement: str | float = "auto",
         borrows: bool = False,
         named_nodes: bool = False,
     ) -> None:
         super().__init__(device)
         self.borrows = borrows
+        self._is_staged = placement not in ("cpu", 0)
         self.borrowed_bytes = 0
         """What the last step has borrowed."""
         self.caller: Hashable = None
         """Who made the last request, where memory is borrowed."""
         self._borrowed_slots: list[int] = []
         self._shortages = 0
-        self._nodes = {} if named_nodes else nodes_for(device.node, cpu_updates)
+        self._nodes = {} if named_nodes else nodes_for(device.node if placement in ("gpu", 1) else None)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
@@ -102,7 +108,6 @@ class GpuLanes(Lanes):
         """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
-        self._homes: dict[int, int] = {}
         self._home_blocks: list[tuple[int, tuple[Subgroup, ...]]] = []  # allocations, and whose homes lie there
         self._parked_piece_bytes = 0
         self._slots_address = 0
@@ -115,6 +120,72 @@ class GpuLanes(Lanes):
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
         self._written: dict[int, tuple[Mark, ...]] = {}  # after these, weights are as the last visit made them
         self._inputs: dict[int, tuple[Mark, ...]] = {}
+
+    # What there is of memory
+
+    def offers(self, layout: Layout, home_memory: int | str) -> Offer:
+        """See `Lanes.offers`."""
+        free_bytes, home_bytes = self.usable_bytes(layout), 0
+        staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
+        if home_memory == "auto":
+            staging_bytes = self._given_bytes(staging_bytes)
+            home_bytes = free_bytes - staging_bytes
+            useful_bytes = min(home_bytes, layout.state_bytes)
+            given_bytes = self._given_bytes(useful_bytes, beside=staging_bytes)
+            home_bytes = home_bytes if given_bytes == useful_bytes else given_bytes
+        elif not self.borrows:
+            home_bytes = int(home_memory)
+        return Offer(on_gpu=True, gpu_bytes=home_bytes, gpu_staging_bytes=staging_bytes)
+
+    def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
+        """See `Lanes.with_staging`."""
+        staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
+        return dataclasses.replace(budgets, gpu_staging_bytes=max(budgets.gpu_staging_bytes, staging_bytes))
+
+    def usable_bytes(self, layout: Layout) -> int:
+        """Return what state may take of the memory that is free now, beside buffers for small tensors."""
+        buffers = PIECE_BUFFERS * piece_buffer_bytes(layout.subgroups)
+        return max(0, self.device.free_bytes() - self.device.reserve_bytes - buffers)
+
+    def _staging_bytes(self, layout: Layout) -> int:
+        """Return what staging slots may take for a layout, of what is free now."""
+        slot_bytes, usable = max(layout.subgroup_bytes, default=0), self.usable_bytes(layout)
+        if not self.borrows:
+            return min(GPU_STAGING_SLOTS * slot_bytes, usable)
+        # Each on its own, as a step takes them, of what activations had, too.
+        most = min(len(layout.subgroups), (usable + self.device.cached_bytes()) // max(slot_bytes, 1))
+        return slot_bytes * self._given_count(slot_bytes, most)
+
+    def _given_bytes(self, nbytes: int, beside: int = 0) -> int:
+        """Return `nbytes`, or as many halves of it less as the device has to be asked for until it gives one piece.
+
+        What it has given, torch's allocator keeps for this process.
+
+        Args:
+            nbytes: What is wanted.
+            beside: What else is taken at the same time; there is room for that alone.
+        """
+        with contextlib.ExitStack() as ends:
+            self._allocate(beside, ends)
+            while nbytes >= LEAST_BYTES:
+                try:
+                    self._allocate(nbytes, ends)
+                    return nbytes
+                except OffloadError as error:
+                    log.info("less of the GPU is used: %s", error)
+                    nbytes //= 2
+        return 0
+
+    def _given_count(self, nbytes: int, most: int) -> int:
+        """Return how many pieces of memory of one size the device gives at once, up to `most`."""
+        with contextlib.ExitStack() as ends:
+            for count in range(most):
+                try:
+                    self._allocate(nbytes, ends)
+                except OffloadError as error:
+                    log.info("less of the GPU is borrowed: %s", error)
+                    return count
+        return most
 
     # Memory
 
@@ -157,7 +228,7 @@ class GpuLanes(Lanes):
     def _place_homes(self, address: int, subgroups: tuple[Subgroup, ...]) -> None:
         self._home_blocks.append((address, subgroups))
         for subgroup in subgroups:
-            self._homes[subgroup.index] = address
+            self.homes[subgroup.index] = address
             address += subgroup.state_bytes
 
     def park(self) -> None:
@@ -165,7 +236,7 @@ class GpuLanes(Lanes):
         self.wait()
         released = [self._slots_address] if self._slots_address else []
         released += [address for address, _ in self._home_blocks]
-        self._homes.clear()
+        self.homes.clear()
         self._parked_piece_bytes, self._slots_address = self.pieces.buffer_bytes, 0
         if pieces := self.pieces.adopt(0, 0):
             released.append(pieces)
@@ -193,7 +264,7 @@ class GpuLanes(Lanes):
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
-        slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
+        slots_bytes = plan.gpu_staging_bytes
         return slots_bytes if slots_bytes > self._slots_bytes and not self.borrows else 0
 
     # Memory that is borrowed
@@ -270,11 +341,7 @@ class GpuLanes(Lanes):
 
     def state_address(self, run: Run) -> int:
         """Return the device address of the state that a run on the GPU updates."""
-        return self.home(run.visit.subgroup) if run.gpu_slot is None else self._slot(run.gpu_slot)
-
-    def home(self, subgroup: int) -> int:
-        """Return the device address of the state of a subgroup at home on the GPU."""
-        return self._homes[subgroup]
+        return self.homes[run.visit.subgroup] if run.through is None else self._slot(run.through)
 
     def _slot(self, gpu_slot: int) -> int:
         if self.borrows:
@@ -421,7 +488,7 @@ class GpuLanes(Lanes):
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
-        subgroup, slot = operation.visit.subgroup, operation.gpu_slot
+        subgroup, slot = operation.visit.subgroup, operation.through
         copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
         if copied is not None:  # fresh state is not copied
             self.device.follow(DeviceLane.UPDATE, copied)
@@ -434,14 +501,14 @@ class GpuLanes(Lanes):
             self.device.update(sent)
         ended = self.device.mark(DeviceLane.UPDATE)
         self._written[subgroup] = (ended,)
-        if operation.gpu_slot is not None:
-            self._updated[operation.gpu_slot] = ended
+        if operation.through is not None:
+            self._updated[operation.through] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
     def has_table(self, operation: Run) -> bool:
         """Return whether the table of an update was copied with its state."""
-        return operation.gpu_slot in self._tables
+        return operation.through in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""
@@ -468,7 +535,7 @@ class GpuLanes(Lanes):
     def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
         """Note that the push after a run copies the weights of all segments, or of active ones in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
-        self._to_push[subgroup] = self._weight_copies(subgroup, run.weight_slot, chosen)
+        self._to_push[subgroup] = self._weight_copies(subgroup, run.through, chosen)
 
     def _weight_copies(self, subgroup: int, weight_slot: int | None, chosen: Any = None) -> Pieces:
         weights = known(self._weights, "nobody knows where weights are")

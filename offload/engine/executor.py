@@ -194,7 +194,7 @@ class LiveExecutor:
     def _start(self, operation: Operation) -> None:
         if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
             self._in_flight[operation.op] = (operation, None)
-            self._start_on_gpu(operation)
+            self._put_on_lanes(operation)
             return
         if isinstance(operation, Run):
             self._in_flight[operation.op] = (operation, None)
@@ -281,15 +281,15 @@ class LiveExecutor:
         state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
-    def _start_on_gpu(self, operation: Transfer | AwaitPush | Run) -> None:
-        gpu, due_s = self._lanes, self._due_s[operation.op]
+    def _put_on_lanes(self, operation: Transfer | AwaitPush | Run) -> None:
+        lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case Run():
-                gpu.run(operation, None if gpu.has_table(operation) else self._visitor(operation), due_s)
+                lanes.run(operation, None if lanes.has_table(operation) else self._visitor(operation), due_s)
             case AwaitPush():
-                gpu.await_push(operation)
+                lanes.await_push(operation)
             case Transfer(what="weights"):
-                (gpu.fetch_weights if operation.way == "fetch" else gpu.push)(operation, due_s)
+                (lanes.fetch_weights if operation.way == "fetch" else lanes.push)(operation, due_s)
             case Transfer(subgroup=subgroup, slot=slot):
                 leaves = operation.way == "fetch"
                 if slot is not None:
@@ -298,12 +298,11 @@ class LiveExecutor:
                     self._seals.touched_home(subgroup)
                 address = self._state_address(slot, subgroup)
                 if leaves:  # the visitor sees the run that follows
-                    run = Run(
-                        operation.op, 0, Visit(subgroup, gpu=True), slot, fresh=False, gpu_slot=operation.through
-                    )
-                    gpu.copy_in(operation, address, self._visitor(run), due_s)
+                    visit, through = Visit(subgroup, gpu=True), operation.through
+                    run = Run(operation.op, 0, visit, slot, fresh=False, through=through)
+                    lanes.copy_in(operation, address, self._visitor(run), due_s)
                 else:
-                    gpu.copy_out(operation, address, due_s)
+                    lanes.copy_out(operation, address, due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return where a subgroup's state lies: in a staging slot, or at home."""

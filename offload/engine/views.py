@@ -86,14 +86,14 @@ class StateViews:
         """
         lanes, fill = self._lanes, self._tables.fill
         if version is not None:
-            image = version[0] if self.plan.weights_on_gpu else None
+            image = version[0] if self.plan.passing_bytes(run.visit.subgroup) else None
             return fill(run, self._address(run), rows, weights_address=image, version=version)
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
             buffer = run.gradient_buffer
             gradients = None if buffer is None else self._memory.buffer_address("gradients", buffer)
-            weights = lanes.image(run.weight_slot)
+            weights = lanes.image(run.through)
             table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
         self._tables.taken(run.visit.subgroup, None if run.fresh else rows.flags != 0)
@@ -115,19 +115,19 @@ class StateViews:
         """Lend a run its state and weights in host memory, wherever they lie; changes are copied back."""
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
-        at_home, bounce = self.plan.at_home_on_gpu(subgroup), self._memory.bounce
-        if at_home and bounce is not None:
+        home, bounce = lanes.homes.get(subgroup), self._memory.bounce
+        if home is not None and bounce is not None:
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
-                lanes.fetch(as_pieces([(lanes.home(subgroup), address, nbytes)]))
+                lanes.fetch(as_pieces([(home, address, nbytes)]))
         else:
             address = self._address(run)
-        yield View(address, lanes.image(run.weight_slot))
+        yield View(address, lanes.image(run.through))
         if not run.visit.changes:
             return
         lanes.will_push(run)
-        if at_home:
-            lanes.store([(lanes.home(subgroup), address, nbytes)])
+        if home is not None:
+            lanes.store([(home, address, nbytes)])
 
     def make_whole(self, run: Run, view: View, taking: Parameters) -> None:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
@@ -222,7 +222,7 @@ class StateViews:
             if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
                 ctypes.memmove(address, lent + offset, nbytes)
             else:
-                self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
+                self._lanes.fetch(as_pieces([(self._lanes.homes[tile.subgroup] + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)

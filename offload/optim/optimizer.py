@@ -732,15 +732,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         plan, rates, follows = self.engine.plan, self.engine.rates, self._goes_on
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
-        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
+        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s)
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it.
 
         Warns, once a process, where weights on the CPU make forward and backward slow by their dtype.
         """
-        if not self.engine.plan.weights_on_gpu:
-            tell_once(parameter.dtype for group in self.param_groups for parameter in group["params"])
+        weights = (parameter for group in self.param_groups for parameter in group["params"])
+        tell_once(weight.dtype for weight in weights if weight.device.type == "cpu")
         return self._explanation()
 
     def _explanation(self) -> Explanation:

@@ -56,8 +56,7 @@ def choose_route(
         kind = SlotRoute if is_alone else ReducedRoute
     else:
         kind = StepRoute if holder.config.keep_grads else DepartureRoute
-        # Until backward has shown what is free there.
-        holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
+        holder.is_deferred = holder.config.opens_late
     if holder.config.overlaps_backward and not can_be_final:
         holder.close()
         combinations.FSDP1_BACKWARD.refuse("overlap", holder.config.overlap)

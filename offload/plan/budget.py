@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
-from offload.dtypes import ITEM_BYTES
-from offload.errors import InfeasiblePlanError
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.errors import ConfigError, InfeasiblePlanError
 from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
@@ -162,6 +162,17 @@ class NodeBudget(NamedTuple):
     nbytes: int
 
 
+class Offer(TypedDict):
+    """What the device that the weights are on offers: the budgets that depend on it, see `Budgets`."""
+
+    on_gpu: bool
+    gpu_bytes: int
+    gpu_staging_bytes: int
+
+
+NO_OFFER = Offer(on_gpu=False, gpu_bytes=0, gpu_staging_bytes=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """What each tier offers.
@@ -291,6 +302,34 @@ class Plan:
         """Whether the weights lie on the GPU."""
         return self.budgets.weights_on_gpu
 
+    def passing_bytes(self, subgroup: int) -> int:
+        """Return the bytes of weights that pass through a weight slot when the CPU visits a subgroup.
+
+        0 where weights lie in host memory, as the CPU's visits reach them there.
+        """
+        return self.layout.subgroups[subgroup].weight_bytes if self.budgets.weights_on_gpu else 0
+
+    @property
+    def fetches_gradients(self) -> bool:
+        """Whether gradients of what the CPU updates are fetched from a GPU during the step."""
+        return self.budgets.gradients_on_gpu
+
+    def leaving_bytes(self, subgroup: int) -> int:
+        """Return what leaves a GPU for an update on the CPU: gradients that backward has not sent, and fp32 weights.
+
+        A gradient has its weight's dtype, and an fp32 weight is the master.
+        """
+        is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        return self.passing_bytes(subgroup) * (self.fetches_gradients + is_master)
+
+    @cached_property
+    def unborrowed(self) -> Plan:
+        """This plan for a step without the GPU's staging slots, if they are borrowed: the CPU makes these updates."""
+        if not (self.budgets.borrows and self.gpu_slots):
+            return self
+        placements = tuple(Placement.GPU if home is Home.GPU else Placement.CPU for home in self.homes)
+        return replace(self, placements=placements, gpu_slots=0)
+
     @property
     def uses_gpu(self) -> bool:
         """Whether a step needs a GPU."""
@@ -302,11 +341,20 @@ class Plan:
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
         return max((nbytes for home, nbytes in sizes if home is not Home.GPU), default=0) if self.gpu_slots else 0
 
+    @property
+    def gpu_staging_bytes(self) -> int:
+        """Bytes of all staging slots on the GPU."""
+        return self.gpu_slots * self.gpu_slot_bytes
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """GPU memory of state at home there and of staging slots, by these words; empty where a step needs no GPU."""
+        return {"state": self.home_bytes[Home.GPU], "staging": self.gpu_staging_bytes} if self.uses_gpu else {}
+
     @cached_property
     def weight_slot_bytes(self) -> int:
         """Bytes of host memory in which one subgroup's new weights are made for the GPU; 0 if they are not there."""
-        sizes = (subgroup.weight_bytes for subgroup in self.layout.subgroups)
-        return max(sizes, default=0) if self.weights_on_gpu else 0
+        return max((self.passing_bytes(subgroup.index) for subgroup in self.layout.subgroups), default=0)
 
     @cached_property
     def weight_slots(self) -> int:
@@ -536,6 +584,18 @@ class Plan:
         """Whether the paths have room for `speculative_storage_bytes` besides; else only part is speculated on."""
         return self.checkpoint_bytes + self.speculative_storage_bytes <= self._spare_bytes
 
+    def check_rates(self, rates: Rates) -> None:
+        """Verify that rates know what a step needs: every path, and the GPU if there is one.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if len(rates.paths) != len(self.budgets.paths):
+            allowed = f"give one entry for each of the plan's {len(self.budgets.paths)} paths"
+            raise ConfigError("rates.paths", len(rates.paths), allowed)
+        if self.uses_gpu:
+            rates.gpu.check_used(planned=False)
+
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
 
@@ -708,6 +768,11 @@ class Plan:
             lines.append(f"  {title:<12} {size:>10}  at most for {kept}{room}")
         return "\n".join(lines)
 
+    def change_from(self, before: Plan) -> str:
+        """Return in words what the GPU updates by this plan, and not by one before of the same subgroups."""
+        now, then = (plan.placements.count(Placement.GPU) for plan in (self, before))
+        return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
+
     def _gpu_lines(self) -> list[str]:
         pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
         small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
@@ -717,7 +782,7 @@ class Plan:
             return [f"  GPU memory   {line}" for line in small]
         home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - home
-        staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
+        staging = format_bytes(self.gpu_staging_bytes)
         here = format_count(home, "subgroup")
         slots = f"{self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}"
         if self.budgets.borrows:

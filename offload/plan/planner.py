@@ -90,6 +90,17 @@ def choose_plan(
         return _placing(layout, budgets, rates, placement, kept, budgets.nodes)  # the paths have no room for more
 
 
+def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Plan:
+    """Return a plan like `choose_plan`'s for a layout with more subgroups, where those of the plan before stay.
+
+    They are also updated where they were: memory for their gradients has been given out by that.
+    """
+    fresh = choose_plan(layout, budgets, rates, placement, kept=before)
+    placements = (*before.placements, *fresh.placements[len(before.placements) :])
+    gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
+    return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
+
+
 def in_order(budgets: Budgets, rates: Rates) -> Budgets:
     """Return budgets with memory nodes in the order of their rates.
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
 from offload.layout import Subgroup
-from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
+from offload.plan.budget import CHECKPOINT_BUFFERS, Home, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record, TileIndex
 from offload.schedule.issued import Issued
@@ -184,7 +184,8 @@ class Saver:
             number = subgroup.index
             is_away = self._index.get(subgroup.tiles[0][0]) is not None  # of state at home in memory
             if plan.is_resident(number) and not is_away:
-                items = to_write(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
+                buffered = plan.homes[number] is not Home.HOST
+                items = to_write(subgroup.tiles, versions[number], buffered, home=True)
                 if items:
                     save.todo[number], save.unwritten[number] = deque(items), len(items)
             elif number in unsaved:

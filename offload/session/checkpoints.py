@@ -123,12 +123,13 @@ class Checkpoints:
             if machine.broken is not None:
                 raise machine.broken
             manifest = self._manifest(request)
+            weights = (subgroup.weight_tiles for subgroup in manifest.layout.subgroups)
             try:
                 pending = parts.saves.open(
                     folder,
                     request,
                     manifest,
-                    needs_buffers=any(s.weight_tiles for s in manifest.layout.subgroups) or parts.plan.uses_gpu,
+                    needs_buffers=any([parts.plan.bounce_bytes, *weights]),
                     io_backend=parts.config.io_backend,
                 )
             except OffloadError:

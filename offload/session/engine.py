@@ -368,8 +368,8 @@ class Engine:
                 parameter = parameters[chosen[number]]
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
-            if pending is not None and parts.lanes.borrows:
-                combinations.BORROWED.refuse("gpu_memory", parts.config.gpu_memory)
+            if pending is not None:
+                parts.config.check_goes_on()
             started_s = time.monotonic()
             tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)

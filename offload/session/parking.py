@@ -260,7 +260,7 @@ class Parking:
         parts, batch = self._parts, pending.batches.popleft()
         self._check_room(batch)  # again: a path may have failed since
         if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
-            self._copy_from_gpu(self._lend(batch))
+            parts.lanes.fetch(as_pieces(self._copies(self._lend(batch))))
         self._numbers += 1
         pending.leave = Leave(self._numbers, batch)
         parts.allocate()
@@ -279,10 +279,7 @@ class Parking:
     def _copies(self, places: Mapping[int, int]) -> list[tuple[int, int, int]]:
         """Return rows of (device address, host address, bytes) of state at home on the GPU."""
         lanes, subgroups = self._parts.lanes, self._parts.plan.layout.subgroups
-        return [(lanes.home(number), address, subgroups[number].state_bytes) for number, address in places.items()]
-
-    def _copy_from_gpu(self, places: Mapping[int, int]) -> None:
-        self._parts.lanes.fetch(as_pieces(self._copies(places)))
+        return [(lanes.homes[number], address, subgroups[number].state_bytes) for number, address in places.items()]
 
     def _give_back(self, pending: PendingPark) -> None:
         """Give all memory back that holds no state."""
@@ -295,7 +292,7 @@ class Parking:
             arena = memory.arena(nbytes)
             places = self._lend(pending.to_host, arena.address)
             try:
-                self._copy_from_gpu(places)
+                parts.lanes.fetch(as_pieces(self._copies(places)))
             except OffloadError:
                 memory.give_back(arena)
                 raise

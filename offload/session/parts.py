@@ -39,8 +39,8 @@ from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
 from offload.memory.touching import bound
 from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
-from offload.plan.planner import in_order
+from offload.plan.budget import LEAST_BUFFERS
+from offload.plan.planner import extend_plan, in_order
 from offload.protocols import Device, Mark, Tier
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
@@ -51,11 +51,8 @@ from offload.session.setup import (
     default_threads,
     first_budgets,
     fitted,
-    gpu_staging_bytes,
     less_memory_advice,
     open_path,
-    refuse_gpu,
-    usable_bytes,
 )
 from offload.tiers import check_places, parse_place
 
@@ -108,22 +105,20 @@ class SessionParts:
         self.lanes = Lanes(device)
         self._store_in: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
-            refuse_gpu(config, combinations.WEIGHTS_ON_CPU)
+            self.config = config = config.updated_by_cpu(combinations.WEIGHTS_ON_CPU)
             if not config.keep_grads and config.gradient_memory is None:
                 combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
         else:
             if config.gradient_memory is not None:
-                refuse_gpu(config, combinations.GRADIENTS_ON_PATHS)
-                self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0, keep_grads=False)
+                config = config.updated_by_cpu(combinations.GRADIENTS_ON_PATHS)
+                self.config = config = dataclasses.replace(config, keep_grads=False)
             elif rule.is_whole:
-                refuse_gpu(config, combinations.UPDATED_BY_CPU, rule=rule.name)
-                self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0)
-            cpu_updates = config.placement not in ("gpu", 1)
+                self.config = config = config.updated_by_cpu(combinations.UPDATED_BY_CPU, rule=rule.name)
             self.lanes = lanes = GpuLanes(
                 device,
                 self.queue,
                 self.tables,
-                cpu_updates=cpu_updates,
+                placement=config.placement,
                 borrows=config.borrows,
                 named_nodes=bool(config.node_bytes),
             )
@@ -398,9 +393,7 @@ class SessionParts:
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
-        if self.config.placement not in ("cpu", 0):
-            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(self.config, layout, self.lanes.device))
-            budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
+        budgets = self.lanes.with_staging(budgets, layout)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
         try:
@@ -419,11 +412,7 @@ class SessionParts:
             wider = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
             kept = max(budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * wider)
             budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept)
-        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
-        # What is there stays where it is: memory for its gradients has been given out by that.
-        placements = (*before.placements, *fresh.placements[len(before.placements) :])
-        gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
-        return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
+        return extend_plan(before, layout, budgets, self.rates, self.config.placement)
 
     def position(self, parameter: int | str) -> int:
         """Return a parameter's position from its position or name.
@@ -470,7 +459,7 @@ class SessionParts:
         Raises:
             OffloadError: There is no memory for it; nothing has changed then.
         """
-        usable = usable_bytes(self.lanes.device, plan.layout)
+        usable = self.lanes.usable_bytes(plan.layout)
         for what, needed, free in (
             ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
             ("staging slots on the GPU", self.lanes.missing_bytes(plan), usable),

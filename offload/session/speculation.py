@@ -287,7 +287,7 @@ class Speculation:
 
     def _masters_of(self, subgroup: Subgroup) -> Pieces:
         """Return copies of fp32 weights, which are masters, from a GPU to their image, where they are updated."""
-        if not self._parts.plan.weights_on_gpu or subgroup.dtype is not DtypeCode.FLOAT32:
+        if not self._parts.plan.passing_bytes(subgroup.index) or subgroup.dtype is not DtypeCode.FLOAT32:
             return as_pieces([])
         # Weights that were bound since the pass began may be gone when they are copied.
         weights = known(self._rows, "no step is expected").weights

@@ -16,8 +16,8 @@ from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, as_on_fastest, observe, typical
 from offload.plan import Rates, visit_order
-from offload.schedule.machine import update_visits
 from offload.schedule.operations import Lend, Reshare, Run, Stop, Sweep
+from offload.schedule.runs import update_visits
 from offload.session.parts import SessionParts
 from offload.session.placement_review import PlacementReview
 from offload.session.thread import EngineThread
@@ -119,13 +119,10 @@ class Visits:
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
-            lent = self._borrow()
+            plan = parts.plan if self._borrow() else parts.plan.unborrowed
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(
-                parts.plan,
-                order,
-                lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0),
-                lent=lent,
+                plan, order, lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0)
             )
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)

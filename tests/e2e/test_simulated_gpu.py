@@ -30,6 +30,7 @@ from world import HazardError, SimulatedDevice
 import offload
 from offload._native import CompletionQueue
 from offload.device import pinning
+from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
 from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
@@ -330,6 +331,20 @@ def test_checkpoints_go_from_the_gpu_and_back(tmp_path: Path, dtype: torch.dtype
         optimizer.load_checkpoint(tmp_path / "checkpoint")
         train(optimizer, there, range(3, 5))
         assert same(states(optimizer, there), on_cpu(range(5), dtype))
+
+
+@pytest.mark.parametrize("gpu_memory", [0, 60_000])
+def test_a_checkpoint_takes_buffers_only_for_state_in_gpu_memory(
+    tmp_path: Path, gpu_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = [], HostMemory.checkpoint_buffers
+    monkeypatch.setattr(HostMemory, "checkpoint_buffers", lambda *of: asked.append(of) or ask(*of))
+    parameters, chosen = weights(dtype=torch.bfloat16), config(tmp_path, gpu_memory=gpu_memory)
+    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=chosen) as optimizer:
+        train(optimizer, parameters, range(2))
+        optimizer.save_checkpoint(tmp_path / "checkpoint")
+        optimizer.wait_checkpoint()
+    assert bool(asked) == (gpu_memory > 0)
 
 
 def test_state_dicts_and_added_groups(tmp_path: Path) -> None:

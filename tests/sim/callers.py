@@ -50,7 +50,6 @@ from offload.errors import (
 from offload.plan import Plan, Rates, visit_order
 from offload.protocols import SECTOR_BYTES, SegmentFlag
 from offload.schedule.loop import pump
-from offload.schedule.machine import update_visits
 from offload.schedule.operations import (
     Admit,
     Begin,
@@ -72,6 +71,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
+from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 from offload.session.speculation import Speculation
 from offload.session.step import PendingStep, StepAccount
@@ -293,10 +293,10 @@ class Forwards(Saves):
 
     def made(self, run: Run, made: int) -> None:
         """Put new weights where they belong, or on their way there."""
-        if run.weight_slot is None:
+        if run.visit.gpu or run.through is None:
             self.weights[run.visit.subgroup] = made
         else:
-            self.passing[run.weight_slot] = made
+            self.passing[run.through] = made
 
     def pushed(self, push: Transfer) -> None:
         self.weights[push.subgroup] = self.passing[push.through]

@@ -237,7 +237,7 @@ class GoesOnAfterBreaking(Filtered):
 
 class SkipsAVisit(Skips):
     def hits(self, operation):
-        plain = isinstance(operation, Run) and operation.gpu_slot is None and operation.weight_slot is None
+        plain = isinstance(operation, Run) and operation.through is None
         return plain and operation.visit == self.sweep.visits[-1]
 
 
@@ -276,16 +276,17 @@ class SharesASlot(Filtered):
 
 
 class SharesAGpuSlot(Filtered):
-    name, what = "gpu_slot", "state"
+    what = "state"
 
     def asks(self, operation):
-        if isinstance(operation, Transfer) and operation.what == self.what:
-            operation = replace(operation, through=0)
-        return (replace(operation, **{self.name: 0}) if getattr(operation, self.name, None) else operation,)
+        what = getattr(operation, "what", "weights")
+        what = "state" if isinstance(operation, Run) and operation.visit.gpu else what
+        shares = what == self.what and getattr(operation, "through", None)
+        return (replace(operation, through=0) if shares else operation,)
 
 
 class SharesAWeightSlot(SharesAGpuSlot):
-    name, what = "weight_slot", "weights"
+    what = "weights"
 
 
 class PushesFromAnotherSlot(Filtered):

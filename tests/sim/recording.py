@@ -44,7 +44,8 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
     """Return an operation in neutral words."""
     match operation:
         case ops.Run():
-            visit, slots = operation.visit, (operation.slot, operation.gpu_slot, operation.weight_slot)
+            visit, through = operation.visit, (operation.through, None)
+            slots = operation.slot, *(through if visit.gpu else through[::-1])
             return "run", visit.subgroup, operation.sweep, operation.fresh, *slots, *neutral_visit(visit)
         case ops.ReadTile():
             return "tile", "fetch", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
@@ -60,7 +61,7 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
         case ops.Transfer():
             return "weights", operation.lane, operation.subgroup, operation.through, operation.nbytes
         case ops.AwaitPush():
-            return "weights", "left", operation.subgroup, operation.weight_slot
+            return "weights", "left", operation.subgroup, operation.through
         case ops.GiveBack():
             return "give back", operation.subgroup
         case ops.Sync():
@@ -93,8 +94,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "begin save", save.number, save.sink, save.empty
         case ops.Taken(ended):
             return "taken", ended.number
-        case ops.Lend(gpu_slots):
-            return "lend", gpu_slots
+        case ops.Lend(count):
+            return "lend", count
         case ops.Reshare(shares):
             return "reshare", shares
         case ops.TakeOver():

@@ -20,8 +20,8 @@ from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.schedule.index import Location, TileIndex
-from offload.schedule.machine import update_visits
 from offload.schedule.operations import Extend
+from offload.schedule.runs import update_visits
 
 
 class Seeds(NamedTuple):

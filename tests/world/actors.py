@@ -19,7 +19,7 @@ from offload.layout import Parameter, extend_layout
 from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, Owner
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     Begin,
     BeginSave,
@@ -37,6 +37,7 @@ from offload.schedule.operations import (
     Visit,
     Want,
 )
+from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 from world.data import mix
 from world.driver import (

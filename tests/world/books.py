@@ -357,7 +357,7 @@ class DeviceBook:
 
     def take_weight_slot(self, operation: Transfer | Run, stage: str) -> None:
         """Verify that a weight slot is free, and take it."""
-        slot, number = _weight_slot(operation), subgroup_of(operation)
+        slot, number = weight_slot_of(operation), subgroup_of(operation)
         self._require(
             slot is not None and 0 <= slot < self.ground.plan.weight_slots, "11: there is no such weight slot"
         )
@@ -367,7 +367,7 @@ class DeviceBook:
 
     def next_stage(self, operation: Transfer | AwaitPush | Run, before: str, after: str, rule: str) -> None:
         """Verify that a weight slot is a subgroup's and at a stage, and bring it to another."""
-        number = _weight_slot(operation)
+        number = weight_slot_of(operation)
         slot = None if number is None else self.weight_slots.get(number)
         known = slot is not None and slot.subgroup == subgroup_of(operation) and slot.stage == before
         self._require(known, rule)
@@ -381,7 +381,7 @@ class DeviceBook:
                 self.weight_slots[slot].stage = "fetched"
             case Transfer(through=slot):
                 self.weight_slots[slot].stage = "pushed"
-            case AwaitPush(weight_slot=slot):
+            case AwaitPush(through=slot):
                 del self.weight_slots[slot]
 
     def issued_copy(self, copy: Transfer) -> None:
@@ -953,5 +953,11 @@ def subgroup_of(operation: Transfer | AwaitPush | Run) -> int:
     return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup
 
 
-def _weight_slot(operation: Transfer | AwaitPush | Run) -> int | None:
-    return operation.through if isinstance(operation, Transfer) else operation.weight_slot
+def weight_slot_of(operation: Transfer | AwaitPush | Run) -> int | None:
+    """Return the weight slot of an operation, where what passes through a slot are weights."""
+    return None if isinstance(operation, Run) and operation.visit.gpu else operation.through
+
+
+def gpu_slot_of(run: Run) -> int | None:
+    """Return the staging slot on the GPU of a run there, if it has one."""
+    return run.through if run.visit.gpu else None

@@ -23,8 +23,9 @@ from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import Allocated, Begin, Cut, Event, Run, Sweep, Visit
+from offload.schedule.runs import update_visits
 from world.checker import CheckedExecutor
 from world.data import SimData, mix, mix_weights
 from world.executor import Disorder, SimExecutor
