@@ -153,8 +153,9 @@ class Forwards(Saves):
     twin: Any
     thread: EngineThread
 
-    def __init__(self, scenario, rng, wrong=(), *, self_check=True) -> None:
-        super().__init__(scenario, rng, wrong, self_check=self_check)
+    def __init__(self, *drawn: Any, **more: Any) -> None:
+        super().__init__(*drawn, **more)
+        rng = self.rng
         self.modules = random_modules(rng, len(self.plan.layout.parameters))
         self.paces = rng.choice(((0,), (0, 0, 0, 0, 1), (0, 0, 1, 2, 5), (0, 1, 5, 60)))
         """Events that come between two things that the caller does."""
@@ -640,8 +641,9 @@ class Backwards(Forwards):
     data: Data
     inner: FailingLanes
 
-    def __init__(self, scenario, rng, wrong=(), *, self_check=True) -> None:
-        super().__init__(scenario, rng, wrong, self_check=self_check)
+    def __init__(self, *drawn: Any, **more: Any) -> None:
+        super().__init__(*drawn, **more)
+        rng = self.rng
         self.data.caller = self.inner.caller = self
         self.inner.failing = rng.choice((0.0, 0.0, 0.0, 0.05, 0.3))
         self.keep = max(self.plan.budgets.checkpoints, 1)

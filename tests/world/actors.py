@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from offload.errors import InfeasiblePlanError
 from offload.layout import Parameter, extend_layout
 from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import LEAST_SLOT_BYTES
-from offload.protocols import SECTOR_BYTES, Owner
+from offload.protocols import SECTOR_BYTES, Owner, ScratchKind, TileId
+from offload.schedule.index import Location, Record
 from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     Begin,
     BeginSave,
     Discard,
+    Event,
     Extend,
     Leave,
     Ready,
@@ -39,13 +42,14 @@ from offload.schedule.operations import (
 )
 from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
-from world.data import mix
+from world.data import State, mix
 from world.driver import (
     DTYPES,
     ROOMY_BYTES,
     Action,
     Driver,
     Scenario,
+    checksum,
     everything,
     random_disorder,
     random_layout,
@@ -73,16 +77,18 @@ from world.faults import random_faults as any_faults
 class Sweeps(Driver):
     """Random sweeps, and at the end one that looks at everything."""
 
-    def __init__(self, scenario, rng, wrong=(), *, self_check=True) -> None:
-        super().__init__(scenario, rng, wrong, self_check=self_check)
-        self.cached_first = rng.random() < 0.8
+    def __init__(self, *drawn: Any, **more: Any) -> None:
+        super().__init__(*drawn, **more)
+        self.cached_first = self.rng.random() < 0.8
         self.updated: list[int] = []
-        self.synced: dict = {}
+        self.synced: dict[TileId, tuple[Location, int, int]] = {}
         self.may_break = not self.survives()
         self.outcome.counts["streamed"] += self.plan.staging_slots < self.plan.homes.count(Home.STREAMED)
 
     @classmethod
-    def draw(cls, seed, rng, plan, faulty, before=None) -> Scenario:
+    def draw(
+        cls, seed: int, rng: random.Random, plan: Plan, faulty: bool | None, before: Scenario | None = None
+    ) -> Scenario:
         sweeps = [random_sweep(rng, plan) for _ in range(rng.randrange(2, 6))]
         rates, disorder = random_rates(rng, plan), random_disorder(rng, (0.0, 0.0, 0.02))
         faulty = rng.random() < 0.5 if faulty is None else faulty
@@ -104,14 +110,13 @@ class Sweeps(Driver):
         )
         return not harmful or (plenty and lost_path)
 
-    def visit(self, run: Run, state: np.ndarray) -> None:
+    def visit(self, run: Run, state: State) -> None:
         number = run.visit.subgroup
         if run.visit.changes:
             mix(run, state)
             self.updated.append(number)
         else:
-            found = None if run.fresh else zlib.crc32(state)
-            self.seen.append((found, zlib.crc32(self.twin.states[number]) if number in self.twin.states else None))
+            self.seen.append((None if run.fresh else checksum(state), self.twin.checksum(number)))
 
     def sweep(self, visits: tuple[Visit, ...]) -> None:
         self.sweeps += 1
@@ -170,7 +175,9 @@ class Changing(Sweeps):
     """
 
     @classmethod
-    def draw(cls, seed, rng, plan, faulty, before=None) -> Scenario:
+    def draw(
+        cls, seed: int, rng: random.Random, plan: Plan, faulty: bool | None, before: Scenario | None = None
+    ) -> Scenario:
         scenario = super().draw(seed, rng, plan, faulty, before)
         rng = random.Random(-1 - seed)
         sweeps = [action.value for action in scenario.actions[:-1]]
@@ -220,12 +227,12 @@ class Saves(Driver):
     """What is asked for between the first sweep and the last wait, each as often as it is here."""
     most = 9
 
-    def __init__(self, scenario, rng, wrong=(), *, self_check=True) -> None:
-        super().__init__(scenario, rng, wrong, self_check=self_check)
-        self.expected: dict[int, dict] = {}
+    def __init__(self, *drawn: Any, **more: Any) -> None:
+        super().__init__(*drawn, **more)
+        self.expected: dict[int, dict[TileId, bytes]] = {}
         self.kept: list[int] = []  # committed without a sink, not released
         self.copies: list[int] = []
-        self.keep = rng.choice((1, 1, 2))
+        self.keep = self.rng.choice((1, 1, 2))
         self.saves = 0
         self.filled: set[int] = set()
         """Subgroups that have been visited, or taken up."""
@@ -241,7 +248,7 @@ class Saves(Driver):
         return [Action("sweep"), *asked, Action("wait")]
 
     @classmethod
-    def draw_lanes(cls, rng, plan, before) -> tuple[Rates, Disorder]:
+    def draw_lanes(cls, rng: random.Random, plan: Plan, before: Scenario | None) -> tuple[Rates, Disorder]:
         return (before.rates, before.disorder) if before else super().draw_lanes(rng, plan, before)
 
     @classmethod
@@ -296,7 +303,7 @@ class Saves(Driver):
         for number in found:
             self.verify(number, found[number])
 
-    def verify(self, number: int, records) -> None:
+    def verify(self, number: int, records: Mapping[TileId, Record]) -> None:
         expected = self.expected[number]
         assert sorted(records) == sorted(expected), "a checkpoint does not have every tile"
         for tile, record in records.items():
@@ -443,13 +450,15 @@ def buffered_plan(rng: random.Random) -> Plan:
 class Buffers(Driver):
     """What the caller fills and reads in buffers, from which it leaves for the paths."""
 
-    scratch = ""
+    scratch: ScratchKind
     lags_s = (0.0, 0.02)
     events_each = 4
     """Operations that faults are aimed among, for each action."""
 
     @classmethod
-    def draw_faults(cls, seed, rng, plan, actions, faulty) -> tuple[Fault, ...]:
+    def draw_faults(
+        cls, seed: int, rng: random.Random, plan: Plan, actions: list[Action], faulty: bool | None
+    ) -> tuple[Fault, ...]:
         if rng.random() >= 0.4:
             return ()
         faults = any_faults(seed, paths=len(plan.budgets.paths), operations=cls.events_each * len(actions))
@@ -467,9 +476,9 @@ class Fills(Buffers):
 
     scratch = "gradients"
 
-    def __init__(self, scenario, rng, wrong=(), *, self_check=True) -> None:
-        super().__init__(scenario, rng, wrong, self_check=self_check)
-        self.gradients: dict[int, np.ndarray] = {}
+    def __init__(self, *drawn: Any, **more: Any) -> None:
+        super().__init__(*drawn, **more)
+        self.gradients: dict[int, State] = {}
         """The twin's."""
         self.filling: list[Owner] = []
         """The one that the caller fills."""
@@ -507,15 +516,14 @@ class Fills(Buffers):
     def words(self, subgroup: int) -> int:
         return sum(nbytes for _, _, nbytes in self.plan.gradient_tiles[subgroup]) // 4
 
-    def visit(self, run: Run, state: np.ndarray) -> None:
+    def visit(self, run: Run, state: State) -> None:
         """Update state with what the gradients are, or look at it."""
         number = run.visit.subgroup
         if run.gradient_buffer is not None:
             mix(run, state)
-            state ^= np.uint32(zlib.crc32(self.data.gradients[run.gradient_buffer][: self.words(number)]))
+            state ^= np.uint32(checksum(self.data.gradients[run.gradient_buffer][: self.words(number)]))
         else:
-            found = None if run.fresh else zlib.crc32(state)
-            self.seen.append((found, zlib.crc32(self.twin.states[number]) if number in self.twin.states else None))
+            self.seen.append((None if run.fresh else checksum(state), self.twin.checksum(number)))
 
     def end_filling(self) -> None:
         if self.filling:
@@ -560,7 +568,7 @@ class Fills(Buffers):
         self.go_through(self.sweeps, visits)
         self.twin.sweep(self.sweeps, visits)
         for number in subgroups:
-            self.twin.states[number] ^= np.uint32(zlib.crc32(self.gradients[number]))
+            self.twin.states[number] ^= np.uint32(checksum(self.gradients[number]))
         self.gradients.clear()
 
 
@@ -573,8 +581,8 @@ class Packs(Buffers):
     scratch = "activations"
     events_each = 3
 
-    def __init__(self, scenario, rng, wrong=(), *, self_check=True) -> None:
-        super().__init__(scenario, rng, wrong, self_check=self_check)
+    def __init__(self, *drawn: Any, **more: Any) -> None:
+        super().__init__(*drawn, **more)
         self.kept: set[int] = set()
         """Tiles for which there was no room."""
 
@@ -626,12 +634,12 @@ class Packs(Buffers):
         super().start()
         self.allocate()
 
-    def tell(self, event) -> None:
+    def tell(self, event: Event) -> None:
         super().tell(event)
         self.executor.submit(self.machine.take_operations())
 
     @staticmethod
-    def content(tile: int) -> np.ndarray:
+    def content(tile: int) -> State:
         return np.arange(TILE_BYTES // 4, dtype=np.uint32) * np.uint32(747796405) + np.uint32(tile)
 
     def step(self, flag: bool) -> None:

@@ -8,6 +8,7 @@ checker watches all of them. `run_seed` is a seed's run, over several lives wher
 from __future__ import annotations
 
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from offload.schedule.machine import Machine
 from offload.schedule.operations import Allocated, Begin, Cut, Event, Run, Sweep, Visit
 from offload.schedule.runs import update_visits
 from world.checker import CheckedExecutor
-from world.data import SimData, mix, mix_weights
+from world.data import SimData, State, mix, mix_weights
 from world.executor import Disorder, SimExecutor
 from world.faults import (
     Crash,
@@ -102,7 +103,8 @@ def random_plan(rng: random.Random) -> Plan:
     host_bytes = rng.choice((0, 0, 0, layout.state_bytes // 3, layout.state_bytes // 2, layout.state_bytes))
     staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES)
     shares = [rng.choice((0.1, 1.0, 1.0, 3.0)) for _ in range(paths)]
-    budgets, placements = Budgets(host_bytes, staging_bytes), ()
+    budgets = Budgets(host_bytes, staging_bytes)
+    placements: tuple[Placement, ...] = ()
     if rng.random() < 0.5:
         gpu_bytes = rng.choice((0, 0, layout.state_bytes // 4, layout.state_bytes))
         gpu_staging_bytes = rng.randrange(1, 5) * layout.max_subgroup_bytes
@@ -202,19 +204,16 @@ def random_faults(rng: random.Random, plan: Plan, actions: list[Action]) -> tupl
     paths = len(plan.budgets.paths)
     if rng.random() < 0.5:
         number = rng.randrange(transfers)
-        faults.append(
-            rng.choice(
-                [
-                    FailOperation("write", number),
-                    FailOperation("sync", rng.randrange(4)),
-                    FailOperation("commit", rng.randrange(3)),
-                    FailOperation("read", number),
-                    ShortTransfer("write", number),
-                    PathFull(rng.randrange(paths), rng.random()),
-                    SlowLane(f"write:{rng.randrange(paths)}", rng.random(), 30.0),
-                ]
-            )
-        )
+        kinds: list[Fault] = [
+            FailOperation("write", number),
+            FailOperation("sync", rng.randrange(4)),
+            FailOperation("commit", rng.randrange(3)),
+            FailOperation("read", number),
+            ShortTransfer("write", number),
+            PathFull(rng.randrange(paths), rng.random()),
+            SlowLane(f"write:{rng.randrange(paths)}", rng.random(), 30.0),
+        ]
+        faults.append(rng.choice(kinds))
     if rng.random() < 0.5:
         faults.append(Crash(rng.randrange(1, 3 * transfers)))
     return tuple(faults)
@@ -223,12 +222,16 @@ def random_faults(rng: random.Random, plan: Plan, actions: list[Action]) -> tupl
 # What is right
 
 
+def checksum(words: State) -> int:
+    return zlib.crc32(words.tobytes())
+
+
 class Twin:
     """State and weights of every subgroup, on plain arrays."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.states: dict[int, np.ndarray] = {}
+        self.states: dict[int, State] = {}
         self.weights = {s.index: np.zeros(s.numel, np.uint32) for s in plan.layout.subgroups if s.weight_tiles}
 
     def sweep(self, number: int, visits: tuple[Visit, ...]) -> None:
@@ -241,16 +244,18 @@ class Twin:
             if visit.subgroup in self.weights:
                 mix_weights(run, self.weights[visit.subgroup])
 
+    def checksum(self, subgroup: int) -> int | None:
+        """Return that of a subgroup's state, None as long as nothing has filled it."""
+        return checksum(self.states[subgroup]) if subgroup in self.states else None
+
     def tiles(self) -> dict[TileId, bytes]:
         """Return what a checkpoint taken now has to hold."""
         found = {}
         for subgroup in self.plan.layout.subgroups:
-            for whole, tiles in (
-                (self.states[subgroup.index], subgroup.tiles),
-                (self.weights.get(subgroup.index), subgroup.weight_tiles),
-            ):
+            wholes = (self.states, subgroup.tiles), (self.weights, subgroup.weight_tiles)
+            for words, tiles in wholes:
                 for tile, offset, nbytes in tiles:
-                    found[tile] = whole[offset // 4 : (offset + nbytes) // 4].tobytes()
+                    found[tile] = words[subgroup.index][offset // 4 : (offset + nbytes) // 4].tobytes()
         return found
 
 
@@ -333,7 +338,7 @@ class Driver:
 
     # What it does
 
-    def visit(self, run: Run, state: np.ndarray) -> None:
+    def visit(self, run: Run, state: State) -> None:
         mix(run, state)
 
     def pushed(self, push: Any) -> None:
@@ -409,7 +414,7 @@ class Driver:
             ends = tuple(map(index.end_bytes, range(len(self.plan.budgets.paths))))
             if self.inner.allocate(ends):
                 self.tell(Allocated(ends))
-        return index.is_whole
+        return bool(index.is_whole)
 
 
 def run_seed(
@@ -439,7 +444,7 @@ def run_seed(
     before: Driver | None = None
     outcome = Outcome()
     for life in actor.lives(rng, 1 if crash is None else 2):
-        scenario = actor.draw(seed, rng, plan, faulty, before and before.scenario)
+        scenario = actor.draw(seed, rng, plan, faulty, None if before is None else before.scenario)
         if crash is not None and not life:
             scenario.faults = (Crash(crash),)
         driver = actor(scenario, rng, wrong, self_check=self_check)
