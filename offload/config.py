@@ -630,8 +630,7 @@ class OffloadConfig:
         if self.gradient_memory is not None:
             if not self.paths:
                 combinations.WITHOUT_PATHS.refuse("gradient_memory", self.gradient_memory, what="gradients")
-            if self.overlaps_backward:
-                combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
+            combinations.UPDATES_IN_BACKWARD.check("overlap", self.overlap)
         if self.overlaps_forward:
             self.check_goes_on()
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):

@@ -30,8 +30,7 @@ from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
-from offload.optim.announcer import Announcer
-from offload.optim.auto import AutoOverlap
+from offload.optim.hiding import Announcer, AutoOverlap
 from offload.rules import UpdateRule
 
 log = logging.getLogger("offload")
@@ -113,6 +112,7 @@ class OffloadedOptimizer:
 
     Attributes:
         shard: State and update of this rank.
+        reduces_early: Whether gradients are reduced during backward.
     """
 
     shard: Shard
@@ -132,6 +132,7 @@ class OffloadedOptimizer:
     _streamed: list[FlatState] | None = None
     _model: UnnamedModel | None = None
     behind: SavesBehind | None = None
+    reduces_early = True
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
     _layout = ""
@@ -177,16 +178,11 @@ class OffloadedOptimizer:
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.can_go_on, "backward": self.is_early}
+            ways = {"forward": self.can_go_on, "backward": self.reduces_early}
             self._auto.after_step(self.offload, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
-
-    @property
-    def is_early(self) -> bool:
-        """Whether gradients are reduced during backward."""
-        return True
 
     @property
     def can_go_on(self) -> bool:

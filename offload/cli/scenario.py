@@ -439,9 +439,9 @@ class Answer:
         }
 
     @property
-    def ahead(self) -> Plan:
-        """The plan of a rank whose steps are hidden in backward."""
-        return _ahead(self.plan)
+    def hiding_bytes(self) -> tuple[int, int]:
+        """Bytes of host memory, and of paths, that a rank takes besides where steps are hidden in backward."""
+        return self.plan.taken_by_updates_in_backward(GRADIENT_BYTES)
 
     @property
     def warnings(self) -> list[str]:
@@ -557,15 +557,6 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
     return plan.counting_buffers(int(scenario.model.weights_on_gpu))
 
 
-def _ahead(plan: Plan) -> Plan:
-    """Return a plan with updates in backward: gradients of what the GPU updates then come to host memory, too."""
-    if not plan.weights_on_gpu:
-        return replace(plan, budgets=replace(plan.budgets, speculates=True))
-    streamed = (s for s in plan.layout.subgroups if plan.updates_on_gpu(s.index) and not plan.is_resident(s.index))
-    gradient_bytes = plan.budgets.gradient_bytes + GRADIENT_BYTES * sum(subgroup.numel for subgroup in streamed)
-    return replace(plan, budgets=replace(plan.budgets, speculates=True, gradient_bytes=gradient_bytes))
-
-
 def use(scenario: Scenario) -> Use:
     """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
     return use_of(_plan(scenario, rank_rates(scenario)), scenario.beside)
@@ -611,7 +602,7 @@ def ask(
     if prediction is not None and forward_s is not None and backward_s is not None:
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, plan, forward_s)}
         if not plan.gradient_buffers:
-            ahead = _ahead(plan)
+            ahead = plan.with_updates_in_backward(GRADIENT_BYTES)
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(
                     prediction, ahead, rates, forward_s, backward_s, follows=follows

@@ -59,7 +59,7 @@ class Timed:
 class WeightPlaces(Protocol):
     """Says where the weights of a subgroup lie: `offload.engine.tables.Tables`."""
 
-    def weight_copies(self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
+    def weight_copies(self, subgroup: int, weights_address: int, chosen: npt.NDArray[Any] | None = None) -> Pieces:
         """See `Tables.weight_copies`."""
 
 

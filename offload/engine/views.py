@@ -15,7 +15,7 @@ from offload.device.host import HostMemory
 from offload.device.none import Lanes
 from offload.device.pieces import as_pieces
 from offload.dtypes import DtypeCode
-from offload.engine.tables import Parameters, SpeculativeVersion, StepRows, Tables
+from offload.engine.tables import Parameters, StepRows, Tables
 from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.plain import PIECE_NUMEL
@@ -76,18 +76,9 @@ class StateViews:
 
     # Tables of an update
 
-    def table(self, run: Run, rows: StepRows, version: SpeculativeVersion | None = None) -> npt.NDArray[Any]:
-        """Return the kernel's table for a run of a step.
-
-        Args:
-            run: The run.
-            rows: What the step tells.
-            version: What a speculative run makes; None for other runs.
-        """
+    def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
+        """Return the kernel's table for a run of a sealed step; by a rule of whole parameters, the update itself."""
         lanes, fill = self._lanes, self._tables.fill
-        if version is not None:
-            image = version[0] if self.plan.passing_bytes(run.visit.subgroup) else None
-            return fill(run, self._address(run), rows, weights_address=image, version=version)
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
@@ -97,11 +88,6 @@ class StateViews:
             table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
         self._tables.taken(run.visit.subgroup, None if run.fresh else rows.flags != 0)
-        return table
-
-    def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
-        """Return the kernel's table for a run of a sealed step; by a rule of whole parameters, the update itself."""
-        table = self.table(run, rows)
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not subgroup.state.rule.is_whole:
             return table

@@ -201,7 +201,7 @@ class GpuGradients(GradientStore):
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
         places = plan.layout.places[position]
-        return any(not plan.updates_on_gpu(subgroup) or plan.may_speculate(subgroup) for subgroup, _ in places)
+        return any(plan.needs_gradients(subgroup) for subgroup, _ in places)
 
     def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
         if unused:
@@ -510,7 +510,7 @@ class GpuGradients(GradientStore):
                 target = self._slots[segment.parameter].data_ptr()
                 copies.append((gradient.data_ptr() + start, target + start, nbytes))
         if copies:
-            self.lanes.bring(Visit(subgroup.index, speculative=True), (), as_pieces(copies), self._gap_bytes)
+            self.lanes.bring(Visit(subgroup.index), (), as_pieces(copies), self._gap_bytes)
             self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:

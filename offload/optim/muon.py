@@ -166,8 +166,9 @@ class Muon(OffloadedOptimizer):
             return None
         if self._gradient_memory is not None:
             combinations.DEALT_GRADIENTS.refuse("gradient_memory", self._gradient_memory)
-        if self._holder.config.overlaps_forward or self._overlap.models:
-            combinations.DEALT_FORWARD.refuse("overlap", self._holder.config.overlap)
+        combinations.DEALT_FORWARD.check("overlap", overlap := self._holder.config.overlap)
+        if self._overlap.models:
+            combinations.DEALT_FORWARD.refuse("overlap", overlap)
         return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:

@@ -202,10 +202,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         For writes to 16-bit weights that torch's version counter does not see, and where a master is to give up what
         it has beyond a weight that has the same bits.
         """
-        for bound in self._weights.bound.values():
-            if bound.dealt is not None:
-                bound.dealt.is_changed()  # and brought when ranks meet
-            self.engine.reload_master(bound.position)
+        self._weights.reload_masters()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

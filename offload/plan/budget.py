@@ -285,9 +285,30 @@ class Plan:
         """Whether backward may update state: there is some on paths, and gradients do not leave for them."""
         return self.home_bytes[Home.STREAMED] > 0 and not self.gradient_buffers
 
-    @property
-    def _speculative(self) -> Iterable[Subgroup]:
-        return (subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
+    @cached_property
+    def updated_in_backward(self) -> tuple[Subgroup, ...]:
+        """The subgroups that can be updated in backward; see `may_speculate`."""
+        return tuple(subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
+
+    def with_updates_in_backward(self, gradient_item_bytes: int) -> Plan:
+        """Return it with updates in backward: gradients of what the GPU updates then come to host memory, too.
+
+        Args:
+            gradient_item_bytes: Size of their elements there.
+        """
+        ahead = replace(self, budgets=replace(self.budgets, speculates=True))
+        of_gpu = (s.numel for s in ahead.updated_in_backward if self.weights_on_gpu and self.updates_on_gpu(s.index))
+        nbytes = self.budgets.gradient_bytes + gradient_item_bytes * sum(of_gpu)
+        return replace(ahead, budgets=replace(ahead.budgets, gradient_bytes=nbytes))
+
+    def taken_by_updates_in_backward(self, gradient_item_bytes: int) -> tuple[int, int]:
+        """Return bytes of host memory, and of paths, that these take besides; see `with_updates_in_backward`."""
+        ahead = self.with_updates_in_backward(gradient_item_bytes)
+        return ahead.host_bytes - self.host_bytes, ahead.speculative_storage_bytes
+
+    def needs_gradients(self, subgroup: int) -> bool:
+        """Return whether the CPU updates a subgroup, in the step or in backward, so that its gradients come to it."""
+        return not self.updates_on_gpu(subgroup) or self.may_speculate(subgroup)
 
     def at_home_on_gpu(self, subgroup: int) -> bool:
         """Return whether a subgroup's state is at home in GPU memory."""
@@ -376,19 +397,18 @@ class Plan:
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @cached_property
-    def speculative_memory_bytes(self) -> int:
-        """Bytes of host memory that updates during backward take, if all that may be are made: for new weights."""
-        return sum(subgroup.weight_bytes for subgroup in self._speculative)
-
-    @cached_property
     def speculative_storage_bytes(self) -> int:
-        """Bytes that they take on the paths besides: a speculative version of each tile, with its header."""
-        return sum((nbytes + SECTOR_BYTES) * count for s in self._speculative for nbytes, count in s.tile_sizes)
+        """Bytes of paths that updates in backward take besides: a second version of each tile, with its header."""
+        return sum((size + SECTOR_BYTES) * count for s in self.updated_in_backward for size, count in s.tile_sizes)
 
     @property
     def image_bytes(self) -> int:
         """Bytes of host memory that are for new weights made during backward."""
-        return self.speculative_memory_bytes if self.budgets.speculates else 0
+        return sum(s.weight_bytes for s in self.updated_in_backward) if self.budgets.speculates else 0
+
+    def fits_but_for_backward(self, available: int) -> bool:
+        """Return whether host memory has room for all but the new weights that backward makes, and none for these."""
+        return self.image_bytes > 0 and self.host_bytes - self.image_bytes <= available
 
     @property
     def state_bytes(self) -> int:

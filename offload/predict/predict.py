@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from offload.errors import ConfigError, invariant
-from offload.layout import Subgroup
 from offload.plan.budget import Plan
 from offload.plan.cost import in_step, mix_of
 from offload.plan.planner import visit_order
@@ -103,13 +102,13 @@ def with_backward_s(
         factor: By which all of the prediction is longer.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    ahead = [s for s in plan.layout.subgroups if plan.may_speculate(s.index)]
+    ahead = plan.updated_in_backward
     streamed_bytes, moved_bytes = sum(s.state_bytes for s in ahead), sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     if plan.weights_on_gpu:
-        left_s = prediction.step_s * factor * _left_share(prediction, plan, ahead, moved_bytes)
+        left_s = prediction.step_s * factor * _left_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
         update_s = streamed_bytes * (update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s)
         leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in ahead)
@@ -124,7 +123,7 @@ def with_backward_s(
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
 
 
-def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], moved_bytes: int) -> float:
+def _left_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
     """Return how long the lanes work for a step of which some state was updated in backward, over all that they do.
 
     Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths. What
@@ -133,9 +132,9 @@ def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], m
     Args:
         prediction: Of the step.
         plan: What it predicts.
-        ahead: What was updated in backward.
         moved_bytes: What the step moves over the paths.
     """
+    ahead = plan.updated_in_backward
     of_gpu = [subgroup for subgroup in ahead if plan.updates_on_gpu(subgroup.index)]
     ahead_bytes, gpu_bytes = (sum(subgroup.state_bytes for subgroup in some) for some in (ahead, of_gpu))
     leaving = (plan.leaving_bytes(subgroup.index) for subgroup in ahead if not plan.updates_on_gpu(subgroup.index))

@@ -166,7 +166,7 @@ class Runs:
         visit = subgroup.visit
         if visit is None or not self.has_what_it_reads(visit):
             return
-        if visit.speculative and not (subgroup.phase is Phase.READY and self._staging.is_admitted(number)):
+        if number in self._staging.priorities and not self._staging.may_begin(number):
             return
         queue = self.queue_of(visit)
         (queue.resident if self._plan.is_resident(number) else queue.streamed).append(number)

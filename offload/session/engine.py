@@ -194,9 +194,7 @@ class Engine:
             figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
         if self.config.mirror is not None:
             figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
-        if self.speculates:
-            figures[metrics.CONFIRMED_BYTES] = account.confirmed_bytes
-            figures[metrics.REVOKED_BYTES] = account.revoked_bytes
+        figures |= self._thread.speculation.metrics()
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
         totals = lane_totals(timeline)
@@ -311,7 +309,7 @@ class Engine:
 
         `overlap` "backward" and "both" begin with it. A step that would do the same, bit for bit, takes over the new
         version; else it is revoked. Whoever gives gradients to the engine says what the step would use, as each
-        pass begins (`gradients.foresee`; `offload.optim.announcer.Announcer` does it): else nothing is updated.
+        pass begins (`gradients.foresee`; `offload.optim.hiding.Announcer` does it): else nothing is updated.
         With weights on a GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
         stay and are copied when an update is about to read them (`final`). Where they leave for the paths
         (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from offload import combinations
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.device.none import Lanes
@@ -125,7 +126,7 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     """Return what to do where a plan needs more host memory than is available, in settings that were given."""
     if not config.paths:
         return "give paths to stream state from"
-    if plan.image_bytes > 0 and plan.host_bytes - plan.image_bytes <= available:
+    if plan.fits_but_for_backward(available):
         return 'use overlap="auto", which takes for new weights what is left'
     given = {
         "host_memory": plan.home_bytes[Home.HOST],
@@ -135,7 +136,8 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     }
     lowered = [name for name, value in given.items() if value and value != "auto"]
     advice = [f"lower {' or '.join(lowered)}"] if lowered else []
-    if config.gradient_memory is None and plan.budgets.gradient_bytes and not config.overlaps_backward:
+    may_leave = config.gradient_memory is None and not combinations.UPDATES_IN_BACKWARD.names(config.overlap)
+    if may_leave and plan.budgets.gradient_bytes:
         advice.append("give gradient_memory=0, with which gradients leave for the paths")
     return ", or ".join([*advice, "free some"])
 

@@ -115,7 +115,7 @@ class Visits:
         with self._breaking():
             parts.allocate()
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
-            confirmed = speculation.choose_confirmed(subgroups, sweeps.account)
+            confirmed = speculation.choose_confirmed(subgroups)
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()

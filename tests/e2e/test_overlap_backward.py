@@ -24,8 +24,8 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.optim import announcer
-from offload.optim.announcer import Announcer
+from offload.optim import hiding
+from offload.optim.hiding import Announcer
 from offload.optim.pace import Pace
 from offload.protocols import SECTOR_BYTES
 from offload.session import speculation
@@ -64,7 +64,7 @@ class Training:
         self.count()
 
     def count(self) -> None:
-        account = self.optimizer.engine._thread.speculation.account
+        account = self.optimizer.engine._thread.speculation
         self.counts["confirmed"] += account.confirmed_bytes
         self.counts["revoked"] += account.revoked_bytes
 
@@ -397,7 +397,7 @@ def test_memory_for_some_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
         training = Training(tmp_path / overlap, overlap)
         training.follow = follow
         plan = training.optimizer.plan.plan
-        half = plan.speculative_memory_bytes // 2
+        half = sum(s.weight_bytes for s in plan.updated_in_backward) // 2
         monkeypatch.setattr("offload.session.speculation.available_bytes", partial(int, half))
         found.append(run(training, 30, 4, KINDS))
         made.append(training.counts["confirmed"])
@@ -527,11 +527,11 @@ def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
     assert {"caller", "cpu", "read:0", "write:0"} <= {interval.lane for interval in timeline}
 
 
-ARRIVALS = str(announcer.__file__), str(speculation.__file__)
+ARRIVALS = str(hiding.__file__), str(speculation.__file__)
 """What runs on the caller's thread when a gradient arrives, for updates in backward."""
 
 
-@pytest.mark.parametrize("file", ARRIVALS, ids=["announcer", "speculation"])
+@pytest.mark.parametrize("file", ARRIVALS, ids=["hiding", "speculation"])
 def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path, file: str) -> None:
     found = []
     for overlap in ("off", "backward"):
@@ -554,7 +554,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("file", ARRIVALS, ids=["announcer", "speculation"])
+@pytest.mark.parametrize("file", ARRIVALS, ids=["hiding", "speculation"])
 def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path, file: str) -> None:
     """At lines that grow from step to step; then gradients are dropped, with or without a word, and made again."""
 
@@ -569,7 +569,7 @@ def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path, file: s
     assert same_bits_for(tmp_path, backward, torch.float32)["confirmed"] > 0
 
 
-@pytest.mark.parametrize("file", ARRIVALS, ids=["announcer", "speculation"])
+@pytest.mark.parametrize("file", ARRIVALS, ids=["hiding", "speculation"])
 @pytest.mark.parametrize("nth", range(8))
 def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int, file: str) -> None:
     training = Training(tmp_path / "run", "backward")

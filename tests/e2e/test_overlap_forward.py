@@ -385,6 +385,37 @@ def test_a_gradient_that_nobody_holds_is_not_waited_for(config: Callable[..., of
         assert has_returned
 
 
+@pytest.mark.parametrize("overlap", ["off", "forward", "both"])
+def test_no_gradient_is_left_that_could_be_set_to_zero(
+    config: Callable[..., offload.OffloadConfig], overlap: str
+) -> None:
+    """As docs/step.md says: what the second backward pass does not reach is decayed by zeros, or has no gradient."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.rare = (torch.nn.Parameter(torch.ones(4096)) for _ in range(2))
+
+        def forward(self, reaches: bool) -> torch.Tensor:
+            return (self.used + self.rare).sum() if reaches else self.used.sum()
+
+    model = Branches()
+    rare = model.rare
+    with offload.AdamW(model.parameters(), lr=0.1, offload=config(overlap=overlap)) as optimizer:
+        if overlap != "off":
+            optimizer.overlap_forward(model)
+        found = []
+        for reaches in (True, True, False):
+            model(reaches).backward()
+            optimizer.step()
+            assert (rare.grad is None) == (overlap != "off")
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.finish()
+            found.append(rare.detach().clone())
+        assert torch.equal(found[1], found[2]) == (overlap != "off")
+        assert not torch.equal(found[0], found[1])
+
+
 def test_updates_come_in_the_order_of_the_forward_pass(config: Callable[..., offload.OffloadConfig]) -> None:
     class Backwards(torch.nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

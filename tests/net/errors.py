@@ -220,7 +220,8 @@ def lines_of(module: Module, classes: set[str]) -> Iterator[str]:
 
 def row_of(call: ast.Call) -> str | None:
     """Return which row of the table a call refuses by; None if it names none."""
-    owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) and call.func.attr == "refuse" else ""
+    refuses = isinstance(call.func, ast.Attribute) and call.func.attr in ("refuse", "check")
+    owner = name_of(call.func.value) if refuses else ""
     return owner if owner in TABLE else None
 
 

@@ -74,7 +74,7 @@ from offload.schedule.operations import (
 from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 from offload.session.speculation import Speculation
-from offload.session.step import PendingStep, StepAccount
+from offload.session.step import PendingStep
 from offload.session.thread import EngineThread
 
 
@@ -570,9 +570,11 @@ class Tables:
     def has_landed(self, segments: object) -> bool:
         return True  # in host memory they lie where they arrive
 
-    def table(self, run: Run, rows: Told, version: tuple[int, npt.NDArray[np.uint64]]) -> npt.NDArray[Any]:
+    def fill(
+        self, run: Run, address: int, rows: Told, *, weights_address: None, apart: tuple[int, npt.NDArray[np.uint64]]
+    ) -> npt.NDArray[Any]:
         table = table_of(self._plan, run.visit.subgroup, rows)
-        self._caller.under_way[run.op] = table, version[1]
+        self._caller.under_way[run.op] = table, apart[1]
         return table
 
     def agree(self, subgroup: int, expected: Told, begun: Told) -> bool:
@@ -674,7 +676,6 @@ class Backwards(Forwards):
         self.failed_ahead: dict[int, tuple[int, int]] = {}
         """Subgroups and steps of versions of which a write was made to fail, by operation."""
         self.open_sweep: Sweep | None = None
-        self.account = StepAccount()
 
     @classmethod
     def draw_plan(cls, rng: random.Random) -> Plan:
@@ -767,10 +768,11 @@ class Backwards(Forwards):
     def parts(self) -> Any:
         parts = super().parts()
         parts.plan = self.plan
-        parts.tables = parts.views = parts.kernel = parts.gradients = self.tables
+        parts.tables = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
         parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
         parts.memory.give_back = lambda arena: None
+        parts.memory.slot_address = lambda slot: 0
         parts.saves.pending = None
         return parts
 
@@ -795,7 +797,7 @@ class Backwards(Forwards):
 
     def begin_visit(self, run: Run) -> None:
         if run.visit.speculative:
-            self.executor.visitor(run)  # makes a table: see `Tables.table`
+            self.executor.visitor(run)  # makes a table: see `Tables.fill`
         else:
             self.visitors[run.op] = self.executor.visitor
 
@@ -950,7 +952,7 @@ class Backwards(Forwards):
             def begin() -> Sweep:
                 self.thread.speculation.begin_step(active)
                 self.allocate()
-                done = self.thread.speculation.choose_confirmed(subgroups, self.account)
+                done = self.thread.speculation.choose_confirmed(subgroups)
                 self.steps += 1
                 self.stands_for[number] = self.steps
                 order = visit_order([s for s in subgroups if s not in done], self.machine.live_slots)

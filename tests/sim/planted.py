@@ -705,20 +705,20 @@ class PublishesEarly(Speculation):
 
 
 class PublishesWhatIsRevoked(Speculation):
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         for subgroup in self._parts.machine.speculative_versions if self._parts.machine.is_open else ():
             self._publish(subgroup)
-        return super().choose_confirmed(subgroups, account)
+        return super().choose_confirmed(subgroups)
 
 
 class ConfirmsWithOtherRows(Speculation):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
-    def choose_confirmed(self, subgroups, account):
+    def choose_confirmed(self, subgroups):
         tables, begun = self._parts.tables, self._parts.tables.begun
         tables.begun = tables.expected
         try:
-            return super().choose_confirmed(subgroups, account)
+            return super().choose_confirmed(subgroups)
         finally:
             tables.begun = begun
 
