@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import re
 import textwrap
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from offload import combinations
 from offload.errors import ConfigError, check_text
-from offload.formats import STATE_FORMATS, StateFormat
+from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.protocols import MAX_DEPTH, MAX_NODES
+from offload.rules import UpdateRule
 from offload.units import read_number
 
 if TYPE_CHECKING:
@@ -669,10 +669,24 @@ class OffloadConfig:
         """What `state_format` names."""
         return STATE_FORMATS[self.state_format]
 
+    def state_of(self, rule: UpdateRule) -> StateSpec:
+        """Return what state a rule's parameters have, and how it is stored."""
+        return StateSpec(rule, self.format)
+
     @property
     def borrows(self) -> bool:
         """Whether memory of a GPU is used between backward and forward alone."""
         return self.gpu_memory == BORROW
+
+    def check_dealt(self) -> None:
+        """Refuse gradients on paths, as where ranks bring them to the one that updates a parameter."""
+        if self.gradient_memory is not None:
+            combinations.DEALT_GRADIENTS.refuse("gradient_memory", self.gradient_memory)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether gradients stay in `.grad` until the step."""
+        return self.keep_grads and self.gradient_memory is None
 
     @property
     def opens_late(self) -> bool:
@@ -828,7 +842,3 @@ class OffloadConfig:
             own = place.for_rank(rank, field)
             paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
         return dataclasses.replace(self, paths=paths)
-
-    def to_json(self) -> str:
-        """Return all fields as JSON that `from_dict` reads back."""
-        return json.dumps(dataclasses.asdict(self))

@@ -74,16 +74,17 @@ def make_shard(
     Collective over `group`.
     """
     device = find_device(weights)
+    from_far = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
     if torch.distributed.get_world_size(group) == 1:
         with naming_the_object():
-            return Shard(pieces, weights, config, device, gradient_dtype, rule=rule)
+            return Shard(pieces, weights, config, device, gradient_dtype, rule=rule, from_far=from_far)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     with naming_the_object():
         config = config.for_rank(torch.distributed.get_rank())
-        return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule)
+        return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule, from_far)
 
 
 @dataclass(frozen=True)
@@ -651,7 +652,8 @@ class OffloadedOptimizer:
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
         if wanted & {kinds.optim_states, kinds.hp_params}:
-            self.shard.park(wait=not non_blocking)
+            self.shard.forget_used()
+            self.offload.park(keep_host=True, wait=not non_blocking)
         rest = wanted - {kinds.optim_states, kinds.hp_params, kinds.lp_grads}
         if kinds.lp_params in rest:
             self._release_weights()

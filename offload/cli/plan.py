@@ -332,7 +332,7 @@ def _as_dict(
         "ranks": machine.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
-            "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.formats.items()},
+            "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.layout.formats.items()},
             "gpu_bytes": plan.home_bytes[Home.GPU],
             "host_bytes": plan.home_bytes[Home.HOST],
             "node_bytes": {f"node{number}": nbytes for number, nbytes in plan.node_bytes.items()},

@@ -16,7 +16,7 @@ from offload.cli.shapes import Model
 from offload.cli.values import settings_of
 from offload.config import OffloadConfig, PathConfig, Size
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.formats import EXACT, StateFormat, StateSpec
+from offload.formats import EXACT, StateFormat
 from offload.rules import RULES
 from offload.units import format_bytes, format_count, format_seconds
 
@@ -476,16 +476,16 @@ class Answer:
 
 
 @lru_cache(maxsize=4)
-def _layout(numel: int, exact_numel: int, subgroup_numel: int, state: StateSpec) -> Layout:
+def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
-    from offload.layout import Parameter, build_layout
+    from offload.layout import Parameter, extend_layout
 
     parameters = [
         Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
         Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
     ]
-    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, state=state)
+    return extend_layout(empty, parameters if exact_numel else parameters[:1], subgroup_numel)
 
 
 def _least_subgroup_numel(numel: int) -> int:
@@ -495,6 +495,7 @@ def _least_subgroup_numel(numel: int) -> int:
 
 def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and the bytes that each tier has for it."""
+    from offload.layout import Layout
     from offload.plan import PathBudget, choose_subgroup_numel
     from offload.plan.budget import GPU_STAGING_SLOTS
     from offload.plan.planner import in_order
@@ -503,14 +504,14 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     if numel > MOST_NUMEL:
         allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
         raise ConfigError("--params", model.params, allowed)
-    state = StateSpec(RULES[model.rule], scenario.config.format)
+    empty = Layout((), (), config.state_of(RULES[model.rule]))
     subgroup_numel, least_numel = config.subgroup_numel, _least_subgroup_numel(numel)
     if subgroup_numel is None:
-        subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, state), least_numel)
+        subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, empty), least_numel)
     elif subgroup_numel < least_numel:
         allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {least_numel:,} or more")
-    layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, state)
+    layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, empty)
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
     budgets = config.budgets(
         scenario.host_memory,

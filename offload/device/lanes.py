@@ -24,12 +24,13 @@ import numpy.typing as npt
 import torch
 
 from offload import metrics
+from offload.device.memory import Block, Place
 from offload.device.none import Lanes
 from offload.device.pieces import PieceCopies, Pieces
 from offload.device.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError, known
 from offload.kernels.table import active_rows
-from offload.layout import Layout, Subgroup
+from offload.layout import Layout
 from offload.memory.arenas import Arena
 from offload.memory.touching import nodes_for
 from offload.plan import NO_GPU, Budgets, GpuRates, Home, Plan, Rates
@@ -71,7 +72,7 @@ class GpuLanes(Lanes):
         queue: The queue for completions of operations.
         weights: Where they are; None where no subgroup's are moved.
         placement: The setting: what of the state that is not at home on the GPU is updated there.
-        borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
+        borrows: Whether staging slots and buffers are taken for each step, and not by `adopt`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
 
@@ -108,10 +109,7 @@ class GpuLanes(Lanes):
         """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
-        self._home_blocks: list[tuple[int, tuple[Subgroup, ...]]] = []  # allocations, and whose homes lie there
-        self._parked_piece_bytes = 0
-        self._slots_address = 0
-        self._slots_bytes = 0
+        self._slots = Block()
         self._ready: dict[int | None, Mark] = {}
         self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
         self._updated: dict[int, Mark] = {}
@@ -203,78 +201,43 @@ class GpuLanes(Lanes):
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
         slots_bytes = self.missing_bytes(plan)
-        # Allocate everything before changing anything: without room, the session goes on as it was.
-        with contextlib.ExitStack() as undo:
-            homes = self._allocate(sum(subgroup.state_bytes for subgroup in added), undo)
-            slots = self._allocate(slots_bytes, undo)
-            needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
-            piece_bytes = plan.piece_buffer_bytes if needs_larger else 0
-            pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
-            undo.pop_all()
-        if added:
-            self._place_homes(homes, tuple(added))
-        if slots:
+        needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
+        pieces_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
+        # All at once, before anything changes: without room, the session goes on as it was.
+        homes, slots, pieces = self.memory.take(sum(each.state_bytes for each in added), slots_bytes, pieces_bytes)
+        offset = 0
+        for subgroup in added:
+            self.homes[subgroup.index] = Place(homes, offset)
+            offset += subgroup.state_bytes
+        if slots.nbytes:
             self.wait()
-            if self._slots_address:
-                self.device.release(self._slots_address)
-            self._slots_address, self._slots_bytes = slots, slots_bytes
-        if pieces:
+            self.memory.free(self._slots)
+            self._slots = slots
+        if pieces.nbytes:
             self.wait()
-            if before_pieces := self.pieces.adopt(pieces, piece_bytes):
-                self.device.release(before_pieces)
+            self.memory.free(self.pieces.adopt(pieces))
         if weight_slots:
             self._weights_address = weight_slots
-
-    def _place_homes(self, address: int, subgroups: tuple[Subgroup, ...]) -> None:
-        self._home_blocks.append((address, subgroups))
-        for subgroup in subgroups:
-            self.homes[subgroup.index] = address
-            address += subgroup.state_bytes
-
-    def park(self) -> None:
-        """Give back device memory. Until `unpark` nothing is put on lanes but single copies."""
-        self.wait()
-        released = [self._slots_address] if self._slots_address else []
-        released += [address for address, _ in self._home_blocks]
-        self.homes.clear()
-        self._parked_piece_bytes, self._slots_address = self.pieces.buffer_bytes, 0
-        if pieces := self.pieces.adopt(0, 0):
-            released.append(pieces)
-        for address in released:
-            self.device.release(address)
-
-    def unpark(self) -> None:
-        """Take device memory again; what homes hold is undefined.
-
-        Raises:
-            OffloadError: The device has no room; nothing has changed then.
-        """
-        blocks = [subgroups for _, subgroups in self._home_blocks]
-        with contextlib.ExitStack() as undo:
-            homes = [self._allocate(sum(s.state_bytes for s in subgroups), undo) for subgroups in blocks]
-            slots = self._allocate(self._slots_bytes, undo)
-            pieces = self._allocate(PIECE_BUFFERS * self._parked_piece_bytes, undo)
-            undo.pop_all()
-        self._slots_address = slots
-        self._home_blocks.clear()
-        for address, subgroups in zip(homes, blocks, strict=True):
-            self._place_homes(address, subgroups)
-        if pieces:
-            self.pieces.adopt(pieces, self._parked_piece_bytes)
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
         slots_bytes = plan.gpu_staging_bytes
-        return slots_bytes if slots_bytes > self._slots_bytes and not self.borrows else 0
+        return slots_bytes if slots_bytes > self._slots.nbytes and not self.borrows else 0
 
     # Memory that is borrowed
 
-    def borrow(self) -> int:
-        """Take staging slots for a step, as many as the plan has or as there is room for, and buffers.
+    def block(self, nbytes: int) -> Block:
+        """Return a block of memory; one that lies nowhere, and is filled by whoever borrows, where that is done.
 
-        Returns:
-            How many slots there are.
+        Raises:
+            OffloadError: The device has no room.
         """
+        return Block(nbytes) if self.borrows else self.memory.take(nbytes)[0]
+
+    def take_slots(self) -> int | None:
+        """See `Lanes.take_slots`: as many as the plan has or as there is room for, and buffers."""
+        if not self.borrows:
+            return None
         plan = self._known_plan
         self.borrow_buffers(self.caller)
         left_bytes = self.device.free_bytes() + self.device.cached_bytes()
@@ -294,12 +257,12 @@ class GpuLanes(Lanes):
 
     def borrow_buffers(self, caller: Hashable) -> None:
         """Take buffers for small pieces, unless they are there or there is no room: pieces are copied alone then."""
-        nbytes = self._known_plan.piece_buffer_bytes
+        nbytes = PIECE_BUFFERS * self._known_plan.piece_buffer_bytes
         if nbytes and not self.pieces.buffer_bytes:
             left_bytes = self.device.free_bytes() + self.device.cached_bytes()
-            if left_bytes >= PIECE_BUFFERS * nbytes:
+            if left_bytes >= nbytes:
                 with contextlib.suppress(OffloadError):
-                    self.pieces.adopt(self.device.allocate(PIECE_BUFFERS * nbytes, caller), nbytes)
+                    self.pieces.adopt(Block(nbytes, self.device.allocate(nbytes, caller)))
 
     def follow_borrowed(self, caller: Hashable) -> None:
         """Make all lanes wait for what a caller has put on its lane before it lent memory."""
@@ -308,10 +271,11 @@ class GpuLanes(Lanes):
             self.device.follow(lane, mark)
 
     def return_borrowed(self) -> None:
-        """Give all borrowed memory back, which is used again behind what is on lanes now."""
-        self._borrowed_slots = []
-        self.pieces.adopt(0, 0)
-        self.device.return_borrowed()
+        """Give all borrowed memory back, if any is borrowed; it is used again behind what is on lanes now."""
+        if self.borrows:
+            self._borrowed_slots = []
+            self.pieces.adopt(Block())
+            self.device.return_borrowed()
 
     def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
         """Say it at the first step that finds less than was planned, the second, the fourth, and so on."""
@@ -327,26 +291,23 @@ class GpuLanes(Lanes):
             raise InternalError("a GPU's staging slots are used before there is a plan")
         return self._plan
 
-    def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> int:
-        """Return new device memory, which `undo` gives back; 0 for none."""
-        if not nbytes:
-            return 0
-        address = self.device.allocate(nbytes)
-        undo.callback(self.device.release, address)
-        return address
-
     def bind(self, plan: Plan) -> None:
         """Use a plan that `adopt` has taken memory for; nothing is in flight."""
         self._plan = plan
 
+    def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> None:
+        """Take device memory, if it is any, which `undo` gives back."""
+        if nbytes:
+            undo.callback(self.device.release, self.device.allocate(nbytes))
+
     def state_address(self, run: Run) -> int:
         """Return the device address of the state that a run on the GPU updates."""
-        return self.homes[run.visit.subgroup] if run.through is None else self._slot(run.through)
+        return self.homes[run.visit.subgroup].address if run.through is None else self._slot(run.through)
 
     def _slot(self, gpu_slot: int) -> int:
         if self.borrows:
             return self._borrowed_slots[gpu_slot]
-        return self._slots_address + gpu_slot * self._known_plan.gpu_slot_bytes
+        return self._slots.address + gpu_slot * self._known_plan.gpu_slot_bytes
 
     def _state_bytes(self, subgroup: int) -> int:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
@@ -367,7 +328,7 @@ class GpuLanes(Lanes):
         return arena
 
     def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
-        """Keep pages of an arena that is in use: they are pinned. See `HostMemory.park`."""
+        """Keep pages of an arena that is in use: they are pinned. See `HostMemory.give_pages_back`."""
 
     def pin(self, arena: Arena) -> None:
         """Pin an arena again that was unpinned, and whose pages were given back."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.memory import DeviceMemory, Place
 from offload.device.pieces import Pieces
 from offload.errors import InternalError
 from offload.layout import Layout
@@ -77,28 +78,28 @@ class Lanes:
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
         is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
-        borrows: Whether memory of the device is taken between backward and forward alone.
+        memory: The device's that the session has.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
-        homes: Device addresses of state at home there, by subgroup.
+        homes: Where state at home there lies, by subgroup.
     """
 
     cores_beside: ClassVar[int] = 0
     bounces: ClassVar[int] = 0
     pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
-    borrows = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.homes: dict[int, int] = {}
+        self.memory = DeviceMemory(device)
+        self.homes: dict[int, Place] = {}
         self.given_up = False
         self.wakes = self.is_hidden = False
 
-    adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
+    adopt = bind = pin = unpin = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = has_table = never
     missing_bytes = usable_bytes = no_bytes
-    state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
@@ -111,6 +112,10 @@ class Lanes:
 
     restore = save
     """The way back; work of the calling thread comes behind it from now on."""
+
+    def take_slots(self) -> int | None:
+        """Take staging slots of the device for a step; return how many. None: the plan's are there for good."""
+        return None
 
     def offers(self, layout: Layout, home_memory: int | str) -> Offer:
         """Return what the device offers to a session.

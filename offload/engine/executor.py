@@ -25,6 +25,7 @@ from offload.errors import OffloadError, TierError, known
 from offload.kernels.whole import WholeUpdate
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CALL, ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.schedule.index import Record
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
@@ -106,7 +107,7 @@ class LiveExecutor:
         queue: What everything reports to.
         memory: Where homes, staging slots and buffers are.
         saves: What checkpoints are written from; None where there are none.
-        verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
+        verify: Whether tiles get checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         lanes: Those of a device.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
@@ -240,8 +241,10 @@ class LiveExecutor:
             tier.write(request)
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
-        """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify or (isinstance(operation, WriteTile) and operation.owner is not None):
+        """Return the checksum of a tile that is moved, if it is known, and whether the tier sees to it."""
+        if not self._verify:
+            return None, False
+        if isinstance(operation, WriteTile) and operation.owner is not None:
             return None, True
         if isinstance(operation, ReadTile) and operation.owner is not None:
             return operation.record.checksum, True
@@ -429,10 +432,12 @@ class LiveExecutor:
             times = completion.started_s, completion.finished_s
             self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
             if isinstance(operation, WriteTile | SaveTile):
-                self.written_bytes[operation.record.location.path] += nbytes
+                record = operation.record
+                self.written_bytes[record.location.path] += nbytes
+                return Done(completion.op, Record(record.location, record.step, completion.detail))
             if isinstance(operation, Run):
                 self._seals.ended(operation.op)
-            return Done(completion.op, completion.checksum)
+            return Done(completion.op)
         if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
             damaged = self._seals.damaged(operation.op, completion.detail)
             return Failed(completion.op, self._damaged(damaged))
@@ -447,7 +452,7 @@ class LiveExecutor:
     def _damaged(self, operation: ReadTile) -> TierError:
         """Return the error for a tile that was read, and has another checksum."""
         request = self._request(operation, operation.record.checksum, False)
-        completion = Completion(operation.op, ERROR_CHECKSUM, 0, 0.0, 0.0, request.offset)
+        completion = Completion(operation.op, ERROR_CHECKSUM, request.offset, 0.0, 0.0)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:

@@ -92,7 +92,7 @@ class StateViews:
         if not subgroup.state.rule.is_whole:
             return table
         parameters = [self.plan.layout.parameters[segment.parameter] for segment in subgroup.segments]
-        return WholeUpdate(table, subgroup.state, parameters, rows.groups)
+        return WholeUpdate(table, subgroup, parameters, rows.groups)
 
     # Tensors
 
@@ -105,7 +105,7 @@ class StateViews:
         if home is not None and bounce is not None:
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
-                lanes.fetch(as_pieces([(home, address, nbytes)]))
+                lanes.fetch(as_pieces([(home.address, address, nbytes)]))
         else:
             address = self._address(run)
         yield View(address, lanes.image(run.through))
@@ -113,7 +113,7 @@ class StateViews:
             return
         lanes.will_push(run)
         if home is not None:
-            lanes.store([(home, address, nbytes)])
+            lanes.store([(home.address, address, nbytes)])
 
     def make_whole(self, run: Run, view: View, taking: Parameters) -> None:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
@@ -123,13 +123,12 @@ class StateViews:
             view: Addresses of its state and weights.
             taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
-        subgroup = run.visit.subgroup
-        if run.fresh or self._tables.is_due(subgroup, taking):
+        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
+        if run.fresh or self._tables.is_due(subgroup.index, taking):
             rows = self._tables.rows((), 1.0, 1.0, ())
             table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address, taking=taking)
-            state = self.plan.layout.subgroups[subgroup].state
-            if state.rule.is_whole:
-                WholeUpdate(table, state)()
+            if subgroup.state.rule.is_whole:
+                WholeUpdate(table, subgroup)()
             else:
                 self._kernel.run(table)
 
@@ -208,7 +207,7 @@ class StateViews:
             if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
                 ctypes.memmove(address, lent + offset, nbytes)
             else:
-                self._lanes.fetch(as_pieces([(self._lanes.homes[tile.subgroup] + offset, address, nbytes)]))
+                self._lanes.fetch(as_pieces([(self._lanes.homes[tile.subgroup].address + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)

@@ -7,7 +7,6 @@ of gradients, `StateView` the state as users read and write it. None of them kno
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -48,7 +47,7 @@ from offload.protocols import Device
 from offload.rules import UpdateRule, number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.parking import check_keep_host
-from offload.session.setup import gradient_budget
+from offload.session.setup import with_gradients
 
 HEADLINES = (
     *(metrics.STEP_S, metrics.PREDICTED_STEP_S, metrics.HIDDEN_S, metrics.RESIDENT_SHARE),
@@ -78,12 +77,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         parameters = [*self._parameters()]
         world, rank = ranks.world()
         holder.config = config.for_rank(rank) if world > 1 else config
-        if (budget := gradient_budget(config)) is not None:
-            wide = config.gradient_dtype == "float32"
-            own = [shards.local(parameter) for parameter in parameters if parameter.requires_grad]
-            nbytes = sum(piece.numel() * (4 if wide else piece.itemsize) for piece in own)
-            kept_bytes = None if budget >= nbytes else budget
-            holder.config = dataclasses.replace(holder.config, gradient_memory=kept_bytes)
+        own = (shards.local(parameter) for parameter in parameters if parameter.requires_grad)
+        holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in own))
         self._weights.required_device = _device_of(parameters)
         holder.use(self._find_device(parameters))
         self._scaling = Scaling()
@@ -679,7 +674,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def keeps_grads(self) -> bool:
         """Whether gradients stay in `.grad` until the step; else `clip_grad_norm_` alone can clip them."""
-        return self.config.keep_grads and self.config.gradient_memory is None
+        return self.config.keeps_grads
 
     @property
     def plan(self) -> PlanReport:

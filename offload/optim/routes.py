@@ -73,7 +73,7 @@ def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> 
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     leaves = config.gradient_memory is not None
-    if (leaves or not config.keep_grads) and not all(map(_arrives_reduced, parameters)):
+    if not config.keeps_grads and not all(map(_arrives_reduced, parameters)):
         name, value = ("gradient_memory", config.gradient_memory) if leaves else ("keep_grads", False)
         instead = "leave it out" if leaves else "use true"
         combinations.REDUCED_LATER.refuse(name, value, instead=instead, ranks=world()[0])

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypedDict
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import ACTIVATIONS, SECTOR_BYTES, Owner, ScratchKind, TileId
@@ -91,14 +90,15 @@ AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
 
-def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, state: StateSpec = EXACT_ADAMW) -> int:
+def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: Layout | None = None) -> int:
     """Return a subgroup size that suits a model of so many elements and the staging memory.
 
     Args:
         numel: Elements of one rank's shard.
         staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
-        state: What is kept for each element, and how.
+        layout: What it joins, which says what is kept for each element, and how; None for AdamW, exact.
     """
+    state = (layout or Layout((), ())).state
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
@@ -223,6 +223,11 @@ class Budgets:
     mirrors: bool = False
     leftover_bytes: int = 0
     nodes: tuple[NodeBudget, ...] = ()
+
+    @property
+    def most_gpu_slots(self) -> int:
+        """The most staging slots on the GPU: `GPU_STAGING_SLOTS`, or as many as fit where they are borrowed."""
+        return self.gpu_staging_bytes // SECTOR_BYTES if self.borrows else GPU_STAGING_SLOTS
 
     def with_more_host(self, nbytes: int) -> Budgets:
         """Return budgets with so much more host memory for state, on the fastest memory node."""
@@ -677,17 +682,6 @@ class Plan:
         slots = self.staging_bytes + self.budgets.gradient_bytes + self.budgets.activation_bytes + self.image_bytes
         return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
-    @property
-    def formats(self) -> dict[str, tuple[int, int]]:
-        """Parameters whose state is stored in each format, and the bytes that it takes."""
-        found = {}
-        for state_format in FORMATS:
-            subgroups = [s for s in self.layout.subgroups if s.state.format is state_format]
-            if subgroups:
-                numel = sum(segment.numel for s in subgroups for segment in s.segments)
-                found[state_format.name] = numel, sum(s.state_bytes for s in subgroups)
-        return found
-
     def _format_lines(self) -> list[str]:
         """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
         if not self.layout.state.format.rounds:
@@ -695,7 +689,7 @@ class Plan:
         return [
             f"  {name:<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
             f"{nbytes / numel:.4g} bytes each"
-            for name, (numel, nbytes) in self.formats.items()
+            for name, (numel, nbytes) in self.layout.formats.items()
         ]
 
     def __str__(self) -> str:

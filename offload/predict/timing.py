@@ -29,9 +29,6 @@ from offload.predict.streams import PIECE_GAP_S, Order, Streams, Work
 from offload.schedule.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
 from offload.schedule.timeline import ENGINE
 
-TABLE_SHARE = 1024 * 12 // 8
-"""Bytes of exact state for each byte of its update's table: 8 for each 1024 elements."""
-
 
 class TimingExecutor(VirtualLanes):
     """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
@@ -49,8 +46,6 @@ class TimingExecutor(VirtualLanes):
 
     gradient_stream = "leaving"
     """The stream on which gradients leave the GPU: "d2h" is that of state."""
-    table_stream = "h2d"
-    """The stream on which tables of updates come to the GPU. On that of state they cost nothing beside it."""
 
     def __init__(
         self, plan: Plan, rates: Rates, *, order: Order = Order.READINESS, piece_bytes: int | None = None
@@ -134,10 +129,6 @@ class TimingExecutor(VirtualLanes):
         elif isinstance(operation, Run):
             slot = operation.through
             state = self._there.pop(slot, None) if slot is not None else None
-            if state is not None and self.table_stream != "h2d":  # it comes behind the state, and is waited for
-                table_bytes = nbytes // TABLE_SHARE
-                table = Work(self.table_stream, "h2d", operation, table_bytes, ready_s, state)
-                state = self.streams.put(table)
             work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
             if slot is not None:
                 self._there[slot] = work

@@ -285,8 +285,8 @@ class Machine:
                     self._take_over(event)
                 case Release(number):
                     self.saver.release(number)
-                case Done(op, checksum):
-                    if not self._done(self._issued.end(op), checksum) and self.broken is None:
+                case Done(op, written):
+                    if not self._done(self._issued.end(op), written) and self.broken is None:
                         return  # one tile of several: nothing to decide
                 case Failed(op, error):
                     self._failed(self._issued.end(op), error)
@@ -582,13 +582,13 @@ class Machine:
             self._subgroups[subgroup].version = record.step
             self.index.adopt(tile, record)
 
-    def _done(self, operation: Operation, checksum: int) -> bool:
+    def _done(self, operation: Operation, written: Record | None) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
         if isinstance(operation, WriteTile | SaveTile):
             self.index.written(operation.record.location)
         match operation:
             case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
-                if self.scratch[owner.kind].landed(operation, checksum):
+                if self.scratch[owner.kind].landed(operation, written):
                     self._scratch_came(operation.tile.subgroup, owner)
             case ReadTile(tile=tile):
                 fetched = self._subgroups[tile.subgroup]
@@ -600,8 +600,7 @@ class Machine:
                 else:
                     self._settle(tile.subgroup, changed=False)
             case WriteTile(tile=tile, record=record):
-                flush = self._flushes[tile.subgroup]
-                flush.records.append((tile, Record(record.location, record.step, checksum)))
+                self._flushes[tile.subgroup].records.append((tile, written or record))
                 return self._flushed_tile(tile.subgroup)
             case Run():
                 self._ran(operation)
@@ -620,7 +619,7 @@ class Machine:
             case GiveBack():
                 return False
             case _:
-                self.saver.landed(operation, checksum, None)
+                self.saver.landed(operation, written, None)
         return True
 
     def _flushed_tile(self, subgroup: int) -> bool:
@@ -735,7 +734,7 @@ class Machine:
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
-            self.saver.landed(operation, 0, error)
+            self.saver.landed(operation, None, error)
             return
         if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
             scratch = self.scratch[operation.owner.kind]
@@ -915,7 +914,7 @@ class Machine:
             location = self.index.claim(nbytes, avoid, lent=slot is None)
         if location is None:
             return False
-        record = Record(location, flush.step, 0)
+        record = Record(location, flush.step)
         self._issued.issue(WriteTile(self._issued.new_op(), tile, slot, offset, record))
         return True
 

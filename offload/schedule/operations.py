@@ -412,10 +412,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Event: an operation has ended well; `checksum` is what a write reports."""
+    """Event: an operation has ended well; `record` is what it has written, None for that of the operation."""
 
     op: int
-    checksum: int = 0
+    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)

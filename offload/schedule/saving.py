@@ -282,7 +282,7 @@ class Saver:
             detail = f"no path has room left for {item.tile}"
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
-        record = Record(location, item.step, 0)
+        record = Record(location, item.step)
         self._fly(save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.buffered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
@@ -296,7 +296,7 @@ class Saver:
         save.flying[operation.op] = item
         self._issued.issue(operation)
 
-    def landed(self, operation: SaveOperation, checksum: int, error: Exception | None) -> None:
+    def landed(self, operation: SaveOperation, written: Record | None, error: Exception | None) -> None:
         """Take in that an operation has ended, well or not."""
         save = self.under_way
         if save is None:  # it was broken off
@@ -309,7 +309,7 @@ class Saver:
             else:
                 save.copies.append(item)  # still held
         elif isinstance(operation, SaveTile) and item is not None:
-            if self._saved(save, operation, item, checksum, error):
+            if self._saved(save, operation, item, written, error):
                 return
         elif isinstance(operation, Commit) and error is None:
             if save.request.sink is None:
@@ -318,7 +318,9 @@ class Saver:
         if error is not None:
             self.abort(error)
 
-    def _saved(self, save: RunningSave, done: SaveTile, item: _Item, checksum: int, error: Exception | None) -> bool:
+    def _saved(
+        self, save: RunningSave, done: SaveTile, item: _Item, written: Record | None, error: Exception | None
+    ) -> bool:
         """Take in that a write has ended; return whether it failed and was issued again."""
         location, to_path = done.record.location, save.request.sink is None
         if error is not None and to_path:
@@ -326,7 +328,7 @@ class Saver:
         if error is not None and self.retry(done, error) is not None:
             again = self._claim(save, location.nbytes)
             if again is not None:
-                record = Record(again, done.record.step, 0)
+                record = Record(again, done.record.step)
                 self._fly(save, replace(done, op=self._issued.new_op(), record=record), item)
                 return True
         if done.buffer is not None:
@@ -336,7 +338,7 @@ class Saver:
         if error is None:
             if to_path and self._index.hold(location):
                 save.reserve[location.nbytes] -= 1
-            save.records[done.tile] = Record(location, done.record.step, checksum)
+            save.records[done.tile] = written or done.record
         return False
 
     def _written(self, save: RunningSave, subgroup: int, count: int) -> None:

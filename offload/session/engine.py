@@ -63,6 +63,7 @@ class Engine:
         among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
             share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
         limits: No setting: for tests, whose models are small.
+        passing_bytes: Host memory of the caller's that gradients pass through on their way to slots; planned for.
 
     Attributes:
         activations: What is saved for backward, and leaves memory: see `offload.session.activations.Activations`.
@@ -87,6 +88,7 @@ class Engine:
         rule: UpdateRule = ADAMW,
         among: tuple[int, int] | None = None,
         limits: Limits | None = None,
+        passing_bytes: int = 0,
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:
@@ -99,7 +101,7 @@ class Engine:
             device = device or NoDevice()
             try:
                 self._parts = parts = SessionParts(
-                    self.config, gradient_slots, device, rule, among and among[1], limits
+                    self.config, gradient_slots, device, rule, among and among[1], limits, passing_bytes
                 )
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
@@ -192,8 +194,7 @@ class Engine:
         for node, (meant_bytes, _, elsewhere_bytes) in parts.memory.on_nodes().items():
             figures[metrics.of(metrics.NODE_BYTES, node)] = meant_bytes
             figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
-        if self.config.mirror is not None:
-            figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
+        figures |= parts.saves.metrics()
         figures |= self._thread.speculation.metrics()
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()

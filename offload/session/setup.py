@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -154,6 +154,16 @@ def gradient_budget(config: OffloadConfig) -> int | None:
     return max(0, available - state) // 2
 
 
+def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
+    """Return a config whose `gradient_memory` is in bytes, None where all fit; `sizes`: (elements, item bytes)."""
+    budget = gradient_budget(config)
+    if budget is None:
+        return config
+    wide = config.gradient_dtype == "float32"
+    nbytes = sum(numel * (4 if wide else item_bytes) for numel, item_bytes in sizes)
+    return dataclasses.replace(config, gradient_memory=None if budget >= nbytes else budget)
+
+
 def open_path(
     config: OffloadConfig,
     path: PathConfig,
@@ -182,7 +192,6 @@ def open_path(
             max_bytes=path.max_bytes,
             depth=depth,
             extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
-            checksum=config.checksum,
             turns=choose_turns(config, path),
             io_backend=config.io_backend,
             used_bytes=used_bytes,

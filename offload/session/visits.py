@@ -119,7 +119,10 @@ class Visits:
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
-            plan = parts.plan if self._borrow() else parts.plan.unborrowed
+            slots = parts.lanes.take_slots()
+            if slots is not None:
+                machine.handle(Lend(slots))
+            plan = parts.plan.unborrowed if slots == 0 else parts.plan
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(
                 plan, order, lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0)
@@ -135,15 +138,6 @@ class Visits:
         rest = sweeps.make(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
-
-    def _borrow(self) -> bool:
-        """Borrow memory of the GPU for a step, if none is there for good; return whether there are staging slots."""
-        parts = self._parts
-        if not parts.lanes.borrows:
-            return True
-        slots: int = parts.lanes.borrow()
-        parts.machine.handle(Lend(slots))
-        return slots > 0
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -221,7 +221,7 @@ def tiers(monkeypatch: pytest.MonkeyPatch) -> list[MemoryTier]:
 
         def write(self, request: Any) -> None:
             if self.fails == "write" and request.tile.tensor > 1000:
-                self._queue.post(request.op, 28, 0, 0.0, 0.0, request.offset)
+                self._queue.post(request.op, 28, request.offset)
             else:
                 super().write(request)
 

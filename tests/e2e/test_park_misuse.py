@@ -235,14 +235,14 @@ def test_a_park_behind_its_caller_ends_early_where_the_optimizer_is_used(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_nothing_says_parked_before_memory_is_gone(pair: Pair, wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, plain = [], HostMemory.park
+    said, plain = [], HostMemory.give_pages_back
 
-    def park(memory: HostMemory, *given: Any) -> int:
+    def give_pages_back(memory: HostMemory, *given: Any) -> int:
         nbytes = plain(memory, *given)
         said.append(pair.parking.engine.is_parked)
         return nbytes
 
-    monkeypatch.setattr(HostMemory, "park", park)
+    monkeypatch.setattr(HostMemory, "give_pages_back", give_pages_back)
     pair.parking.park(wait=wait)
     pair.parking.park()
     assert said[0] is False

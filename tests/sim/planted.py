@@ -616,7 +616,7 @@ class SavesWhatWasRevoked(BesideTheLive):
 
     def hears(self, event, operation):
         if isinstance(event, Done) and self.is_beside(operation):
-            self.written[operation.tile] = replace(operation.record, checksum=event.checksum)
+            self.written[operation.tile] = event.record or operation.record
         elif isinstance(event, Begin) and event.sweep.is_open:
             self.written.clear()
         elif isinstance(event, Seal):

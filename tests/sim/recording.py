@@ -82,8 +82,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
     match event:
         case ops.Begin(sweep):
             return "begin", sweep.number, sweep.step, sweep.is_open, [neutral_visit(visit) for visit in sweep.visits]
-        case ops.Done(op, checksum):
-            return "done", op, checksum
+        case ops.Done(op, record):
+            return "done", op, 0 if record is None else record.checksum
         case ops.Failed(op, error):
             return "failed", op, type(error).__name__
         case ops.Admit(subgroups):

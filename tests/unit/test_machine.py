@@ -126,9 +126,10 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
     assert [type(write) for write in writes] == [WriteTile] * 3
     assert [write.buffer_offset for write in writes] == [0, SECTOR_BYTES, 2 * SECTOR_BYTES]
     assert {write.record.step for write in writes} == {1}
-    assert not give(machine, Done(writes[0].op, 10), Done(writes[2].op, 12))
+    records = [replace(write.record, checksum=10 + number) for number, write in enumerate(writes)]
+    assert not give(machine, Done(writes[0].op, records[0]), Done(writes[2].op, records[2]))
     assert machine.index.get(writes[0].tile) is None, "a version is committed before all of it is there"
-    (run,) = give(machine, Done(writes[1].op, 11))
+    (run,) = give(machine, Done(writes[1].op, records[1]))
     assert (run.visit.subgroup, run.fresh) == (1, True)
     give(machine, Done(run.op))
     machine.take_finished_sweep()
@@ -136,7 +137,7 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
     writes = give(machine, sweep(2, 0))
     reads = give(machine, *(Done(write.op) for write in writes))
     assert [type(read) for read in reads] == [ReadTile] * 3
-    assert [read.record.checksum for read in reads] == [10, 11, 12]
+    assert [read.record for read in reads] == records
     assert not give(machine, Done(reads[2].op), Done(reads[0].op))
     assert machine.phases[0] is Phase.FETCHING
     (run,) = give(machine, Done(reads[1].op))

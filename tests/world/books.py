@@ -591,7 +591,7 @@ class SaveBook:
         self._require(0 <= location.path < len(self.storage.extents), "13: there is no such path")
         self.storage.take(location)
 
-    def done(self, operation: SaveTile | CopyTile | Sync | Commit, checksum: int) -> None:
+    def done(self, operation: SaveTile | CopyTile | Sync | Commit, written: Record | None) -> None:
         """Take in that an operation of a save has ended."""
         save = self.now
         if save is None:
@@ -601,7 +601,7 @@ class SaveBook:
                 save.unlanded[record.location.path] -= 1
                 save.dirty.add(record.location.path)
                 save.unwritten[tile.subgroup].discard(tile)
-                save.named[tile] = Record(record.location, record.step, checksum)
+                save.named[tile] = written or record
                 if record.location.path < len(self.storage.extents):
                     self.storage.hold(record.location)
                     self.storage.orphans[record.location] = None
@@ -815,7 +815,7 @@ class ScratchBook:
         self.storage.take(operation.record.location, lent=not self.buffers.is_promised)
         data.writes[tile] = operation.op
 
-    def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
+    def done(self, operation: ReadTile | WriteTile, written: Record | None) -> None:
         """Take in that a transfer has ended."""
         owner, location = known(operation.owner, "a transfer of state").number, operation.record.location
         data = self.of(owner)
@@ -827,7 +827,7 @@ class ScratchBook:
             self.storage.extents[location.path].leave(location.offset)
         else:
             del data.writes[operation.tile]
-            data.arriving[operation.tile] = Record(location, operation.record.step, checksum)
+            data.arriving[operation.tile] = written or operation.record
             if len(data.arriving) == len(self.places(owner)):
                 data.stored, data.stored_version, data.arriving = data.arriving, data.version, {}
 

@@ -236,8 +236,8 @@ class CheckedExecutor:
         match event:
             case Begin(sweep):
                 self._begin(sweep)
-            case Done(op, checksum):
-                self._done(self._land(op), checksum)
+            case Done(op, written):
+                self._done(self._land(op), written)
             case Failed(op, error):
                 self._failed(self._land(op), error)
             case Stop(error):
@@ -751,14 +751,14 @@ class CheckedExecutor:
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
-    def _done(self, operation: Operation, checksum: int) -> None:
+    def _done(self, operation: Operation, written: Record | None) -> None:
         if isinstance(operation, WriteTile | SaveTile):
             self._storage.written(operation.record.location)
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
-                self._saves.done(operation, checksum)
+                self._saves.done(operation, written)
             case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
-                self.scratch[owner.kind].done(operation, checksum)
+                self.scratch[owner.kind].done(operation, written)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -774,7 +774,7 @@ class CheckedExecutor:
                     return
                 if subgroup.beside is not None and tile in subgroup.beside.writes:
                     del subgroup.beside.writes[tile]
-                    subgroup.beside.arrived[tile] = Record(record.location, record.step, checksum)
+                    subgroup.beside.arrived[tile] = written or record
                     return
                 if tile.subgroup in self._leaves.given_up:
                     self._storage.extents[record.location.path].leave(record.location.offset)
@@ -784,7 +784,7 @@ class CheckedExecutor:
                     self._storage.extents[record.location.path].leave(record.location.offset)
                     self._saves.end_given_up(tile.subgroup)
                     return
-                subgroup.arriving[tile] = Record(record.location, record.step, checksum)
+                subgroup.arriving[tile] = written or record
                 self._arrived(tile.subgroup)
             case Run(visit=visit) if visit.speculative:
                 subgroup = self._subgroups[visit.subgroup]
