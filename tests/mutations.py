@@ -51,10 +51,13 @@ MACHINE = (
     "tests/unit/test_machine.py",
     "tests/unit/test_slot_index.py",
     "tests/sim/test_replay.py",
-    *within("sim/test_swarm.py", "swarm[0]"),
-    *within("sim/test_saves.py", "a_crash_at_every_event_leaves_a_whole_checkpoint[1.0]"),
-    *within("sim/test_forwards.py", "a_seed_is_a_run"),
-    *within("sim/test_backwards.py", "a_crash_at_every_event_leaves_a_whole_checkpoint[229]"),
+    *within(
+        "sim/test_driver.py",
+        "what_comes_out_is_right_whatever_happens[sweeps-0]",
+        "a_crash_at_every_event_leaves_a_whole_checkpoint[1.0]",
+        "a_seed_is_a_run[forwards]",
+        "a_crash_at_every_event_of_backward_passes[119]",
+    ),
     "tests/sim/test_recording.py",
 )
 SESSION = (

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import random
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine, at_every_line
 from mirror import same, states
 from simulated import OnDevice
-from test_interrupts import Interrupted
 from test_simulated_gpu import backward, config, on_cpu, train, train_behind, weights
 from world import HazardError, SimulatedDevice
 
@@ -282,13 +280,6 @@ def test_a_step_that_is_aborted_leaves_nothing_borrowed(tmp_path: Path, nth: int
         assert device.taken_bytes == 0
 
 
-class InterruptedGradients(Interrupted):
-    """At a line of what borrows and gives back on the caller's thread."""
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename in (gradients.__file__, lanes.__file__) else None
-
-
 @pytest.mark.slow
 def test_a_ctrl_c_at_any_line_of_an_iteration_leaves_nothing_borrowed(tmp_path: Path) -> None:
     parameters = weights()
@@ -296,17 +287,14 @@ def test_a_ctrl_c_at_any_line_of_an_iteration_leaves_nothing_borrowed(tmp_path: 
     settings = borrowing(tmp_path, keep_grads=False, placement=0.5)
     with OnDevice(parameters, device=device, offload=settings) as optimizer:
         train(optimizer, parameters, range(1))
-        files = set()
-        for nth in itertools.count():
-            interrupted = InterruptedGradients(nth)
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(lambda: train(optimizer, parameters, range(1)))
-            if not interrupted.has_fired:
-                break
-            files.add(interrupted.where.rpartition(":")[0])
+
+        def program(interrupted: AtLine) -> None:
+            interrupted(lambda: train(optimizer, parameters, range(1)))
             optimizer.zero_grad()
             assert device.taken_bytes == 0, interrupted.where
-        assert files == {gradients.__file__, lanes.__file__}
+
+        files = (gradients.__file__, lanes.__file__)  # what borrows and gives back on the caller's thread
+        assert at_every_line(program, within=files) == {*files}
         train(optimizer, parameters, range(1))
         assert optimizer.metrics()["borrowed_bytes"] > 0
         assert device.taken_bytes == 0

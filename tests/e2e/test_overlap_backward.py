@@ -6,7 +6,6 @@ import contextlib
 import gc
 import math
 import random
-import sys
 import threading
 import time
 import weakref
@@ -15,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine
 from settling import settle
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
@@ -410,32 +409,6 @@ ARRIVALS = str(hiding.__file__), str(speculation.__file__)
 """What runs on the caller's thread when a gradient arrives, for updates in backward."""
 
 
-class AtLine:
-    """Calls something once, at the n-th line of a file that this thread runs, as a signal handler may be."""
-
-    def __init__(self, file: str, nth: int, call: Callable[[], Any]) -> None:
-        self.file, self.left, self.call = file, nth, call
-        self.has_fired = False
-
-    def __enter__(self) -> AtLine:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename == self.file else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not self.has_fired:
-            self.left -= 1
-            if self.left < 0:
-                self.has_fired = True
-                self.call()
-        return self._line
-
-
 @pytest.mark.parametrize("file", ARRIVALS, ids=["hiding", "speculation"])
 def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path, file: str) -> None:
     found = []
@@ -445,7 +418,7 @@ def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path:
         asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
         with training.optimizer as optimizer:
             for step in range(60):
-                with AtLine(file, 5 * step, asks[step % 3]) as handler:
+                with AtLine(5 * step, (file,), asks[step % 3]) as handler:
                     training.backward()
                 training.step()
                 optimizer.zero_grad()
@@ -465,7 +438,7 @@ def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path, file: s
 
     def backward(training: Training, step: int) -> None:
         training.seed += 1
-        at_line = AtLine(file, 5 * step, interrupt)
+        at_line = AtLine(5 * step, (file,), interrupt)
         with contextlib.suppress(KeyboardInterrupt), at_line:
             loss_of(training.model, training.seed).backward()
         (training.optimizer if step % 2 else training.model).zero_grad()
@@ -479,7 +452,7 @@ def test_passes_that_are_interrupted_as_gradients_arrive(tmp_path: Path, file: s
 def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int, file: str) -> None:
     training = Training(tmp_path / "run", "backward")
     with training.optimizer as optimizer:
-        with pytest.raises(KeyboardInterrupt), AtLine(file, nth, interrupt):
+        with pytest.raises(KeyboardInterrupt), AtLine(nth, (file,), interrupt):
             training.backward()
         for _ in range(4):
             optimizer.zero_grad()

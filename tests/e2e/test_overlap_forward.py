@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine, at_every_line
 from mirror import same_bits
 from sharded import local, spawn
 from simulated import OnDevice
-from test_interrupts import every
 from torch.utils.checkpoint import checkpoint
 from world import SimulatedDevice
 
@@ -762,16 +761,16 @@ def test_an_interrupted_step_has_taken_all_gradients_or_none(config: Callable[..
     x = torch.ones(3, 64).bfloat16()
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
         optimizer.overlap_forward(model)
-        for interrupted in every(3):
+
+        def program(interrupted: AtLine) -> None:
             model(x).sum().backward()
             before = optimizer.engine.step_number
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(optimizer.step)
+            interrupted(optimizer.step)
             has_begun = optimizer.engine.step_number > before
             assert [layer.weight.grad is None for layer in model] == [has_begun] * 2, interrupted.where
             optimizer.zero_grad()
-            if not interrupted.has_fired:
-                return
+
+        at_every_line(program, 3)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

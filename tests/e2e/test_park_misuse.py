@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from at_line import AtLine, at_every_line
 from faulty import Fault, FaultKind, FaultyTier, faulty_paths
 from s3_server import BUCKET, S3Server
 from sharded import Model, exact_gradients, local, spawn
-from test_interrupts import STRIDES, every
+from test_interrupts import STRIDES
 from test_park import SETTINGS, Pair, parameters, train
 from test_signal_handlers import handled
 from torch.distributed.fsdp import fully_shard
@@ -366,14 +367,14 @@ def test_a_ctrl_c_at_any_line_leaves_a_session_that_goes_on(tmp_path: Path, what
             "behind": lambda: pair.parking.park(wait=False),
             "unpark": pair.parking.unpark,
         }
-        for interrupted in every(stride):
+
+        def program(interrupted: AtLine) -> None:
             pair.train()
             if what == "unpark":
                 pair.parking.park()
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(calls[what])
-            if not interrupted.has_fired:
-                break
+            interrupted(calls[what])
+
+        at_every_line(program, stride)
         pair.train()
         pair.check()
 

@@ -18,14 +18,12 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import backwards
-import forwards
-import saves
-import swarm
+from callers import CHOICES
+from world.driver import run_seed
 
 from offload.schedule import operations as ops
 from offload.schedule.machine import Machine
@@ -33,15 +31,7 @@ from offload.schedule.machine import Machine
 FILE = Path(__file__).with_name("recording.json")
 HUNDRED = 100
 SEEDS = {"sweeps": 2000, "changing": 1000, "saves": 2500, "forwards": 2500, "backwards": 2000}
-"""How many seeds of each driver are recorded."""
-
-RUNS: dict[str, Callable[[int, type[Machine]], object]] = {
-    "sweeps": lambda seed, machine: swarm.run_scenario(swarm.make_scenario(seed), machine),
-    "changing": lambda seed, machine: swarm.run_scenario(swarm.make_changing_scenario(seed), machine),
-    "saves": saves.run_seed,
-    "forwards": forwards.run_seed,
-    "backwards": backwards.run_seed,
-}
+"""How many seeds of each actor are recorded."""
 
 
 def place(record: Any) -> tuple[object, ...]:
@@ -145,7 +135,7 @@ def lines_of(driver: str, seed: int) -> Iterator[str]:
             lines.extend(f"{self.number} -> {operation.op} {neutral_operation(operation)}" for operation in out)
             return out
 
-    RUNS[driver](seed, Recorded)
+    run_seed(CHOICES[driver], seed, Recorded)
     yield from lines
 
 
