@@ -16,7 +16,7 @@ OLDEST_TRITON := triton==3.6.0
 
 # Tests wait more than they compute: one worker more than there are cores.
 WORKERS := $(shell expr $$(nproc) + 1)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
+PYTEST := sh tests/on_quick_disk.sh $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
 .PHONY: try train check test test-full sanitize wheels docs bench bench-all lint clean
 
@@ -30,14 +30,22 @@ train: $(VENV)/.ready
 # One thread each for torch's own operations: those of several workers wait for each other by spinning.
 check test test-full: export OMP_NUM_THREADS := 1
 
+# Hundreds of processes import the package and its tests: each would compile them again.
+check test test-full: export PYTHONDONTWRITEBYTECODE :=
+
 # What a change breaks first, in five minutes of processor time: without DeepSpeed, processes, slow tests.
 check: $(VENV)/.core lint
 	$(PYTEST) -q -m "not slow and not full and not gpu and not late" tests/unit tests/sim tests/kernels $(ARGS)
 
+# The test accelerator is compiled before tests that have limits; where it cannot be, theirs say so.
+ACCELERATOR := -$(BIN)/python tests/accelerator/build.py
+
 test: $(VENV)/.ready $(VENV)/.oldest-triton lint
+	$(ACCELERATOR)
 	$(PYTEST) -m "not full and not gpu" $(ARGS)
 
 test-full: $(VENV)/.ready $(VENV)/.oldest-triton lint
+	$(ACCELERATOR)
 	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)
 	$(MAKE) wheels ARGS=
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from offload.optim.auto import MODES, TRIAL, AutoOverlap, trial_steps
+from offload.optim.hiding import MODES, TRIAL, AutoOverlap, trial_steps
 
 NEAR = 1.03
 """What an iteration with "auto" may take, over the least of all modes."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from offload.device.lanes import GpuLanes
+from offload.device.memory import Block
 from offload.device.pieces import as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.gradients.additions import Additions, Filling, Sending
@@ -166,7 +167,8 @@ class VirtualLanes(GpuLanes):
         super().__init__(device, SimpleNamespace(post=lambda *about, **times: None), named_nodes=True)
         self._memory = Memory(1 << 45)
         if plan.piece_buffer_bytes:
-            self.pieces.adopt(device.allocate(4 * plan.piece_buffer_bytes), plan.piece_buffer_bytes)
+            nbytes = 4 * plan.piece_buffer_bytes
+            self.pieces.adopt(Block(nbytes, device.allocate(nbytes)))
         self.bind(plan)
 
     def arena(self, nbytes: int, **how: Any) -> Any:
@@ -261,7 +263,7 @@ def passing_s(plan: Plan, sizes: Sequence[int], calls: Calls, rates: Rates, gath
     device = VirtualDevice(calls, rates)
     lanes = VirtualLanes(device, plan)
     if not gathers:
-        lanes.pieces.adopt(0, 0)
+        lanes.pieces.adopt(Block())
     places = itertools.accumulate((-(-size // PIECE_ALIGNMENT) * PIECE_ALIGNMENT for size in sizes), initial=1 << 44)
     there = itertools.count(1 << 41, 1 << 34)
     pieces = as_pieces(list(zip(there, places, sizes, strict=False)))

@@ -22,7 +22,7 @@ from offload.plan import Budgets, GpuRates, Home, PathBudget, PathRates, Placeme
 from offload.predict.lanes import VirtualLanes
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     AwaitPush,
     Begin,
@@ -36,6 +36,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
+from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase
 
 STATE_BYTES = 12

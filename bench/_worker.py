@@ -350,10 +350,10 @@ class Bounds:
 
         small = request["settings"]["smoke"]
         self.stack = contextlib.ExitStack()
-        disk = opened(request["settings"]["path"], io_backend="threads", checksum=False)
+        disk = opened(request["settings"]["path"], io_backend="threads")
         tile, self.tiles = (MIB, 4) if small else (4 * MIB, 48)
         self.moved = 2 * tile * self.tiles
-        self.mixer = Mixer(*self.stack.enter_context(disk), tile, 4, 16)
+        self.mixer = Mixer(*self.stack.enter_context(disk), tile, 4, 16, verify=False)
         numel = 1 << 16 if small else 16_000_000
         self.buffers = Buffers(numel)
         self.kernel = CpuUpdateKernel(threads=cores())

@@ -402,7 +402,7 @@ def simulated(parts: Parts, model: Published) -> Callable[[int, str], float]:
             plan, rates = answer.plan, answer.rates
             return with_backward_s(prediction, plan, rates, forward_s, backward_s, follows=overlap == "both")
         if overlap == "forward":
-            return backward_s + with_forward_s(prediction, forward_s, on_cpu=False)
+            return backward_s + with_forward_s(prediction, answer.plan, forward_s)
         return forward_s + backward_s + prediction.step_s
 
     return iteration_s

@@ -33,7 +33,7 @@ from _harness import Option, Run, digest, main, medians, ratio, show
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
-from offload.optim.auto import MODES, AutoOverlap
+from offload.optim.hiding import MODES, AutoOverlap
 from offload.optim.overlap import FollowedModel
 from offload.schedule.timeline import Interval, covered_s
 

@@ -33,7 +33,7 @@ from torch import multiprocessing as mp
 import offload
 from offload.cli.machine import Machine
 from offload.cli.model import VOCABULARY, build_model, choose_shape
-from offload.cli.scenario import Scenario, ask
+from offload.cli.scenario import GRADIENT_BYTES, Scenario, ask
 from offload.cli.shapes import Model
 from offload.measure import find_rates
 
@@ -212,8 +212,9 @@ def simulated(billions: int, tokens: int) -> dict[str, float]:
     answer = ask(Scenario.of(model, Machine(rates=rates, ranks=8, gpus=8), host_memory=4 << 30))
     if answer.forward_s is None or answer.backward_s is None:
         raise RuntimeError(f"nothing is known of forward and backward on {MACHINE}")
-    plan, compute_s = answer.plan, answer.forward_s + answer.backward_s
-    nbytes = sum(s.state_bytes for s in plan.layout.subgroups if answer.ahead.may_speculate(s.index))
+    compute_s = answer.forward_s + answer.backward_s
+    ahead = answer.plan.with_updates_in_backward(GRADIENT_BYTES)
+    nbytes = sum(s.state_bytes for s in ahead.updated_in_backward)
     paths = answer.rates.paths
     rate = min(sum(path.read_bytes_per_s for path in paths), sum(path.write_bytes_per_s for path in paths))
     ways = with_auto({"off": compute_s + answer.step_s, **answer.overlapped_s})

@@ -47,8 +47,11 @@ SLOT_HEADER = 4096
 class Mixer:
     """Keeps reads and writes of whole tiles in flight on one tier."""
 
-    def __init__(self, tier: Tier, queue: CompletionQueue, tile_bytes: int, depth: int, slots: int) -> None:
+    def __init__(
+        self, tier: Tier, queue: CompletionQueue, tile_bytes: int, depth: int, slots: int, *, verify: bool = True
+    ) -> None:
         self.tier, self.queue, self.tile_bytes, self.depth, self.slots = tier, queue, tile_bytes, depth, slots
+        self.verify = verify
         self.arena = Arena(2 * depth * tile_bytes, prefault=True)
         self.arena.tensor(0, 2 * depth * tile_bytes, torch.uint8).random_(generator=torch.Generator().manual_seed(1))
         self.ops = itertools.count(1)
@@ -67,6 +70,7 @@ class Mixer:
             offset=slot * (self.tile_bytes + SLOT_HEADER),
             address=self.arena.address + buffer * self.tile_bytes,
             nbytes=self.tile_bytes,
+            verify=self.verify,
         )
         (self.tier.write if write else self.tier.read)(request)
         return request.op
@@ -137,8 +141,8 @@ def single(run: Run) -> dict[str, Any]:
             for engine in ("libaio", "psync")
         }
         for checksum in (True, False):
-            tier, queue = stack.enter_context(opened(run.folder, io_backend="threads", checksum=checksum))
-            mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
+            tier, queue = stack.enter_context(opened(run.folder, io_backend="threads"))
+            mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4), verify=checksum)
             contenders[f"threads, {'' if checksum else 'no '}checksum"] = partial(mixer.run, tiles)
         rows = rows_of_rounds(contenders, rounds)
     found: dict[str, Any] = {}

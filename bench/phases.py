@@ -94,8 +94,8 @@ class Disk:
 
     def __init__(self, folder: Path, size: Any) -> None:
         self._ends = contextlib.ExitStack()
-        tier, queue = self._ends.enter_context(opened(folder, io_backend="threads", checksum=False))
-        self._mixer = Mixer(tier, queue, size.tile_bytes, 4, max(8, size.tiles // 4))
+        tier, queue = self._ends.enter_context(opened(folder, io_backend="threads"))
+        self._mixer = Mixer(tier, queue, size.tile_bytes, 4, max(8, size.tiles // 4), verify=False)
         self._size = size
         self.rates: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import ConfigError, OffloadError
@@ -102,34 +101,6 @@ def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
     """Have an optimizer of ours know which backward passes are the last before a step, as its accelerator does."""
     state = accelerator.gradient_state  # not the accelerator, which has the optimizer
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
-
-
-def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iterable[torch.nn.Module]) -> None:
-    """Give an optimizer of ours the models by which steps are hidden where its `overlap` says.
-
-    Args:
-        optimizer: Ours; with "auto" it is not given models that it refuses.
-        called: Modules as they are called, into whose next forward pass steps may go on; those without parameters of
-            the optimizer are left out.
-        reducing: Modules of which those that are DDP's say which buckets they have reduced, for updates in backward;
-            one that has a communication hook, say, is left out.
-
-    Raises:
-        ConfigError: A module that is called cannot be given, with "forward" and "both".
-    """
-    config, is_auto = optimizer.config, optimizer.config.overlap == "auto"
-    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for model in called if is_auto or config.overlaps_forward else ():
-        if not updated.isdisjoint(model.parameters()):
-            try:
-                optimizer.overlap_forward(model)
-            except ConfigError:
-                if not is_auto:
-                    raise
-    for model in reducing if is_auto or config.overlaps_backward else ():
-        if isinstance(model, DistributedDataParallel):
-            with contextlib.suppress(ConfigError):
-                optimizer.overlap_backward(model)
 
 
 def logged(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:

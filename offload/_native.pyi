@@ -7,13 +7,12 @@ class CompletionQueue:
         self,
         op: int,
         error: int = 0,
-        checksum: int = 0,
+        detail: int = 0,
         started_s: float = 0.0,
         finished_s: float = 0.0,
-        detail: int = 0,
     ) -> None: ...
     def exchange(self, op: int, reply: CompletionQueue, quiet_s: float, interrupt_op: int) -> None: ...
-    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float, int]]: ...
+    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float]]: ...
 
 # bind_io.cpp
 def crc32c(address: int, nbytes: int, seed: int = 0) -> int: ...
@@ -21,18 +20,17 @@ def crc32c_portable(address: int, nbytes: int, seed: int = 0) -> int: ...
 def crc32c_combine(crc_a: int, crc_b: int, nbytes_b: int) -> int: ...
 def crc32c_implementation() -> str: ...
 def make_slot_header(
+    store: bytes, tile: tuple[int, int, int], step: int, nbytes: int, checksum: int | None = None
+) -> bytes: ...
+def admit_slot_header(
+    raw: bytes,
     store: bytes,
-    subgroup: int,
-    tensor: int,
-    tile: int,
+    tile: tuple[int, int, int],
     step: int,
     nbytes: int,
     checksum: int | None = None,
-) -> bytes: ...
-def check_slot_header(
-    raw: bytes, store: bytes, subgroup: int, tensor: int, tile: int, step: int, nbytes: int
-) -> bool: ...
-def parse_slot_header(raw: bytes) -> tuple[bytes, int, int, int, int, int, int | None] | None: ...
+    verify: bool = True,
+) -> tuple[int, int | None]: ...
 def file_system_magic(path: str) -> int: ...
 
 class StoreFile:
@@ -45,14 +43,12 @@ class StoreFile:
     def free_bytes(self) -> int: ...
 
 class IoThreads:
-    def __init__(self, queue: CompletionQueue, depth: int, piece_bytes: int, checksum: bool) -> None: ...
+    def __init__(self, queue: CompletionQueue, depth: int, piece_bytes: int) -> None: ...
     def read(
         self,
         file: StoreFile,
         op: int,
-        subgroup: int,
-        tensor: int,
-        tile: int,
+        tile: tuple[int, int, int],
         step: int,
         offset: int,
         address: int,
@@ -64,14 +60,13 @@ class IoThreads:
         self,
         file: StoreFile,
         op: int,
-        subgroup: int,
-        tensor: int,
-        tile: int,
+        tile: tuple[int, int, int],
         step: int,
         offset: int,
         address: int,
         nbytes: int,
         checksum: int | None = None,
+        verify: bool = True,
     ) -> None: ...
     def sync(self, file: StoreFile, op: int) -> None: ...
     def set_depth(self, depth: int) -> None: ...

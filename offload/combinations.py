@@ -21,7 +21,7 @@ class Row:
 
     Attributes:
         known: When it is refused; several where each place knows a part.
-        one: What is given, in the words of docs/limits.md.
+        one: What is given, in the words of docs/limits.md; values of settings stand in quotes.
         other: What it is not combined with.
         advice: What users are told to do; what stands in braces is known only then.
     """
@@ -43,6 +43,15 @@ class Row:
             ConfigError: Always.
         """
         raise ConfigError(field, value, self.advice.format(**words))
+
+    def names(self, value: object) -> bool:
+        """Return whether a setting's value is one of those in `one`."""
+        return f'"{value}"' in self.one
+
+    def check(self, field: str, value: object, **words: object) -> None:
+        """Refuse the combination if it `names` the value; see `refuse`."""
+        if self.names(value):
+            self.refuse(field, value, **words)
 
 
 # fmt: off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import re
 import textwrap
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from offload import combinations
 from offload.errors import ConfigError, check_text
-from offload.formats import STATE_FORMATS, StateFormat
+from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.protocols import MAX_DEPTH, MAX_NODES
+from offload.rules import UpdateRule
 from offload.units import read_number
 
 if TYPE_CHECKING:
@@ -630,10 +630,9 @@ class OffloadConfig:
         if self.gradient_memory is not None:
             if not self.paths:
                 combinations.WITHOUT_PATHS.refuse("gradient_memory", self.gradient_memory, what="gradients")
-            if self.overlaps_backward:
-                combinations.UPDATES_IN_BACKWARD.refuse("overlap", self.overlap)
-        if self.borrows and self.overlaps_forward:
-            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
+            combinations.UPDATES_IN_BACKWARD.check("overlap", self.overlap)
+        if self.overlaps_forward:
+            self.check_goes_on()
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
             combinations.NO_TURNS.refuse("path_lock", self.path_lock)
         if self.mirror is not None:
@@ -670,10 +669,58 @@ class OffloadConfig:
         """What `state_format` names."""
         return STATE_FORMATS[self.state_format]
 
+    def state_of(self, rule: UpdateRule) -> StateSpec:
+        """Return what state a rule's parameters have, and how it is stored."""
+        return StateSpec(rule, self.format)
+
     @property
     def borrows(self) -> bool:
         """Whether memory of a GPU is used between backward and forward alone."""
         return self.gpu_memory == BORROW
+
+    def check_dealt(self) -> None:
+        """Refuse gradients on paths, as where ranks bring them to the one that updates a parameter."""
+        if self.gradient_memory is not None:
+            combinations.DEALT_GRADIENTS.refuse("gradient_memory", self.gradient_memory)
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether gradients stay in `.grad` until the step."""
+        return self.keep_grads and self.gradient_memory is None
+
+    @property
+    def opens_late(self) -> bool:
+        """Whether a session on a GPU opens after the first backward pass, which shows what memory is free there."""
+        return self.gpu_memory == "auto" or self.borrows
+
+    def opened_early(self) -> OffloadConfig:
+        """Return this for a session on a GPU that opens before that: "auto" is no state at home there."""
+        return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
+
+    def updated_by_cpu(self, row: combinations.Row | None = None, **words: object) -> OffloadConfig:
+        """Return this for a session whose state the CPU updates, and of which none is at home on a GPU.
+
+        Args:
+            row: The row of the table that refuses what says otherwise; None: it is left out.
+            words: See `Row.refuse`.
+
+        Raises:
+            ConfigError: It is refused.
+        """
+        if row is not None and self.placement not in ("auto", "cpu", 0):
+            row.refuse("placement", self.placement, least='"cpu"', **words)
+        if row is not None and self.gpu_memory not in ("auto", 0):  # "borrow", too
+            row.refuse("gpu_memory", self.gpu_memory, least=0, **words)
+        return dataclasses.replace(self, placement="cpu", gpu_memory=0)
+
+    def check_goes_on(self) -> None:
+        """Verify that steps may go on in forward: memory of a GPU that is borrowed goes back before that.
+
+        Raises:
+            ConfigError: It is borrowed.
+        """
+        if self.borrows:
+            combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
 
     @property
     def overlaps_forward(self) -> bool:
@@ -795,7 +842,3 @@ class OffloadConfig:
             own = place.for_rank(rank, field)
             paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
         return dataclasses.replace(self, paths=paths)
-
-    def to_json(self) -> str:
-        """Return all fields as JSON that `from_dict` reads back."""
-        return json.dumps(dataclasses.asdict(self))

@@ -402,6 +402,16 @@ class Layout:
         state = self.state if parameter.rule is None else StateSpec(parameter.rule, self.state.format)
         return state.stored_in(EXACT) if parameter.exact else state
 
+    @property
+    def formats(self) -> dict[str, tuple[int, int]]:
+        """Parameters whose state is stored in each format, and the bytes that it takes."""
+        found = {}
+        for form in sorted({subgroup.state.format for subgroup in self.subgroups}, key=lambda form: form.code):
+            subgroups = [subgroup for subgroup in self.subgroups if subgroup.state.format is form]
+            numel = sum(segment.numel for subgroup in subgroups for segment in subgroup.segments)
+            found[form.name] = numel, sum(subgroup.state_bytes for subgroup in subgroups)
+        return found
+
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each parameter, its (subgroup, position of the segment in it), in order."""

@@ -6,7 +6,6 @@ Nothing here does anything: values, `typing.Protocol`s and the layout of one nat
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -65,8 +64,7 @@ class TileId(NamedTuple):
     tile: int
 
 
-@dataclass(frozen=True, slots=True)
-class TileRequest:
+class TileRequest(NamedTuple):
     """One whole-tile transfer between a slot of a store and a buffer in memory.
 
     Attributes:
@@ -78,10 +76,12 @@ class TileRequest:
             until the completion has been taken from the queue.
         nbytes: Payload bytes, a multiple of `SECTOR_BYTES`.
         checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
-            write, that of the payload, or None where it is not known. A tier may take it from here, else it computes
-            it; it reports it in the completion.
-        verify: On read, whether the payload is compared with its checksum before the read completes. False where the
-            caller does that, before anything uses the payload; a tier may do it all the same.
+            write, that of the payload, or None where it is not known: the tier computes it.
+        verify: On read, whether the payload is compared with its checksum, if it has one, before the read completes.
+            False where nobody compares it, or the caller does before anything uses it; then `checksum` is given, and
+            a tier may compare all the same. On write, whether the header gets a checksum, which the completion
+            reports. Without, headers are verified all the same, and only the index tells a finished write from a torn
+            one.
     """
 
     op: int
@@ -99,10 +99,9 @@ class Completion(NamedTuple):
 
     op: int
     error: int
-    checksum: int
+    detail: int
     started_s: float
     finished_s: float
-    detail: int
 
 
 class Queue(Protocol):
@@ -112,14 +111,13 @@ class Queue(Protocol):
         self,
         op: int,
         error: int = 0,
-        checksum: int = 0,
+        detail: int = 0,
         started_s: float = 0.0,
         finished_s: float = 0.0,
-        detail: int = 0,
     ) -> None:
         """Report one completion; any thread."""
 
-    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float, int]]:
+    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float]]:
         """Take all completions that have arrived, waiting up to `timeout_s` for the first."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -79,6 +80,14 @@ def watch(item: pytest.Item) -> None:
     marker = item.get_closest_marker("timeout")
     limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
     faulthandler.dump_traceback_later(1.5 * limit_s, exit=True, file=item.config.stash[STDERR])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Nothing that there is by now is looked at by a test's collections, of which each would take half a second."""
+    if not gc.get_freeze_count():  # else tests have run already, whose leavings are to be found
+        gc.collect()
+        gc.freeze()
 
 
 EXPECTED = pytest.StashKey[int]()

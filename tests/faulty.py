@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import errno
 import time
 import uuid
@@ -114,7 +113,7 @@ class FaultyTier:
         if fault.kind is FaultKind.CORRUPT:
             self._read_damage(request)
         elif fault.kind is FaultKind.MISDIRECTED:
-            self.inner.read(dataclasses.replace(request, tile=_another(request.tile)))
+            self.inner.read(request._replace(tile=_another(request.tile)))
         else:
             self._fail(request.op, fault.errno, request.offset)
 
@@ -131,9 +130,9 @@ class FaultyTier:
             self._fail(request.op, fault.errno, request.offset)
         elif fault.kind is FaultKind.LOST:
             now_s = time.monotonic()
-            self._queue.post(request.op, 0, crc32c(request.address, request.nbytes), now_s, now_s, 0)
+            self._queue.post(request.op, 0, crc32c(request.address, request.nbytes), now_s, now_s)
         elif fault.kind is FaultKind.MISDIRECTED:
-            self._write(dataclasses.replace(request, tile=_another(request.tile)))
+            self._write(request._replace(tile=_another(request.tile)))
         else:
             self._fail(request.op, fault.errno, request.offset)
 
@@ -217,7 +216,7 @@ class FaultyTier:
 
     def _fail(self, op: int, error: int, offset: int) -> None:
         now_s = time.monotonic()
-        self._queue.post(op, error, 0, now_s, now_s, offset)
+        self._queue.post(op, error, offset, now_s, now_s)
 
     def _due(self, operation: Operation, tile: TileId | None) -> Fault | None:
         """Count one operation; return the fault that is due at it. The first in the list wins."""

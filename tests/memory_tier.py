@@ -9,9 +9,9 @@ import uuid
 
 import psutil
 
-from offload._native import crc32c, make_slot_header
+from offload._native import crc32c
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_request
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_request, make_header
 
 
 class MemoryTier(Owned):
@@ -24,7 +24,6 @@ class MemoryTier(Owned):
         store: The session's store; goes into the headers.
         queue: Where completions go.
         max_bytes: Most that the store may reach to; None for what the machine has available.
-        checksum: Compute payload checksums on write and verify them on read.
 
     Attributes:
         slots: Header and payload of each slot by offset; a test may damage them.
@@ -40,14 +39,12 @@ class MemoryTier(Owned):
         *,
         path: str = "memory:",
         max_bytes: int | None = None,
-        checksum: bool = True,
     ) -> None:
         super().__init__(path)
         self.slots: dict[int, bytearray] = {}
         self._store = store.bytes
         self._queue = queue
         self._max_bytes = max_bytes
-        self._checksum = checksum
         self._used_bytes = 0
         self.depth = 1
 
@@ -68,11 +65,8 @@ class MemoryTier(Owned):
         if self._max_bytes is not None and end > self._max_bytes:
             self._report(request, errno.ENOSPC, 0, started_s)
             return
-        checksum = crc32c(request.address, request.nbytes) if self._checksum else None
         record = bytearray(SLOT_HEADER_BYTES + request.nbytes)
-        record[:SLOT_HEADER_BYTES] = make_slot_header(
-            self._store, *request.tile, request.step, request.nbytes, checksum
-        )
+        record[:SLOT_HEADER_BYTES], checksum = make_header(self._store, request)
         ctypes.memmove(_payload_address(record), request.address, request.nbytes)
         self.slots[request.offset] = record
         self._used_bytes = max(self._used_bytes, end)
@@ -82,7 +76,7 @@ class MemoryTier(Owned):
         """Complete as `op`: memory has nothing to make durable."""
         self.check_open("sync")
         now_s = time.monotonic()
-        self._queue.post(op, 0, 0, now_s, now_s, 0)
+        self._queue.post(op, 0, 0, now_s, now_s)
 
     def set_depth(self, depth: int) -> None:
         """Take note of it: requests are over as soon as they have begun."""
@@ -125,7 +119,7 @@ class MemoryTier(Owned):
         if len(record) != SLOT_HEADER_BYTES + request.nbytes:
             return ERROR_SHORT, 0
         found = 0
-        if self._checksum and promised is not None:
+        if promised is not None:
             found = crc32c(_payload_address(record), request.nbytes)
             if found != promised:
                 return ERROR_CHECKSUM, found
@@ -133,8 +127,7 @@ class MemoryTier(Owned):
         return 0, found
 
     def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
-        detail = request.offset if error else 0
-        self._queue.post(request.op, error, checksum, started_s, time.monotonic(), detail)
+        self._queue.post(request.op, error, request.offset if error else checksum, started_s, time.monotonic())
 
 
 def _payload_address(record: bytearray) -> int:

@@ -22,16 +22,17 @@ from pathlib import Path
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # stand-ins import little, as many of them are started
     from collections.abc import Mapping
+    from types import TracebackType
     from typing import NoReturn
 
 FOLDER, OWNER = "PREPARED_FOLDER", "PREPARED_OWNER"
 """Variables of pytest's first process: where the server's socket is, and the process that it lives as long as."""
 PACKAGES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "accelerate", "transformers.trainer")
 PACKAGES += ("transformers.models.llama.modeling_llama", "deepspeed", "lightning.pytorch", "hypothesis", "pytest")
-READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "CUDA_", "PYTHON")
-"""How variables begin that are read when packages are imported or an interpreter starts."""
-ANY = ("PYTHONPATH", "OMP_WAIT_POLICY")
-"""Those whose values may differ from the server's: the path is changed, and of one thread none waits."""
+READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "PYTHON")
+"""How variables begin that are read when packages are imported or an interpreter starts; CUDA is not there."""
+ANY = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_WAIT_POLICY")
+"""Those whose values may differ from the server's: path and warnings are changed, and of one thread none waits."""
 FORCED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
@@ -169,6 +170,13 @@ def watch(connection: socket.socket, program: int, files: list[int]) -> NoReturn
         os._exit(0)
 
 
+def say_what_ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As an interpreter does, which is none of a program's frames."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
 def run(request: bytes, stand_in: str) -> None:
     """Do what an interpreter does between its start and its end."""
     import runpy
@@ -183,8 +191,9 @@ def run(request: bytes, stand_in: str) -> None:
     os.environ.clear()
     os.environ.update(each.split("=", 1) for each in rest[int(count) :])
     sys.executable = stand_in
-    if "-W" in options:
-        warnings.simplefilter("ignore")
+    sys.excepthook = say_what_ended
+    filters = os.environ.get("PYTHONWARNINGS", "").split(",") + ["ignore"] * ("-W" in options)
+    warnings._processoptions(filter(None, filters))  # type: ignore[attr-defined]
     if "-u" in options:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     kind = sys.argv.pop(0) if sys.argv[0] in ("-m", "-c") else ""
@@ -198,8 +207,8 @@ def run(request: bytes, stand_in: str) -> None:
         code, sys.argv[0] = sys.argv[0], "-c"
         exec(compile(code, "<string>", "exec"), main.__dict__)
     else:
-        main.__file__ = sys.argv[0]
-        exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), main.__dict__)
+        main.__file__ = os.path.abspath(sys.argv[0])
+        exec(compile(Path(sys.argv[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ def settle(engine: offload.Engine) -> None:
         has_counted = not speculation.arrivals
         missing = dict(speculation._missing_gradients)
         final = [n for n, count in missing.items() if count <= 0 and n in machine.staging.priorities]
+        if engine.is_parked and has_counted and not machine.in_flight:
+            return  # and stays so until somebody needs its memory
         if machine.broken is not None or (machine.is_on_hold and machine.is_open and not machine.in_flight):
             return  # no more is made
         versions = machine.speculative_versions

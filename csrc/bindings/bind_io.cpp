@@ -1,4 +1,5 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <sys/vfs.h>
@@ -12,7 +13,6 @@
 #include <tuple>
 #include <utility>
 
-#include "../io/crc32c.h"
 #include "../io/header.h"
 #include "../io/io_threads.h"
 #include "../io/store_file.h"
@@ -32,13 +32,14 @@ std::array<std::uint8_t, 16> store_bytes(const nb::bytes& store) {
   return raw;
 }
 
-SlotIdentity slot_identity(const std::array<std::uint8_t, 16>& store, std::uint32_t subgroup, std::uint32_t tensor,
-                           std::uint32_t tile, std::uint64_t step, std::uint64_t nbytes) {
+// An offload.protocols.TileId.
+using Tile = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
+
+SlotIdentity slot_identity(const std::array<std::uint8_t, 16>& store, const Tile& tile, std::uint64_t step,
+                           std::uint64_t nbytes) {
   SlotIdentity identity;
   std::memcpy(identity.store, store.data(), store.size());
-  identity.subgroup = subgroup;
-  identity.tensor = tensor;
-  identity.tile = tile;
+  std::tie(identity.subgroup, identity.tensor, identity.tile) = tile;
   identity.step = step;
   identity.nbytes = nbytes;
   return identity;
@@ -50,17 +51,20 @@ struct SharedFile {
   std::shared_ptr<StoreFile> file;
 };
 
-IoRequest transfer(IoKind kind, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-                   std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address,
-                   std::uint64_t nbytes) {
+// Start to move a tile, given the fields of an offload.protocols.TileRequest.
+template <IoKind kKind>
+void transfer(IoThreads& threads, const SharedFile& file, std::uint64_t op, const Tile& tile, std::uint64_t step,
+              std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes, std::optional<std::uint32_t> crc,
+              bool verify) {
   IoRequest request;
-  request.kind = kind;
+  request.kind = kKind;
   request.op = op;
-  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, nbytes);
+  request.identity = slot_identity(file.file->store(), tile, step, nbytes);
   request.file = file.file;
   request.offset = offset;
   request.address = reinterpret_cast<void*>(address);
-  return request;
+  request.terms = {crc, verify};
+  threads.submit(std::move(request));
 }
 
 // A header's bytes need not be aligned in a Python object.
@@ -79,30 +83,20 @@ IoKind kind_named(const std::string& name) {
   throw std::invalid_argument("kind is one of read, write, sync, allocate");
 }
 
+template <auto kImplementation>
+std::uint32_t crc_of(std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {
+  nb::gil_scoped_release release;
+  return kImplementation(seed, reinterpret_cast<const void*>(address), nbytes);
+}
+
 void bind_checksums(nb::module_& module) {
-  module.def(
-      "crc32c",
-      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {
-        nb::gil_scoped_release release;
-        return crc32c(seed, reinterpret_cast<const void*>(address), nbytes);
-      },
-      "address"_a, "nbytes"_a, "seed"_a = 0,
-      "CRC32C of nbytes at a memory address, continuing from seed. GIL released; the caller keeps the memory.");
-  module.def(
-      "crc32c_portable",
-      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {
-        nb::gil_scoped_release release;
-        return crc32c_portable(seed, reinterpret_cast<const void*>(address), nbytes);
-      },
-      "address"_a, "nbytes"_a, "seed"_a = 0, "The same by tables, on any processor; the oracle for crc32c.");
+  module.def("crc32c", &crc_of<crc32c>, "address"_a, "nbytes"_a, "seed"_a = 0,
+             "CRC32C of nbytes at a memory address, continuing from seed. GIL released; the caller keeps the memory.");
+  module.def("crc32c_portable", &crc_of<crc32c_portable>, "address"_a, "nbytes"_a, "seed"_a = 0,
+             "The same by tables, on any processor; the oracle for crc32c.");
 #if defined(__x86_64__)
-  module.def(
-      "crc32c_sse42",
-      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {
-        nb::gil_scoped_release release;
-        return crc32c_sse42(seed, reinterpret_cast<const void*>(address), nbytes);
-      },
-      "address"_a, "nbytes"_a, "seed"_a = 0, "The same where there is SSE4.2 but no AVX-512; for tests.");
+  module.def("crc32c_sse42", &crc_of<crc32c_sse42>, "address"_a, "nbytes"_a, "seed"_a = 0,
+             "The same where there is SSE4.2 but no AVX-512; for tests.");
 #endif
   module.def("crc32c_combine", &crc32c_combine, "crc_a"_a, "crc_b"_a, "nbytes_b"_a,
              "CRC32C of a followed by b, from theirs and the length of b.");
@@ -112,39 +106,26 @@ void bind_checksums(nb::module_& module) {
 void bind_headers(nb::module_& module) {
   module.def(
       "make_slot_header",
-      [](const nb::bytes& store, std::uint32_t subgroup, std::uint32_t tensor, std::uint32_t tile, std::uint64_t step,
-         std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+      [](const nb::bytes& store, const Tile& tile, std::uint64_t step, std::uint64_t nbytes,
+         std::optional<std::uint32_t> crc) {
         SlotHeader header;
-        make_header(slot_identity(store_bytes(store), subgroup, tensor, tile, step, nbytes), checksum.has_value(),
-                    checksum.value_or(0), &header);
+        make_header(slot_identity(store_bytes(store), tile, step, nbytes), crc.has_value(), crc.value_or(0), &header);
         return nb::bytes(reinterpret_cast<const char*>(&header), sizeof header);
       },
-      "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "nbytes"_a, "checksum"_a = nb::none(),
+      "store"_a, "tile"_a, "step"_a, "nbytes"_a, "checksum"_a = nb::none(),
       "The 4096 bytes that a slot begins with (csrc/io/header.h); checksum None: none was computed.");
   module.def(
-      "check_slot_header",
-      [](const nb::bytes& raw, const nb::bytes& store, std::uint32_t subgroup, std::uint32_t tensor, std::uint32_t tile,
-         std::uint64_t step, std::uint64_t nbytes) {
-        const SlotIdentity expected = slot_identity(store_bytes(store), subgroup, tensor, tile, step, nbytes);
-        return check_header(header_from(raw), expected) == 0;
-      },
-      "raw"_a, "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "nbytes"_a,
-      "Whether raw is a whole header of exactly this tile, step and store.");
-  using Fields = std::tuple<nb::bytes, std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t,
-                            std::optional<std::uint32_t>>;
-  module.def(
-      "parse_slot_header",
-      [](const nb::bytes& raw) -> std::optional<Fields> {
+      "admit_slot_header",
+      [](const nb::bytes& raw, const nb::bytes& store, const Tile& tile, std::uint64_t step, std::uint64_t nbytes,
+         std::optional<std::uint32_t> crc, bool verify) -> std::pair<std::int32_t, std::optional<std::uint32_t>> {
         const SlotHeader header = header_from(raw);
-        if (!header_intact(header)) return std::nullopt;
-        std::optional<std::uint32_t> checksum;
-        if ((header.flags & kSlotHasChecksum) != 0) checksum = header.payload_crc;
-        return Fields(nb::bytes(reinterpret_cast<const char*>(header.store), sizeof header.store), header.subgroup,
-                      header.tensor, header.tile, header.step, header.nbytes, checksum);
+        const PayloadTerms terms{crc, verify};
+        const std::int32_t error = admit(header, slot_identity(store_bytes(store), tile, step, nbytes), terms);
+        if (error != 0 || !PayloadSum(terms, header).takes()) return {error, std::nullopt};
+        return {0, header.payload_crc};
       },
-      "raw"_a,
-      "(store, subgroup, tensor, tile, step, nbytes, checksum) of a whole header, else None; checksum is\n"
-      "None where none was computed.");
+      "raw"_a, "store"_a, "tile"_a, "step"_a, "nbytes"_a, "checksum"_a = nb::none(), "verify"_a = true,
+      "(0 or an error, what the payload is to be compared with or None), as IoThreads judge a header that was read.");
 }
 
 void bind_files(nb::module_& module) {
@@ -184,35 +165,13 @@ void bind_files(nb::module_& module) {
   nb::class_<IoThreads>(module, "IoThreads",
                         "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h. Submit and\n"
                         "close from one thread.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>())
-      .def(
-          "read",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
-             std::optional<std::uint32_t> checksum, bool verify) {
-            IoRequest request =
-                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
-            request.has_expected_crc = checksum.has_value();
-            request.expected_crc = checksum.value_or(0);
-            request.verify = verify;
-            self.submit(std::move(request));
-          },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
-          "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
-      .def(
-          "write",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
-             std::optional<std::uint32_t> checksum) {
-            IoRequest request =
-                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
-            request.has_expected_crc = checksum.has_value();
-            request.expected_crc = checksum.value_or(0);
-            self.submit(std::move(request));
-          },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
-          "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t>(), "queue"_a, "depth"_a, "piece_bytes"_a,
+           nb::keep_alive<1, 2>())
+      .def("read", &transfer<IoKind::kRead>, "file"_a, "op"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
+           "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
+      .def("write", &transfer<IoKind::kWrite>, "file"_a, "op"_a, "tile"_a, "step"_a, "offset"_a, "address"_a,
+           "nbytes"_a, "checksum"_a = nb::none(), "verify"_a = true,
+           "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
           [](IoThreads& self, const SharedFile& file, std::uint64_t op) {

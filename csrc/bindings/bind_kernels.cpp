@@ -221,7 +221,8 @@ void bind_kernels(nb::module_& module) {
         }
         std::vector<std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::int32_t, bool, std::uint64_t>> launches;
         for (const Launch& each : found.launches)
-          launches.emplace_back(each.rule, each.state_format, each.gradient, each.weight, each.aligned, each.count);
+          launches.emplace_back(each.first->rule, each.first->state_format, each.gradient, each.weight, each.aligned,
+                                each.count);
         return std::make_tuple(found.problem, launches);
       },
       nb::arg("table"), nb::arg("rows"), nb::arg("block_numel"), nb::arg("programs"), nb::arg("room"),

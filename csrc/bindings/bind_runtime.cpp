@@ -15,17 +15,16 @@ using offload::Completion;
 using offload::CompletionQueue;
 
 void bind_runtime(nb::module_& module) {
-  using Record = std::tuple<std::uint64_t, std::int32_t, std::uint32_t, double, double, std::uint64_t>;
+  using Record = std::tuple<std::uint64_t, std::int32_t, std::uint64_t, double, double>;
   nb::class_<CompletionQueue>(module, "CompletionQueue",
                               "The one queue that native threads, Python clients and callers report to.")
       .def(nb::init<>())
       .def(
           "post",
-          [](CompletionQueue& queue, std::uint64_t op, std::int32_t error, std::uint32_t checksum, double started_s,
-             double finished_s,
-             std::uint64_t detail) { queue.push(Completion{op, error, checksum, started_s, finished_s, detail}); },
-          nb::arg("op"), nb::arg("error") = 0, nb::arg("checksum") = 0, nb::arg("started_s") = 0.0,
-          nb::arg("finished_s") = 0.0, nb::arg("detail") = 0, "Report a completion from Python; any thread.")
+          [](CompletionQueue& queue, std::uint64_t op, std::int32_t error, std::uint64_t detail, double started_s,
+             double finished_s) { queue.push(Completion{op, error, detail, started_s, finished_s}); },
+          nb::arg("op"), nb::arg("error") = 0, nb::arg("detail") = 0, nb::arg("started_s") = 0.0,
+          nb::arg("finished_s") = 0.0, "Report a completion from Python; any thread.")
       .def(
           "exchange",
           [](CompletionQueue& queue, std::uint64_t op, CompletionQueue& reply, double quiet_s,
@@ -59,11 +58,10 @@ void bind_runtime(nb::module_& module) {
             }
             std::vector<Record> records;
             records.reserve(taken.size());
-            for (const auto& c : taken)
-              records.emplace_back(c.op, c.error, c.checksum, c.started_s, c.finished_s, c.detail);
+            for (const auto& c : taken) records.emplace_back(c.op, c.error, c.detail, c.started_s, c.finished_s);
             return records;
           },
           nb::arg("timeout_s") = -1.0,
-          "Return all completions that have arrived as (op, error, checksum, started_s, finished_s,\n"
-          "detail); wait up to timeout_s seconds (negative: for ever) for the first. GIL released.");
+          "Return all completions that have arrived as (op, error, detail, started_s, finished_s);\n"
+          "wait up to timeout_s seconds (negative: for ever) for the first. GIL released.");
 }

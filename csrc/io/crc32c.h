@@ -26,9 +26,6 @@ const char* crc32c_implementation() noexcept;
 #if defined(__x86_64__)
 // Needs SSE4.2 and PCLMULQDQ; the caller has made sure of both.
 std::uint32_t crc32c_sse42(std::uint32_t seed, const void* data, std::size_t nbytes) noexcept;
-
-// Needs those and AVX-512F and VPCLMULQDQ.
-std::uint32_t crc32c_vpclmul(std::uint32_t seed, const void* data, std::size_t nbytes) noexcept;
 #endif
 
 namespace crc32c_detail {

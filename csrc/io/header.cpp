@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "../runtime/completion_queue.h"
-#include "crc32c.h"
 
 namespace offload {
 
@@ -23,16 +22,15 @@ void make_header(const SlotIdentity& identity, bool has_checksum, std::uint32_t 
   header->header_crc = crc32c(0, header, offsetof(SlotHeader, header_crc));
 }
 
-bool header_intact(const SlotHeader& header) {
-  return header.magic == kSlotMagic && header.format == kSlotFormat && (header.flags & ~kSlotHasChecksum) == 0 &&
-         header.header_crc == crc32c(0, &header, offsetof(SlotHeader, header_crc));
-}
-
-std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected) {
-  const bool matches = header_intact(header) && std::memcmp(header.store, expected.store, sizeof header.store) == 0 &&
+std::int32_t admit(const SlotHeader& header, const SlotIdentity& expected, const PayloadTerms& terms) {
+  const bool is_whole = header.magic == kSlotMagic && header.format == kSlotFormat &&
+                        (header.flags & ~kSlotHasChecksum) == 0 &&
+                        header.header_crc == crc32c(0, &header, offsetof(SlotHeader, header_crc));
+  const bool matches = is_whole && std::memcmp(header.store, expected.store, sizeof header.store) == 0 &&
                        header.subgroup == expected.subgroup && header.tensor == expected.tensor &&
                        header.tile == expected.tile && header.step == expected.step && header.nbytes == expected.nbytes;
-  return matches ? 0 : kErrorHeader;
+  if (!matches) return kErrorHeader;
+  return terms.crc && *terms.crc != header.payload_crc ? kErrorChecksum : 0;
 }
 
 }  // namespace offload

@@ -25,6 +25,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+
+#include "crc32c.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the slot header is written as it lies in memory: little-endian machines only"
@@ -65,13 +68,41 @@ struct SlotHeader {
 static_assert(sizeof(SlotHeader) == kSectorBytes && offsetof(SlotHeader, step) == 48 &&
               offsetof(SlotHeader, zero) == 72 && offsetof(SlotHeader, header_crc) == 4092);
 
+// What a transfer says of its payload. Read: the checksum that the header has to promise, if it is known, and whether the
+// payload is compared with it; else the caller does that, or nobody. Write: its checksum, if it is known, and whether the
+// header gets one.
+struct PayloadTerms {
+  std::optional<std::uint32_t> crc;
+  bool verify = true;
+};
+
+// The checksum of a payload that passes piece by piece, in order; bytes are looked at only where nobody knows it.
+class PayloadSum {
+ public:
+  // For the header of a payload that is written.
+  explicit PayloadSum(const PayloadTerms& terms)
+      : takes_(terms.verify && !terms.crc), value_(terms.verify ? terms.crc.value_or(0) : 0) {}
+  // To compare a payload that is read with its header.
+  PayloadSum(const PayloadTerms& terms, const SlotHeader& header)
+      : takes_(terms.verify && (header.flags & kSlotHasChecksum) != 0) {}
+
+  void pass(const void* data, std::size_t nbytes) {
+    if (takes_) value_ = crc32c(value_, data, nbytes);
+  }
+  bool takes() const { return takes_; }
+  bool fits(const SlotHeader& header) const { return !takes_ || value_ == header.payload_crc; }
+  std::uint32_t value() const { return value_; }
+
+ private:
+  bool takes_;
+  std::uint32_t value_ = 0;
+};
+
 // Fill header; has_checksum says whether payload_crc was computed.
 void make_header(const SlotIdentity& identity, bool has_checksum, std::uint32_t payload_crc, SlotHeader* header);
 
-// Is this a whole header of this format, whatever slot it belongs to?
-bool header_intact(const SlotHeader& header);
-
-// 0, or kErrorHeader where the header is damaged or belongs to another tile, step or store.
-std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected);
+// 0; kErrorHeader where the header is damaged, of another format, or belongs to another tile, step or store;
+// kErrorChecksum where it promises another payload.
+std::int32_t admit(const SlotHeader& header, const SlotIdentity& expected, const PayloadTerms& terms);
 
 }  // namespace offload

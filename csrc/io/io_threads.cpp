@@ -14,22 +14,20 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "crc32c.h"
-
 namespace offload {
 namespace {
 
-// What a transfer came to: 0, an errno or a kError code, and where.
+// What a transfer came to; see Completion.
 struct Outcome {
   std::int32_t error = 0;
-  std::uint32_t checksum = 0;
-  std::uint64_t offset = 0;
+  std::uint64_t detail = 0;
 };
 
 struct FreeDeleter {
@@ -120,12 +118,6 @@ std::uint64_t slot_end(const IoRequest& request) {
   return request.offset + sizeof(SlotHeader) + request.identity.nbytes;
 }
 
-// 0 where a header that was read is the one that was asked for, else a kError code.
-std::int32_t admit(const SlotHeader& header, const IoRequest& request) {
-  if (check_header(header, request.identity) != 0) return kErrorHeader;
-  return request.has_expected_crc && request.expected_crc != header.payload_crc ? kErrorChecksum : 0;
-}
-
 // What one system call may do: fail at once with error, or move limit_bytes at most.
 struct PlannedCall {
   int error = 0;
@@ -186,8 +178,7 @@ class SignalsBlocked {
 }  // namespace
 
 struct IoThreads::State {
-  State(CompletionQueue& queue_, std::size_t piece_bytes_, bool checksum_)
-      : queue(queue_), piece_bytes(piece_bytes_), checksum(checksum_) {}
+  State(CompletionQueue& queue_, std::size_t piece_bytes_) : queue(queue_), piece_bytes(piece_bytes_) {}
 
   // Move all bytes of a span; continues short transfers.
   Outcome move(IoKind kind, const StoreFile& file, Span span) {
@@ -204,57 +195,54 @@ struct IoThreads::State {
       }
       if (moved < 0) {
         if (errno == EINTR) continue;
-        return {errno, 0, span.offset()};
+        return {errno, span.offset()};
       }
       const std::int32_t error = span.advance(static_cast<std::size_t>(moved), kind, file.direct());
-      if (error != 0) return {error, 0, span.offset()};
+      if (error != 0) return {error, span.offset()};
     }
     return {};
   }
 
   Outcome read(const IoRequest& request, SlotHeader* header) {
     const Pieces pieces(request, piece_bytes);
-    std::uint32_t crc = 0;
-    bool verify = false;
+    std::optional<PayloadSum> sum;
     for (std::size_t i = 0; i < pieces.count(); ++i) {
       const Outcome outcome = move(IoKind::kRead, *request.file, pieces.span(i, header));
       if (outcome.error != 0) return outcome;
       if (i == 0) {
-        const std::int32_t error = admit(*header, request);
-        if (error != 0) return {error, 0, request.offset};
-        verify = checksum && request.verify && (header->flags & kSlotHasChecksum) != 0;
+        const std::int32_t error = admit(*header, request.identity, request.terms);
+        if (error != 0) return {error, request.offset};
+        sum.emplace(request.terms, *header);
       }
-      if (verify) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
+      sum->pass(pieces.payload(i), pieces.payload_bytes(i));
     }
-    if (verify && crc != header->payload_crc) return {kErrorChecksum, crc, request.offset};
-    return {0, crc, 0};
+    if (!sum->fits(*header)) return {kErrorChecksum, request.offset};
+    return {0, sum->value()};
   }
 
   // The first piece goes last, in one request with the header, which by then knows the
-  // checksum: a slot has its header only when all other pieces are there, and no request is
+  // payload: a slot has its header only when all other pieces are there, and no request is
   // spent on the header alone.
   Outcome write(const IoRequest& request, SlotHeader* header) {
     int error = planned_call(faults, IoKind::kAllocate, false).error;
     if (error == 0) error = request.file->reserve(slot_end(request));
-    if (error != 0) return {error, 0, request.offset};
+    if (error != 0) return {error, request.offset};
 
     const Pieces pieces(request, piece_bytes);
-    const bool takes = checksum && !request.has_expected_crc;
-    std::uint32_t crc = checksum && !takes ? request.expected_crc : 0;
-    if (takes) crc = crc32c(0, pieces.payload(0), pieces.payload_bytes(0));
+    PayloadSum sum(request.terms);
+    sum.pass(pieces.payload(0), pieces.payload_bytes(0));
     for (std::size_t i = 1; i < pieces.count(); ++i) {
-      if (takes) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
+      sum.pass(pieces.payload(i), pieces.payload_bytes(i));
       const Outcome outcome = move(IoKind::kWrite, *request.file, pieces.span(i, header));
       if (outcome.error != 0) return outcome;
     }
-    make_header(request.identity, checksum, crc, header);
-    Outcome outcome = move(IoKind::kWrite, *request.file, pieces.span(0, header));
-    outcome.checksum = outcome.error == 0 ? crc : 0;
-    return outcome;
+    make_header(request.identity, request.terms.verify, sum.value(), header);
+    const Outcome outcome = move(IoKind::kWrite, *request.file, pieces.span(0, header));
+    return outcome.error == 0 ? Outcome{0, sum.value()} : outcome;
   }
 
   Outcome sync(const IoRequest& request) {
-    return {request.file->sync(planned_call(faults, IoKind::kSync, false).error), 0, 0};
+    return {request.file->sync(planned_call(faults, IoKind::kSync, false).error), 0};
   }
 
   void run(Lane& lane, std::size_t index) {
@@ -283,8 +271,7 @@ struct IoThreads::State {
         outcome = sync(item.request);
       }
       completion.error = outcome.error;
-      completion.checksum = outcome.checksum;
-      completion.detail = outcome.offset;
+      completion.detail = outcome.detail;
       completion.finished_s = monotonic_seconds();
       item.request.file.reset();
       // Before a sync may start: its completion comes after those of the writes it covers.
@@ -337,18 +324,16 @@ struct IoThreads::State {
 
   CompletionQueue& queue;
   const std::size_t piece_bytes;
-  const bool checksum;
   FaultList faults;
   Lane reads;
   Lane writes;
 };
 
-IoThreads::IoThreads(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
-    : owner_(getpid()) {
+IoThreads::IoThreads(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes) : owner_(getpid()) {
   check_depth(depth);
   if (piece_bytes == 0 || piece_bytes % kSectorBytes != 0 || piece_bytes > (std::size_t{1} << 30))
     throw std::invalid_argument("piece_bytes must be a multiple of 4096, at most 1 GiB");
-  state_ = std::make_unique<State>(queue, piece_bytes, checksum);
+  state_ = std::make_unique<State>(queue, piece_bytes);
   try {
     state_->start(depth);
   } catch (...) {

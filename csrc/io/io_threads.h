@@ -2,8 +2,8 @@
 // so that a path is busy in both directions whatever the other one does.
 //
 // Invariants: each submitted request gives exactly one completion on the queue that the pool was
-// made with: all bytes, verified, or an error. A short transfer is continued inside. A payload is
-// looked at only to take its checksum where nobody else does. Requests of a direction start in the
+// made with: all bytes, verified as the request says, or an error. A short transfer is continued
+// inside. A payload is looked at only by its PayloadSum. Requests of a direction start in the
 // order of submission. A sync completes after every write that was submitted before it. The threads
 // never call Python. All signals are blocked in them, so that they go to Python's main thread. After
 // a fork the child's copy does nothing but go away.
@@ -34,10 +34,7 @@ struct IoRequest {
   std::uint64_t offset = 0;  // of the slot, a multiple of kSectorBytes
   SlotIdentity identity;     // nbytes: payload length, a multiple of kSectorBytes
   void* address = nullptr;   // of the payload, a multiple of kSectorBytes; lent until completion
-  // Read: the header's checksum must be this one. Write: it is the payload's, made by whoever wrote that.
-  bool has_expected_crc = false;
-  std::uint32_t expected_crc = 0;
-  bool verify = true;  // read: whether the payload is compared with the header's checksum; else the caller does it
+  PayloadTerms terms;
 };
 
 // Faults for tests, counted in system calls: the nth next call of a kind fails with an errno
@@ -89,8 +86,8 @@ class IoThreads {
  public:
   // depth: threads for each direction, 1 to kMostDepth. piece_bytes: most that one system call moves, a
   // multiple of kSectorBytes; a piece is checked right after it was read, while it is in cache.
-  // checksum: compute and verify CRC32C of payloads. queue must outlive this.
-  IoThreads(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum);
+  // queue must outlive this.
+  IoThreads(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes);
   ~IoThreads();
   IoThreads(const IoThreads&) = delete;
   IoThreads& operator=(const IoThreads&) = delete;

@@ -512,8 +512,8 @@ void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t en
 
 #include "formats.h"
 
-inline FormatFacts facts_of_format(std::uint32_t code) {
-  return with_format(code, FormatFacts{0, 0, 0}, [](auto format) {
+inline FormatFacts facts_of_format(const Segment& segment) {
+  return with_format(segment.state_format, FormatFacts{0, 0, 0}, [](auto format) {
     using Format = decltype(format);
     return FormatFacts{Format::kStateBytes, Format::kMasterBytes, Format::kBlockNumel};
   });
@@ -856,7 +856,7 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
 template <bool state_nontemporal, bool weight_nontemporal>
 void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor, bool ahead) {
   constexpr std::uint64_t pair = 2 * Simd::kWidth, vector = 4 * Simd::kWidth;
-  const FormatFacts facts = facts_of_format(segment.state_format);
+  const FormatFacts facts = facts_of_format(segment);
   const std::uint64_t item = facts.state_bytes;
   const std::uint64_t step = item == 1 ? 2 * pair : pair;  // a vector of the smallest elements
   struct {

@@ -35,7 +35,7 @@ std::string check_segment(const Segment& s) {
   if (s.weight % 2 || s.new_weight % 2) return "weight is not aligned to 2 bytes";
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || takes) && s.master == 0) return "master is null";
-  const FormatFacts facts = format_facts(s.state_format);
+  const FormatFacts facts = format_facts(s);
   if (facts.state_bytes == 0) return "unknown state_format " + std::to_string(s.state_format);
   const std::size_t master_bytes = s.weight != 0 ? facts.master_bytes : 4;
   std::uint64_t state_addresses = 0;

@@ -26,12 +26,12 @@ enum : std::uint32_t {
 
 constexpr std::size_t kStreamAhead = 512;
 
-// What there is to know of a format of state (formats.h); all 0 of one that is not there.
+// What there is to know of how a segment's state is stored (formats.h); all 0 where that is not known.
 struct FormatFacts {
   std::size_t state_bytes, master_bytes;
   std::uint64_t block_numel;
 };
-FormatFacts format_facts(std::uint32_t state_format);
+FormatFacts format_facts(const Segment& segment);
 
 // The same of a form, how a state tensor is stored: an element type of segment.h, or one of formats.h, which has more
 // `beside` the first address.

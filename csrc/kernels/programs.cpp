@@ -8,7 +8,7 @@
 namespace offload {
 namespace {
 
-using Key = std::tuple<std::uint32_t, std::uint32_t, std::int32_t, std::int32_t, bool>;
+using Key = std::tuple<std::uint64_t, std::int32_t, std::int32_t, bool>;
 
 // A segment that has something to do.
 struct Touched {
@@ -51,14 +51,14 @@ UpdatePrograms update_programs(const Segment* table, std::size_t rows, std::uint
   for (std::size_t i = 0; i < rows; ++i) {
     const Segment& s = table[i];
     if (s.numel == 0 || (s.flags & (kActive | kTakesMaster | kZeroState)) == 0) continue;
-    const FormatFacts facts = format_facts(s.state_format);
+    const FormatFacts facts = format_facts(s);
     const std::int32_t gradient = (s.flags & kActive) != 0 ? s.gradient_dtype : std::int32_t{kNone};
     const std::int32_t weight = s.weight != 0 ? s.weight_dtype : std::int32_t{kNone};
     if (gradient != kNone && s.gradient % item_bytes(gradient) != 0)
       return {"segment " + std::to_string(i) + ": gradient is not aligned to its elements", {}};
     const std::uint64_t before = s.first_index % facts.block_numel;
     const std::uint64_t blocks = (before + s.numel + block_numel - 1) / block_numel;
-    touched.push_back({{s.rule, s.state_format, gradient, weight, all_aligned(s, facts, gradient, weight, before)},
+    touched.push_back({{variant_of(s), gradient, weight, all_aligned(s, facts, gradient, weight, before)},
                        static_cast<std::uint32_t>(i), blocks});
     total += blocks;
   }
@@ -68,8 +68,8 @@ UpdatePrograms update_programs(const Segment* table, std::size_t rows, std::uint
   const Key* last = nullptr;
   for (const Touched& one : touched) {
     if (last == nullptr || *last != one.key) {
-      const auto& [rule, state_format, gradient, weight, is_aligned] = one.key;
-      found.launches.push_back({rule, state_format, gradient, weight, is_aligned, 0});
+      const auto& [variant, gradient, weight, is_aligned] = one.key;
+      found.launches.push_back({&table[one.row], gradient, weight, is_aligned, 0});
     }
     last = &one.key;
     found.launches.back().count += one.blocks;

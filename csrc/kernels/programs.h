@@ -21,8 +21,7 @@ struct Program {
 
 // Programs of an update that are compiled alike, which follow each other.
 struct Launch {
-  std::uint32_t rule;
-  std::uint32_t state_format;
+  const Segment* first;   // in the table: all have its rule, and store state as it does
   std::int32_t gradient;  // dtype code; kNone where the segments are not active
   std::int32_t weight;    // kNone where it is the master
   bool aligned;           // every address, at the begin of its block, is a multiple of four elements

@@ -14,6 +14,6 @@ using Simd = Single;
 namespace offload {
 const KernelSet kScalarKernels = {"scalar", update, gradient_blocks, fingerprint, add, decode, encode, stream};
 
-FormatFacts format_facts(std::uint32_t state_format) { return facts_of_format(state_format); }
+FormatFacts format_facts(const Segment& segment) { return facts_of_format(segment); }
 FormFacts form_facts(std::int32_t form) { return facts_of_form(form); }
 }  // namespace offload

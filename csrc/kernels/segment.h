@@ -73,4 +73,7 @@ static_assert(offsetof(Segment, master) == 0 && offsetof(Segment, new_master) ==
               offsetof(Segment, scalars) == 140);
 static_assert(sizeof(Segment) == 184, "must match SEGMENT_DTYPE in offload/protocols.py");
 
+// What an update is compiled for beside the element types: the rule, and how state is stored.
+inline std::uint64_t variant_of(const Segment& s) { return std::uint64_t{s.rule} << 32 | s.state_format; }
+
 }  // namespace offload

@@ -18,12 +18,11 @@ namespace offload {
 
 // What a lane says when an operation has ended.
 struct Completion {
-  std::uint64_t op = 0;        // the id the operation was submitted with
-  std::int32_t error = 0;      // 0, an errno (> 0), or one of the codes below (< 0)
-  std::uint32_t checksum = 0;  // CRC32C of the payload that was moved; 0 if none was computed
-  double started_s = 0.0;      // CLOCK_MONOTONIC, when a thread took the operation up
-  double finished_s = 0.0;     // CLOCK_MONOTONIC, when it was through
-  std::uint64_t detail = 0;    // file offset of the failure, or 0
+  std::uint64_t op = 0;      // the id the operation was submitted with
+  std::int32_t error = 0;    // 0, an errno (> 0), or one of the codes below (< 0)
+  std::uint64_t detail = 0;  // of a failure: where; of a tile that was moved: CRC32C of its payload; 0 where none is known
+  double started_s = 0.0;    // CLOCK_MONOTONIC, when a thread took the operation up
+  double finished_s = 0.0;   // CLOCK_MONOTONIC, when it was through
 };
 
 // Errors that are not an errno. Python names them in offload/protocols.py.

@@ -15,13 +15,13 @@ from offload.combinations import BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
     clipper,
-    hide_steps,
     ours,
     pointer,
     release,
     save,
     tell_last_pass,
 )
+from offload.optim.hiding import hide_steps
 
 try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer

@@ -30,8 +30,7 @@ from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
-from offload.optim.announcer import Announcer
-from offload.optim.auto import AutoOverlap
+from offload.optim.hiding import Announcer, AutoOverlap
 from offload.rules import UpdateRule
 
 log = logging.getLogger("offload")
@@ -75,16 +74,17 @@ def make_shard(
     Collective over `group`.
     """
     device = find_device(weights)
+    from_far = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
     if torch.distributed.get_world_size(group) == 1:
         with naming_the_object():
-            return Shard(pieces, weights, config, device, gradient_dtype, rule=rule)
+            return Shard(pieces, weights, config, device, gradient_dtype, rule=rule, from_far=from_far)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     with naming_the_object():
         config = config.for_rank(torch.distributed.get_rank())
-        return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule)
+        return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing), rule, from_far)
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class OffloadedOptimizer:
 
     Attributes:
         shard: State and update of this rank.
+        reduces_early: Whether gradients are reduced during backward.
     """
 
     shard: Shard
@@ -132,6 +133,7 @@ class OffloadedOptimizer:
     _streamed: list[FlatState] | None = None
     _model: UnnamedModel | None = None
     behind: SavesBehind | None = None
+    reduces_early = True
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
     _layout = ""
@@ -177,16 +179,11 @@ class OffloadedOptimizer:
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.can_go_on, "backward": self.is_early}
+            ways = {"forward": self.can_go_on, "backward": self.reduces_early}
             self._auto.after_step(self.offload, [self.dp_process_group], self._told_on, **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
-
-    @property
-    def is_early(self) -> bool:
-        """Whether gradients are reduced during backward."""
-        return True
 
     @property
     def can_go_on(self) -> bool:
@@ -655,7 +652,8 @@ class OffloadedOptimizer:
         kinds = import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
         wanted = set(kinds if include is None else include)
         if wanted & {kinds.optim_states, kinds.hp_params}:
-            self.shard.park(wait=not non_blocking)
+            self.shard.forget_used()
+            self.offload.park(keep_host=True, wait=not non_blocking)
         rest = wanted - {kinds.optim_states, kinds.hp_params, kinds.lp_grads}
         if kinds.lp_params in rest:
             self._release_weights()

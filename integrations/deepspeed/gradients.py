@@ -107,7 +107,9 @@ class SlotGradients:
         """Return a gradient that is not lent, complete; None or zeros if there is none."""
         self.settle()
         slot = self._engine.gradients.slot(number)
-        return slot if arrived else slot.zero_()  # it was that of an earlier window
+        if not arrived and slot.view(torch.uint8).any():  # memory that was given back is zeros, and stays away
+            slot.zero_()  # it was that of an earlier window
+        return slot
 
     def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
         """Return a piece's gradient, complete, wherever it is; zeros beyond the piece, and where there is none."""
@@ -195,6 +197,13 @@ class ArrivingGradients(SlotGradients):
         """See `SlotGradients.end`; in host memory they are dropped at once, as they may lie on paths."""
         if not self._reads_later:
             self._engine.gradients.forget()
+
+
+def transit_bytes(sizes: Sequence[int]) -> int:
+    """Return the most pinned memory that `Transfers` of gradients take, whose sizes in bytes are given."""
+    return min(
+        sum(sizes), IN_TRANSIT_BYTES + max(sizes, default=0)
+    )  # the one that goes beyond is there before others go
 
 
 class Transfers:

@@ -184,9 +184,8 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
-    overlaps = _section(config, "zero_optimization").get("overlap_comm")
-    if settings.overlaps_backward and stage == 1 and not overlaps:
-        ZERO_1_REDUCES.refuse(f"{KEY}.overlap", settings.overlap)
+    if not reduces_early(config):
+        ZERO_1_REDUCES.check(f"{KEY}.overlap", settings.overlap)
     device = _section(config, OFFLOAD).get("device") or "none"
     if device not in ("cpu", "none"):
         allowed = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
@@ -197,6 +196,12 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
             "zero_optimization.offload_param.device", parameters, 'use "cpu" or leave it out: weights stay in memory'
         )
     return settings
+
+
+def reduces_early(config: Mapping[str, Any]) -> bool:
+    """Return whether gradients are reduced during backward: ZeRO-1 waits for its end, unless that overlaps."""
+    zero = _section(config, "zero_optimization")
+    return zero.get("stage") != 1 or bool(zero.get("overlap_comm"))
 
 
 def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:

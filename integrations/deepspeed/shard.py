@@ -27,7 +27,7 @@ import torch
 from offload import ConfigError, DtypeCode, Engine, OffloadConfig, Parameter
 from offload.checkpoint.torch_files import without_memory
 from offload.combinations import DEEPSPEED_MUON
-from offload.integrations.deepspeed.gradients import ArrivingGradients, SlotGradients
+from offload.integrations.deepspeed.gradients import ArrivingGradients, SlotGradients, transit_bytes
 from offload.integrations.deepspeed.pieces import Piece
 from offload.rules import ADAMW, LION, GroupScalars, UpdateRule
 
@@ -66,6 +66,7 @@ class Shard:
         gradient_dtype: In which gradients are summed; None for that of the weights.
         among: See `offload.Engine`.
         rule: Likewise.
+        from_far: Whether gradients come from an accelerator, of weights on the CPU.
 
     Attributes:
         names: Of the state tensors, the master first.
@@ -81,6 +82,7 @@ class Shard:
         gradient_dtype: torch.dtype | None = None,
         among: tuple[int, int] | None = None,
         rule: UpdateRule = ADAMW,
+        from_far: bool = False,
     ) -> None:
         self.names = rule.names
         self.pieces = tuple(pieces)
@@ -100,11 +102,14 @@ class Shard:
         )
         if not in_slots:
             # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
-            gpu_memory = 0 if config.gpu_memory == "auto" else config.gpu_memory
-            config = dataclasses.replace(config, keep_grads=False, gpu_memory=gpu_memory)
-        self.engine = Engine(parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule)
+            config = dataclasses.replace(config.opened_early(), keep_grads=False)
         place = weights[0].device if weights else torch.device("cpu")
         dtypes = [gradient_dtype or weight.dtype for weight in weights]
+        sizes = [p.numel * dtypes[p.flat].itemsize for p in self.pieces] if in_slots and from_far else []
+        passing = transit_bytes(sizes)
+        self.engine = Engine(
+            parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule, passing_bytes=passing
+        )
         given = self.pieces, self.engine, place, dtypes
         self.gradients = SlotGradients(*given) if in_slots else ArrivingGradients(*given, reads_later=reads_later)
         self._bind_weights()
@@ -235,11 +240,10 @@ class Shard:
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)
 
-    def park(self, *, wait: bool) -> None:
-        """See `Engine.park`; gradients in slots stay, others that a step has used go first, as their memory does."""
+    def forget_used(self) -> None:
+        """Forget gradients that a step has used, or that were thrown away, unless they lie in slots."""
         if not self._open:
             self.gradients.begin(None)
-        self.engine.park(keep_host=True, wait=wait)
 
     # State in memory
 

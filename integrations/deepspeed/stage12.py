@@ -46,7 +46,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def follow(self, model: torch.nn.Module) -> None:
         """Have steps go on into the next forward pass of a model, if they are to. Collective."""
-        if self._offload_config.overlaps_forward:
+        if self.can_go_on:
             parts, pace = self.parallel_partitioned_bit16_groups, self._auto.pace
             self._gathers = Gathers(self.offload, self.shard.pieces, parts, self.dp_process_group, pace)
             self._gathers.follow(model)
@@ -203,11 +203,6 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             ]
 
     # Gradients
-
-    @property
-    def is_early(self) -> bool:
-        """See `OffloadedOptimizer`: ZeRO-1 reduces when backward has ended, unless that overlaps."""
-        return super().is_early and bool(self.partition_gradients or self.overlap_comm)
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Whether reductions are added in fp32 to what the method below returns (DeepSpeed's since 0.19)."""

@@ -192,6 +192,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     if not isinstance(engine.optimizer, OffloadedOptimizer):
         made = type(engine.optimizer).__name__
         raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
+    engine.optimizer.reduces_early = settings.reduces_early(engine.config)
     engine.optimizer.report_to(engine)
     engine.optimizer.follow(engine.module)
     engine.optimizer.stream_checkpoints(engine)

@@ -13,13 +13,13 @@ from offload import CheckpointError, ConfigError
 from offload.combinations import AVERAGED, BY_DEEPSPEED
 from offload.integrations.shared import (
     POINTER,
-    hide_steps,
     logged,
     ours,
     pointer,
     release,
     save,
 )
+from offload.optim.hiding import hide_steps
 
 try:
     Callback: Any = import_module("lightning.pytorch").Callback
@@ -73,8 +73,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
         is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None  # its hooks may be those of another run
         waits = kinds.isdisjoint(AVERAGING) and not is_compiled
-        if not waits and optimizer.config.overlaps_forward:
-            AVERAGED.refuse("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
+        if not waits:
+            AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
         # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
         hide_steps(optimizer, pl_module.children() if waits else (), [trainer.strategy.model])
 

@@ -20,6 +20,7 @@ from offload import CheckpointError, ConfigError, OffloadConfig, OffloadError
 from offload.combinations import DEEPSPEED_TRAINER
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
+from offload.optim.hiding import hide_steps
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "offload_adamw": (offload.AdamW, ("betas", "eps")),
@@ -207,7 +208,7 @@ def _overlapping(trainer: Any) -> Any:
             ours = _ours(trainer)
             if ours is not None:
                 called = [trainer.model_wrapped]  # wrapped, compiled
-                shared.hide_steps(ours, called, called)
+                hide_steps(ours, called, called)
 
         def on_train_end(self, *arguments: Any, **options: Any) -> None:
             ours = _ours(trainer)

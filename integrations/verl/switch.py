@@ -157,8 +157,7 @@ def _init(manager: Any, original: Callable[..., None], *arguments: Any, **option
         return
     if not found.keeps_grads:
         VERL_CLIPS.refuse("keep_grads", False)
-    if found.config.overlaps_forward:
-        VERL_GENERATES.refuse("overlap", found.config.overlap)
+    VERL_GENERATES.check("overlap", found.config.overlap)
 
 
 class _Saving:

@@ -10,6 +10,7 @@ from offload.checkpoint.manifest import (
     COMMIT_NAME,
     RELEASED_NAME,
     CommitRecord,
+    FileRef,
     Manifest,
     decode,
     manifest_name,
@@ -18,7 +19,6 @@ from offload.checkpoint.manifest import (
 )
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.place import Folder
-from offload.tiers.remote import crc32c_of
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -100,12 +100,11 @@ def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
     """
     if manifest.extra is None:
         return None
-    name, nbytes, checksum = manifest.extra
-    where = os.path.join(folder.path, name)
-    content = folder.read(name)
+    where = os.path.join(folder.path, manifest.extra.name)
+    content = folder.read(manifest.extra.name)
     if content is None:
         raise CheckpointError(f"{where} is missing")
-    if len(content) != nbytes or crc32c_of(content) != checksum:
+    if manifest.extra != FileRef.of(manifest.extra.name, content):
         raise CheckpointError(f"{where} is damaged: its size or checksum is not the one it was written with")
     return content
 

@@ -18,7 +18,6 @@ import io
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -35,7 +34,7 @@ from offload.errors import CheckpointError
 from offload.kernels.stored import store_rounded
 from offload.memory.arenas import Arena
 from offload.rules import NAMED, PACKED, UpdateRule
-from offload.tiers.filesystem import replacing
+from offload.tiers.filesystem import replacing, working_in
 
 PIECE_NUMEL = 4 << 20
 """Most elements that are written at once."""
@@ -311,8 +310,8 @@ def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.Path
     folder = Path(target)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as scratch:
-            file = Path(scratch) / "state.safetensors"
+        with working_in(folder.with_name(f".{folder.name[:100]}.partial")) as scratch:
+            file = scratch / "state.safetensors"
             export_safetensors(checkpoint, file)
             source = SafetensorsSource(file)
             # Tensors over the mapped file: pages come and go as torch writes them.

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -27,9 +27,10 @@ from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
 from offload.formats import FORMATS, StateSpec
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import SECTOR_BYTES, TileId, TileRequest
 from offload.rules import ADAMW, NAMED, described
-from offload.tiers.remote import crc32c_of
+from offload.schedule.index import Location, Record
+from offload.tiers.common import digest_of
 
 FORMAT = 1
 COMMIT_NAME = "COMMIT"
@@ -80,6 +81,28 @@ class TileRef(Row, frozen=True):
     step: Count
     checksum: Checksum
 
+    @classmethod
+    def of(cls, store: int, record: Record) -> TileRef:
+        """Return what a manifest says of a record, given the number of its store."""
+        return cls(store, record.location.offset, record.step, record.checksum)
+
+    def record(self, path: int, nbytes: int) -> Record:
+        """Return it as a session has it, given the path number of its store."""
+        return Record(Location(path, self.offset, nbytes), self.step, self.checksum)
+
+
+class FileRef(NamedTuple):
+    """A file in the checkpoint's folder, and what its content is known by."""
+
+    name: str
+    nbytes: Count
+    checksum: Checksum
+
+    @classmethod
+    def of(cls, name: str, content: bytes) -> FileRef:
+        """Return what is known of a file with this content."""
+        return cls(name, len(content), digest_of(content))
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -96,7 +119,7 @@ class Manifest:
         stores: The stores that `tiles` refer to.
         tiles: Every tile of the layout, those of `weight_tiles` included; none before they are durable.
         metadata: The caller's hyperparameters and such, as JSON.
-        extra: Name, size and checksum of the file with the caller's own bytes.
+        extra: The file with the caller's own bytes.
         seed: Seed of stochastic rounding; None where nothing was rounded so.
         numbers: Number of each parameter in stochastic rounding.
         host: Where it was written, for messages.
@@ -112,7 +135,7 @@ class Manifest:
     stores: tuple[StoreRef, ...] = ()
     tiles: Mapping[TileId, TileRef] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    extra: tuple[str, int, int] | None = None
+    extra: FileRef | None = None
     seed: int | None = None
     numbers: tuple[int, ...] = ()
     host: str = ""
@@ -121,6 +144,12 @@ class Manifest:
     def tile_bytes(self) -> dict[TileId, int]:
         """Payload bytes of every tile."""
         return {tile: nbytes for subgroup in self.layout.subgroups for tile, _, nbytes in all_tiles(subgroup)}
+
+    def request(self, tile: TileId, address: int, *, verify: bool = True) -> TileRequest:
+        """Return how a tile is read to memory, or written from there as it was, elsewhere; `op` is 0."""
+        ref, verify = self.tiles[tile], verify and self.checksums
+        known = ref.checksum if verify else None
+        return TileRequest(0, tile, ref.step, ref.offset, address, self.tile_bytes[tile], known, verify)
 
     def parameters_of(self, tile: TileId) -> str:
         """See `Layout.parameters_of`."""
@@ -162,7 +191,7 @@ def names_of(id: str, rank: int) -> tuple[str, ...]:
 def seal(kind: str, body: Mapping[str, Any]) -> bytes:
     """Return a file's content: the body under a line that says how to verify it."""
     content = json.dumps(body, separators=(",", ":"), allow_nan=True).encode()
-    head = {"format": f"offload-{kind}", "version": FORMAT, "crc32c": crc32c_of(content), "nbytes": len(content)}
+    head = {"format": f"offload-{kind}", "version": FORMAT, "crc32c": digest_of(content), "nbytes": len(content)}
     return json.dumps(head).encode() + b"\n" + content
 
 
@@ -192,7 +221,7 @@ def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
         )
     if not separator or head.nbytes != len(body):
         raise CheckpointError(f"{where} is damaged: it has {len(body)} bytes where {head.nbytes} are due")
-    if head.crc32c != crc32c_of(body):
+    if head.crc32c != digest_of(body):
         raise CheckpointError(f"{where} is damaged: its checksum is not the one it was written with")
     try:
         fields = json.loads(body)
@@ -417,7 +446,7 @@ class _Body(msgspec.Struct):
     subgroups: tuple[_Subgroup, ...]
     tiles: tuple[TileRef, ...]
     metadata: dict[str, Any]
-    extra: tuple[str, Count, Checksum] | None
+    extra: FileRef | None
     rule: str = ADAMW.name  # older manifests have none
     formats: dict[str, str] | None = None
     rules: tuple[_Rule, ...] = ()  # of subgroups, by number; none where all have one
@@ -568,7 +597,7 @@ def _decode(body: _Body) -> Manifest:
         _must(is_path, "the path of a store", store.path, "a directory or s3://bucket/prefix")
     check_metadata(body.metadata)
     if body.extra is not None:
-        name = check_text(body.extra[0])
+        name = check_text(body.extra.name)
         _must("/" not in name and name not in ("", ".", ".."), "extra", name, "a file in the checkpoint's folder")
     return Manifest(
         id=body.id,

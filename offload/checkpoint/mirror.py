@@ -33,9 +33,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 
+import msgspec
 import psutil
 
-from offload import waits
+from offload import metrics, waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint
 from offload.checkpoint.folder import open_folder
@@ -94,17 +95,17 @@ class Mirror:
     Args:
         path: Directory or "s3://" prefix; None for no mirror, where nothing happens.
         paths: Where to look for stores; see `Checkpoint`.
-        checksum: Whether tiles are verified.
+        verify: Whether tiles are verified.
         io_backend: Backend of stores in a directory.
 
     Attributes:
         copied_bytes: Bytes of tiles that this session has copied.
     """
 
-    def __init__(self, path: str | None, paths: Sequence[str], *, checksum: bool, io_backend: str) -> None:
+    def __init__(self, path: str | None, paths: Sequence[str], *, verify: bool, io_backend: str) -> None:
         self.copied_bytes = 0
         self._path, self._io_backend = path, io_backend
-        self._open = partial(Checkpoint, verify=checksum, paths=paths, buffers=CHECKPOINT_BUFFERS)
+        self._open = partial(Checkpoint, verify=verify, paths=paths, buffers=CHECKPOINT_BUFFERS)
         self._lock = threading.Lock()
         self._tasks: tuple[_Task, ...] = ()
         """Checkpoints to mirror, in their order; the first may be under way."""
@@ -115,6 +116,10 @@ class Mirror:
         # Not a condition: the main thread posts to it, where a Ctrl-C may come at any line.
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = waits.BackgroundWork(self._run, "offload-mirror")
+
+    def metrics(self) -> dict[str, float]:
+        """Return its figures; none where there is no mirror."""
+        return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
         """Return the folder that mirrors a checkpoint's."""
@@ -430,7 +435,7 @@ class PartCopy:
                 raise CheckpointError(f"process {pid} is copying it")
             try:
                 if count:
-                    place.open_existing(store, CompletionQueue(), checksum=False).close()
+                    place.open_existing(store, CompletionQueue()).close()
             except OffloadError:
                 is_usable = False
         useful = tuple((store, count) for store, count in found.stores if count and is_usable)
@@ -457,11 +462,7 @@ class PartCopy:
         before, store, count = self.progress.stores, uuid.uuid4(), 0
         self._note(*before, (store, 0))  # before it is made, so that none is forgotten
         total_bytes = sum(map(slot_bytes, manifest.tile_bytes.values()))
-        options = StoreOptions(
-            extent_bytes=max(1 << 20, min(total_bytes, BATCH_BYTES)),
-            checksum=manifest.checksums,
-            io_backend=self.io_backend,
-        )
+        options = StoreOptions(extent_bytes=max(1 << 20, min(total_bytes, BATCH_BYTES)), io_backend=self.io_backend)
         self.sink = open_tier(self.part.folder.path, store, self.source.queue, options=options)
         for batch in _batches(manifest, first):
             self.source.copy(batch, self.sink)
@@ -494,7 +495,7 @@ class PartCopy:
         for number, (_, count) in enumerate(stores):
             offset = 0
             for tile, ref in islice(refs, count):
-                tiles[tile] = TileRef(number, offset, ref.step, ref.checksum)
+                tiles[tile] = msgspec.structs.replace(ref, store=number, offset=offset)
                 offset += slot_bytes(manifest.tile_bytes[tile])
         return replace(manifest, stores=tuple(StoreRef(store, None) for store, _ in stores), tiles=tiles)
 

@@ -471,7 +471,7 @@ class Checkpoint:
 
         def start(op: int, flight: _Flight) -> None:
             move = flight.tier.write if flight.tier is sink else flight.tier.read
-            move(replace(flight.request, op=op))
+            move(flight.request._replace(op=op))
 
         with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
             for completion, (key, buffer, request, tier) in arrivals:
@@ -483,7 +483,8 @@ class Checkpoint:
                     free.append(buffer)
                     last[:] = [_Flight(key, buffer, request, sink)]
                 else:
-                    ready.append(_Flight(key, buffer, replace(request, offset=offsets[key[1]]), sink))
+                    written = self.manifests[0].request(key[1], request.address)
+                    ready.append(_Flight(key, buffer, written._replace(offset=offsets[key[1]]), sink))
         if not self._flights.out:
             syncs = self._flights.run(lambda: last.pop() if last else None, lambda op, _: sink.sync(op))
             with contextlib.closing(syncs) as arrivals:
@@ -537,7 +538,7 @@ class Checkpoint:
         key = self.store_path(rank, store), ref.store.hex
         if key not in self._tiers:
             try:
-                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self.queue, checksum=self._verify)
+                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self.queue)
             except TierError as cause:
                 host = self.manifests[rank].host
                 where = f"{key[0]} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else key[0]
@@ -720,7 +721,7 @@ class Checkpoint:
             return _Flight(key, buffer, self._request(key, buffer), tier)
 
         def start(op: int, flight: _Flight) -> None:
-            flight.tier.read(replace(flight.request, op=op))
+            flight.tier.read(flight.request._replace(op=op))
 
         with contextlib.closing(self._flights.run(next_flight, start)) as arrivals:
             for completion, (key, buffer, request, tier) in arrivals:
@@ -734,17 +735,7 @@ class Checkpoint:
 
     def _request(self, key: tuple[int, TileId], buffer: int) -> TileRequest:
         rank, tile = key
-        manifest = self.manifests[rank]
-        ref, nbytes = manifest.tiles[tile], manifest.tile_bytes[tile]
-        return TileRequest(
-            op=0,
-            tile=tile,
-            step=ref.step,
-            offset=ref.offset,
-            address=self._address(buffer),
-            nbytes=nbytes,
-            checksum=ref.checksum if self._verify and manifest.checksums else None,
-        )
+        return self.manifests[rank].request(tile, self._address(buffer), verify=self._verify)
 
     def _damage(self, key: tuple[int, TileId], cause: TierError) -> CheckpointError:
         rank, tile = key

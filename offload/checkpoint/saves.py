@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 import uuid
@@ -22,7 +23,7 @@ from typing import Protocol
 from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
-from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
+from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
@@ -37,6 +38,7 @@ from offload.checkpoint.stores import (
     unpin_released,
 )
 from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
+from offload.config import OffloadConfig
 from offload.device.host import HostMemory
 from offload.engine.views import StateViews
 from offload.errors import CheckpointError, OffloadError, invariant, known
@@ -47,7 +49,6 @@ from offload.schedule.operations import Commit, Save, SaveTile
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
-from offload.tiers.remote import crc32c_of
 from offload.tiers.store import READER_NAME
 
 log = logging.getLogger("offload")
@@ -142,31 +143,27 @@ class PendingSave:
 
 
 class Saves:
-    """All checkpoints of one session; an `offload.engine.executor.SaveSource`.
+    """All checkpoints of one session, and their mirror; an `offload.engine.executor.SaveSource`.
 
     Args:
+        config: The user's.
         queue: The session's completion queue.
         stores: Path and store of each path number.
         others: Tiers beyond the session's own, by path number: the sink and foreign stores.
         memory: Gives that of the copy buffers.
         views: Gather tiles that are not as they will be stored: of masters that are weights, of state on a GPU.
-        mirror: Gets checkpoints that were committed or loaded.
-        keep: How many checkpoints are kept.
-        checksum: Whether tiles carry checksums.
         settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
     """
 
     def __init__(
         self,
+        config: OffloadConfig,
         queue: CompletionQueue,
         stores: Sequence[tuple[str, uuid.UUID]],
         others: dict[int, Tier],
         memory: HostMemory,
         views: StateViews,
-        mirror: Mirror,
         *,
-        keep: int,
-        checksum: bool,
         settle_s: float,
     ) -> None:
         self.pending: PendingSave | None = None
@@ -188,10 +185,11 @@ class Saves:
         self._others = others
         self._memory = memory
         self._views = views
-        self._keep = keep
-        self._checksum = checksum
+        self._keep = config.checkpoints
+        self._io_backend = config.io_backend
         self._settle_s = settle_s
-        self._mirror = mirror
+        paths = [path for path, _ in stores]
+        self._mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
         self._numbers = 0
         self._steps: tuple[int, ...] = ()
@@ -204,7 +202,13 @@ class Saves:
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
     def begin(self, request: SaveRequest) -> None:
-        """Note that the caller asks for a save; on the caller's thread, with nothing pending."""
+        """Note that the caller asks for a save; on the caller's thread, with nothing pending.
+
+        Raises:
+            ConfigError: It goes to the mirror itself.
+        """
+        if not request.copy:
+            self._mirror.check(os.fspath(request.path))
         if request.ranks > 1:  # one rank alone is never in doubt
             self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], request.id]
 
@@ -215,17 +219,21 @@ class Saves:
             log.info("waiting for the checkpoint in %s first", pending.folder.path)
             pending.wait()
 
+    def wait_for_mirror(self, timeout_s: float | None) -> None:
+        """See `Mirror.wait`."""
+        self._mirror.wait(timeout_s)
+
+    def end_mirror(self, patience_s: float) -> None:
+        """See `Mirror.close`."""
+        self._mirror.close(patience_s, self._settle_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of what was saved."""
+        return self._mirror.metrics()
+
     # On the engine thread
 
-    def open(
-        self,
-        folder: Folder,
-        request: SaveRequest,
-        manifest: Manifest,
-        *,
-        needs_buffers: bool,
-        io_backend: str,
-    ) -> PendingSave:
+    def open(self, folder: Folder, request: SaveRequest, manifest: Manifest, *, needs_buffers: bool) -> PendingSave:
         """Prepare a save, and make it `pending`.
 
         On the engine thread, where no Ctrl-C can come between making a thing and noting it.
@@ -235,7 +243,6 @@ class Saves:
             request: What the caller has asked for.
             manifest: This rank's part, without the tiles.
             needs_buffers: Whether some tiles have to be gathered first.
-            io_backend: Backend of the store in the folder, for a copy.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.
@@ -262,9 +269,7 @@ class Saves:
                     store,
                     self._queue,
                     options=StoreOptions(
-                        extent_bytes=max(1 << 20, min(total, 256 << 20)),
-                        checksum=self._checksum,
-                        io_backend=io_backend,
+                        extent_bytes=max(1 << 20, min(total, 256 << 20)), io_backend=self._io_backend
                     ),
                 ),
             )
@@ -433,11 +438,9 @@ class Saves:
         manifest = replace(
             pending.manifest,
             stores=tuple(refs),
-            tiles={
-                tile: TileRef(numbers[record.location.path], record.location.offset, record.step, record.checksum)
-                for tile, record in records.items()
-            },
-            extra=None if extra is None else (extra_name(request.id, request.rank), len(extra), crc32c_of(extra)),
+            metadata={**pending.manifest.metadata, **({} if request.mirrored else {NOT_MIRRORED: True})},
+            tiles={tile: TileRef.of(numbers[record.location.path], record) for tile, record in records.items()},
+            extra=None if extra is None else FileRef.of(extra_name(request.id, request.rank), extra),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]
@@ -587,7 +590,7 @@ class Saves:
                 if place not in numbers:
                     number = numbers[place] = len(self.stores) + len(foreign)
                     path, store = place
-                    foreign[number] = parse_place(path).open_existing(store, self._queue, checksum=self._checksum)
+                    foreign[number] = parse_place(path).open_existing(store, self._queue)
         except BaseException:
             for tier in foreign.values():
                 tier.close()
@@ -641,6 +644,16 @@ class Saves:
             for _, _, lock in checkpoint.locks:
                 release_lock(lock)
         self.kept.clear()
+
+
+def check_mirror(config: OffloadConfig) -> None:
+    """Verify that checkpoints can be copied to where the user wants them.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if config.mirror is not None:
+        parse_place(config.mirror, "mirror").check("mirror")
 
 
 def save_error(folder: str, cause: BaseException) -> CheckpointError:

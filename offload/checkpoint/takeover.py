@@ -20,7 +20,7 @@ from offload.checkpoint.stores import Standing, is_same, read_pins, standing, st
 from offload.errors import CheckpointError
 from offload.layout import Layout
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.schedule.index import Location, Record
+from offload.schedule.index import Record
 
 Place = tuple[str, uuid.UUID]
 """A path and the store on it; a session's stores on all its paths have one name."""
@@ -98,7 +98,7 @@ def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId,
         store = manifest.stores[ref.store]
         number = None if store.path is None else numbers.get((store.path, store.store))
         if number is not None:
-            records[tile] = Record(Location(number, ref.offset, manifest.tile_bytes[tile]), ref.step, ref.checksum)
+            records[tile] = ref.record(number, manifest.tile_bytes[tile])
     return records
 
 

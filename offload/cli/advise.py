@@ -294,8 +294,8 @@ class Setting:
         """Return an answer with the step hidden where that is shortest."""
         hidden = dict(answer.overlapped_s)
         machine, memory = answer.scenario.machine, answer.scenario.machine.memory_bytes
-        image_bytes = machine.ranks * (answer.use.host_bytes + answer.ahead.host_bytes - answer.plan.host_bytes)
-        no_room = memory is not None and image_bytes > memory - reserved_bytes(memory, machine.ranks)
+        taken_bytes = machine.ranks * (answer.use.host_bytes + answer.hiding_bytes[0])
+        no_room = memory is not None and taken_bytes > memory - reserved_bytes(memory, machine.ranks)
         if (
             machine.all_ranks > 1 and answer.scenario.model.weights_on_gpu
         ):  # what ranks exchange there is not predicted

@@ -133,7 +133,7 @@ class _Watch:
         if self._request.on_cpu:
             config = dataclasses.replace(config, **ON_CPU)
         if self._request.reference:
-            return config.in_memory(gpu_memory=0, placement="cpu")
+            return config.in_memory().updated_by_cpu()
         paths = []
         for path in config.path_configs:
             own = f"{path.path}/check-run-{uuid.uuid4()}"  # of a bucket; a folder that is not there is refused later

@@ -10,7 +10,6 @@ import contextlib
 import glob
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
@@ -28,7 +27,7 @@ from offload.errors import CheckpointError, ConfigError, known
 from offload.integrations.deepspeed import in_place
 from offload.integrations.shared import KINDS, POINTER
 from offload.optim.groups import torch_defaults
-from offload.tiers.filesystem import replacing, sync_directory
+from offload.tiers.filesystem import replacing, sync_directory, working_in
 from offload.units import format_bytes
 
 FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}
@@ -97,8 +96,8 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
         states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
     try:
         if is_folder:
-            with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name[:100]}.partial-") as scratch:
-                return _write_folder(framework, Path(checkpoint), out, states, Path(scratch), progress)
+            with working_in(out.with_name(f".{out.name[:100]}.partial")) as scratch:
+                return _write_folder(framework, Path(checkpoint), out, states, scratch, progress)
         (folder,) = states.values()
         return [_write_state(folder, out, _read(checkpoint, framework) if framework != "torch" else None, progress)]
     except OSError as cause:
@@ -229,10 +228,10 @@ def _write_state(checkpoint: str, path: Path, around: Mapping[str, Any] | None, 
                         hollow[name, tensor] = without_memory(opened.full_numel(name))
                         entry[tensor] = hollow[name, tensor].reshape(shape_of(opened, name))
         whole, done = sum(tensor.nbytes for tensor in hollow.values()), 0
-        _check_room(path.parent, whole)
         content: Any = {"state": state, "param_groups": groups}
         content = content if around is None else {**around, "optimizer_states": [content]}
         with replacing(path, f".{path.name[:100]}.partial", is_new=True) as file:
+            _check_room(path.parent, whole)  # without what a killed export has left
             _save_hollow(content, file)
             places = known(fill(file.name, content, hollow.values()), "a state dict that is not what was saved")
             for (name, tensor), empty in hollow.items():

@@ -332,14 +332,14 @@ def _as_dict(
         "ranks": machine.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
-            "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.formats.items()},
+            "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.layout.formats.items()},
             "gpu_bytes": plan.home_bytes[Home.GPU],
             "host_bytes": plan.home_bytes[Home.HOST],
             "node_bytes": {f"node{number}": nbytes for number, nbytes in plan.node_bytes.items()},
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "staging_slots": plan.staging_slots,
             "staging_bytes": plan.staging_bytes,
-            "gpu_staging_bytes": plan.gpu_slots * plan.gpu_slot_bytes,
+            "gpu_staging_bytes": plan.gpu_staging_bytes,
             "gradient_bytes": plan.budgets.gradient_bytes,
             "path_shares": list(plan.shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
             "gpu_update_share": _share_on_gpu(plan),
@@ -356,10 +356,7 @@ def _as_dict(
         "step_s": answer.step_s,
         "iteration_s": answer.iteration_s,
         "hidden_iteration_s": dict(answer.overlapped_s),
-        "speculation": {
-            "memory_bytes": answer.ahead.host_bytes - plan.host_bytes,
-            "storage_bytes": answer.ahead.speculative_storage_bytes,
-        },
+        "speculation": dict(zip(("memory_bytes", "storage_bytes"), answer.hiding_bytes, strict=True)),
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
         "bound_by": cost.bound_by,
@@ -405,8 +402,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines.append(line)
     lines += _activation_lines(answer)
     if "backward" in answer.overlapped_s:
-        memory = format_bytes(answer.ahead.host_bytes - plan.host_bytes)
-        storage = format_bytes(answer.ahead.speculative_storage_bytes)
+        memory, storage = map(format_bytes, answer.hiding_bytes)
         lines.append(f"hidden in backward, a step takes {memory} more of a rank's memory and {storage} of its paths")
     if answer.prediction is not None:
         lines += str(answer.prediction).splitlines()[1:]

@@ -16,7 +16,7 @@ from offload.cli.shapes import Model
 from offload.cli.values import settings_of
 from offload.config import OffloadConfig, PathConfig, Size
 from offload.errors import ConfigError, InfeasiblePlanError
-from offload.formats import EXACT, StateFormat, StateSpec
+from offload.formats import EXACT, StateFormat
 from offload.rules import RULES
 from offload.units import format_bytes, format_count, format_seconds
 
@@ -347,8 +347,7 @@ def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
     gpu = {
         "weights": weights,
         "gradients": max(0, GRADIENT_BYTES * numel - left),  # padding may have been counted
-        "state": plan.home_bytes[Home.GPU],
-        "staging": plan.gpu_slots * plan.gpu_slot_bytes,
+        **plan.device_bytes,
     }
     if plan.piece_buffer_bytes:
         gpu["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
@@ -440,9 +439,9 @@ class Answer:
         }
 
     @property
-    def ahead(self) -> Plan:
-        """The plan of a rank whose steps are hidden in backward."""
-        return _ahead(self.plan)
+    def hiding_bytes(self) -> tuple[int, int]:
+        """Bytes of host memory, and of paths, that a rank takes besides where steps are hidden in backward."""
+        return self.plan.taken_by_updates_in_backward(GRADIENT_BYTES)
 
     @property
     def warnings(self) -> list[str]:
@@ -477,16 +476,16 @@ class Answer:
 
 
 @lru_cache(maxsize=4)
-def _layout(numel: int, exact_numel: int, subgroup_numel: int, state: StateSpec) -> Layout:
+def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
-    from offload.layout import Parameter, build_layout
+    from offload.layout import Parameter, extend_layout
 
     parameters = [
         Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
         Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
     ]
-    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, state=state)
+    return extend_layout(empty, parameters if exact_numel else parameters[:1], subgroup_numel)
 
 
 def _least_subgroup_numel(numel: int) -> int:
@@ -496,6 +495,7 @@ def _least_subgroup_numel(numel: int) -> int:
 
 def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and the bytes that each tier has for it."""
+    from offload.layout import Layout
     from offload.plan import PathBudget, choose_subgroup_numel
     from offload.plan.budget import GPU_STAGING_SLOTS
     from offload.plan.planner import in_order
@@ -504,14 +504,14 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
     if numel > MOST_NUMEL:
         allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
         raise ConfigError("--params", model.params, allowed)
-    state = StateSpec(RULES[model.rule], scenario.config.format)
+    empty = Layout((), (), config.state_of(RULES[model.rule]))
     subgroup_numel, least_numel = config.subgroup_numel, _least_subgroup_numel(numel)
     if subgroup_numel is None:
-        subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, state), least_numel)
+        subgroup_numel = max(choose_subgroup_numel(numel, config.staging_bytes, empty), least_numel)
     elif subgroup_numel < least_numel:
         allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {least_numel:,} or more")
-    layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, state)
+    layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, empty)
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
     budgets = config.budgets(
         scenario.host_memory,
@@ -558,15 +558,6 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
     return plan.counting_buffers(int(scenario.model.weights_on_gpu))
 
 
-def _ahead(plan: Plan) -> Plan:
-    """Return a plan with updates in backward: gradients of what the GPU updates then come to host memory, too."""
-    if not plan.weights_on_gpu:
-        return replace(plan, budgets=replace(plan.budgets, speculates=True))
-    streamed = (s for s in plan.layout.subgroups if plan.updates_on_gpu(s.index) and not plan.is_resident(s.index))
-    gradient_bytes = plan.budgets.gradient_bytes + GRADIENT_BYTES * sum(subgroup.numel for subgroup in streamed)
-    return replace(plan, budgets=replace(plan.budgets, speculates=True, gradient_bytes=gradient_bytes))
-
-
 def use(scenario: Scenario) -> Use:
     """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
     return use_of(_plan(scenario, rank_rates(scenario)), scenario.beside)
@@ -610,10 +601,9 @@ def ask(
     step_s = prediction.step_s if prediction else cost.step_s
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
-        on_cpu = not scenario.model.weights_on_gpu
-        overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
+        overlapped_s = {"forward": backward_s + with_forward_s(prediction, plan, forward_s)}
         if not plan.gradient_buffers:
-            ahead = _ahead(plan)
+            ahead = plan.with_updates_in_backward(GRADIENT_BYTES)
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(
                     prediction, ahead, rates, forward_s, backward_s, follows=follows

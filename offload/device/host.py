@@ -28,7 +28,7 @@ class HostMemory:
     Attributes:
         arenas: All arenas that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
-        take_bytes_per_s: How fast memory that was given back can be taken again, as seen at the last `park`.
+        take_bytes_per_s: How fast memory that was given back can be taken again, as seen when it went.
         buffer_node: The memory node of all arenas but those of homes (`Plan.buffer_node`).
     """
 
@@ -199,11 +199,11 @@ class HostMemory:
     # Given back between steps
 
     def give_back_home(self, subgroup: Subgroup) -> None:
-        """Give back the memory of a home whose state has left, as far as that can be before `park`."""
+        """Give back the memory of a home whose state has left, as far as that can be while others are in use."""
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            with contextlib.suppress(OffloadError):  # `park` says so
+            with contextlib.suppress(OffloadError):  # `give_pages_back` says so
                 self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def take_back_home(self, subgroup: int, offset: int, nbytes: int) -> None:
@@ -220,7 +220,7 @@ class HostMemory:
     def _home_arena(self, address: int) -> Arena:
         return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
-    def park(self, kept: Iterable[tuple[int, int]]) -> int:
+    def give_pages_back(self, kept: Iterable[tuple[int, int]]) -> int:
         """Give back all memory but some ranges; addresses stay. Nothing is in flight.
 
         Args:
@@ -246,7 +246,7 @@ class HostMemory:
         return given_bytes
 
     def _see_how_fast(self) -> None:
-        """Take some memory as `unpark` will, and give it back."""
+        """Take some memory as `take_pages` will, and give it back."""
         nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
         if nbytes:
             started_s = time.monotonic()
@@ -258,8 +258,8 @@ class HostMemory:
                 finally:
                     self._lanes.give_back(sample)
 
-    def unpark(self) -> None:
-        """Take memory again that `park` gave back: what a device has to know of, or threads take faster."""
+    def take_pages(self) -> None:
+        """Take memory again that was given back: what a device has to know of, or threads take faster."""
         for arena in self.arenas:
             self._lanes.pin(arena)
         if self._staging is not None:

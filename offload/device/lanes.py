@@ -11,6 +11,7 @@ All methods belong to the engine thread, except those of `GpuLanes` that say oth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -23,21 +24,25 @@ import numpy.typing as npt
 import torch
 
 from offload import metrics
+from offload.device.memory import Block, Place
 from offload.device.none import Lanes
 from offload.device.pieces import PieceCopies, Pieces
 from offload.device.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError, known
 from offload.kernels.table import active_rows
-from offload.layout import Layout, Subgroup
+from offload.layout import Layout
 from offload.memory.arenas import Arena
 from offload.memory.touching import nodes_for
-from offload.plan import NO_GPU, GpuRates, Home, Plan, Rates
-from offload.plan.budget import HIDDEN_PIECE_BYTES, PIECE_BUFFERS
+from offload.plan import NO_GPU, Budgets, GpuRates, Home, Plan, Rates
+from offload.plan.budget import GPU_STAGING_SLOTS, HIDDEN_PIECE_BYTES, PIECE_BUFFERS, Offer, piece_buffer_bytes
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 from offload.schedule.operations import AwaitPush, Run, Transfer, Visit
 from offload.units import format_bytes
 
 log = logging.getLogger("offload")
+
+LEAST_BYTES = 4096
+"""Not worth asking a GPU for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Timed:
 class WeightPlaces(Protocol):
     """Says where the weights of a subgroup lie: `offload.engine.tables.Tables`."""
 
-    def weight_copies(self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
+    def weight_copies(self, subgroup: int, weights_address: int, chosen: npt.NDArray[Any] | None = None) -> Pieces:
         """See `Tables.weight_copies`."""
 
 
@@ -66,13 +71,14 @@ class GpuLanes(Lanes):
         device: The GPU.
         queue: The queue for completions of operations.
         weights: Where they are; None where no subgroup's are moved.
-        cpu_updates: Whether the CPU may update some of the state.
-        borrows: Whether staging slots and buffers are taken by `borrow`, and not by `adopt`.
+        placement: The setting: what of the state that is not at home on the GPU is updated there.
+        borrows: Whether staging slots and buffers are taken for each step, and not by `adopt`.
         named_nodes: Whether arenas are bound to memory nodes that the user has named.
     """
 
-    on_gpu = pins = True
+    pins = True
     bounces = 1
+    cores_beside = 2  # for the engine's thread and whoever runs forward and backward
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
@@ -81,19 +87,20 @@ class GpuLanes(Lanes):
         queue: Queue,
         weights: WeightPlaces | None = None,
         *,
-        cpu_updates: bool = True,
+        placement: str | float = "auto",
         borrows: bool = False,
         named_nodes: bool = False,
     ) -> None:
         super().__init__(device)
         self.borrows = borrows
+        self._is_staged = placement not in ("cpu", 0)
         self.borrowed_bytes = 0
         """What the last step has borrowed."""
         self.caller: Hashable = None
         """Who made the last request, where memory is borrowed."""
         self._borrowed_slots: list[int] = []
         self._shortages = 0
-        self._nodes = {} if named_nodes else nodes_for(device.node, cpu_updates)
+        self._nodes = {} if named_nodes else nodes_for(device.node if placement in ("gpu", 1) else None)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
@@ -102,11 +109,7 @@ class GpuLanes(Lanes):
         """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
-        self._homes: dict[int, int] = {}
-        self._home_blocks: list[tuple[int, tuple[Subgroup, ...]]] = []  # allocations, and whose homes lie there
-        self._parked_piece_bytes = 0
-        self._slots_address = 0
-        self._slots_bytes = 0
+        self._slots = Block()
         self._ready: dict[int | None, Mark] = {}
         self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied, by staging slot
         self._updated: dict[int, Mark] = {}
@@ -115,6 +118,72 @@ class GpuLanes(Lanes):
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
         self._written: dict[int, tuple[Mark, ...]] = {}  # after these, weights are as the last visit made them
         self._inputs: dict[int, tuple[Mark, ...]] = {}
+
+    # What there is of memory
+
+    def offers(self, layout: Layout, home_memory: int | str) -> Offer:
+        """See `Lanes.offers`."""
+        free_bytes, home_bytes = self.usable_bytes(layout), 0
+        staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
+        if home_memory == "auto":
+            staging_bytes = self._given_bytes(staging_bytes)
+            home_bytes = free_bytes - staging_bytes
+            useful_bytes = min(home_bytes, layout.state_bytes)
+            given_bytes = self._given_bytes(useful_bytes, beside=staging_bytes)
+            home_bytes = home_bytes if given_bytes == useful_bytes else given_bytes
+        elif not self.borrows:
+            home_bytes = int(home_memory)
+        return Offer(on_gpu=True, gpu_bytes=home_bytes, gpu_staging_bytes=staging_bytes)
+
+    def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
+        """See `Lanes.with_staging`."""
+        staging_bytes = self._staging_bytes(layout) if self._is_staged else 0
+        return dataclasses.replace(budgets, gpu_staging_bytes=max(budgets.gpu_staging_bytes, staging_bytes))
+
+    def usable_bytes(self, layout: Layout) -> int:
+        """Return what state may take of the memory that is free now, beside buffers for small tensors."""
+        buffers = PIECE_BUFFERS * piece_buffer_bytes(layout.subgroups)
+        return max(0, self.device.free_bytes() - self.device.reserve_bytes - buffers)
+
+    def _staging_bytes(self, layout: Layout) -> int:
+        """Return what staging slots may take for a layout, of what is free now."""
+        slot_bytes, usable = max(layout.subgroup_bytes, default=0), self.usable_bytes(layout)
+        if not self.borrows:
+            return min(GPU_STAGING_SLOTS * slot_bytes, usable)
+        # Each on its own, as a step takes them, of what activations had, too.
+        most = min(len(layout.subgroups), (usable + self.device.cached_bytes()) // max(slot_bytes, 1))
+        return slot_bytes * self._given_count(slot_bytes, most)
+
+    def _given_bytes(self, nbytes: int, beside: int = 0) -> int:
+        """Return `nbytes`, or as many halves of it less as the device has to be asked for until it gives one piece.
+
+        What it has given, torch's allocator keeps for this process.
+
+        Args:
+            nbytes: What is wanted.
+            beside: What else is taken at the same time; there is room for that alone.
+        """
+        with contextlib.ExitStack() as ends:
+            self._allocate(beside, ends)
+            while nbytes >= LEAST_BYTES:
+                try:
+                    self._allocate(nbytes, ends)
+                    return nbytes
+                except OffloadError as error:
+                    log.info("less of the GPU is used: %s", error)
+                    nbytes //= 2
+        return 0
+
+    def _given_count(self, nbytes: int, most: int) -> int:
+        """Return how many pieces of memory of one size the device gives at once, up to `most`."""
+        with contextlib.ExitStack() as ends:
+            for count in range(most):
+                try:
+                    self._allocate(nbytes, ends)
+                except OffloadError as error:
+                    log.info("less of the GPU is borrowed: %s", error)
+                    return count
+        return most
 
     # Memory
 
@@ -132,78 +201,43 @@ class GpuLanes(Lanes):
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
         slots_bytes = self.missing_bytes(plan)
-        # Allocate everything before changing anything: without room, the session goes on as it was.
-        with contextlib.ExitStack() as undo:
-            homes = self._allocate(sum(subgroup.state_bytes for subgroup in added), undo)
-            slots = self._allocate(slots_bytes, undo)
-            needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
-            piece_bytes = plan.piece_buffer_bytes if needs_larger else 0
-            pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
-            undo.pop_all()
-        if added:
-            self._place_homes(homes, tuple(added))
-        if slots:
+        needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
+        pieces_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
+        # All at once, before anything changes: without room, the session goes on as it was.
+        homes, slots, pieces = self.memory.take(sum(each.state_bytes for each in added), slots_bytes, pieces_bytes)
+        offset = 0
+        for subgroup in added:
+            self.homes[subgroup.index] = Place(homes, offset)
+            offset += subgroup.state_bytes
+        if slots.nbytes:
             self.wait()
-            if self._slots_address:
-                self.device.release(self._slots_address)
-            self._slots_address, self._slots_bytes = slots, slots_bytes
-        if pieces:
+            self.memory.free(self._slots)
+            self._slots = slots
+        if pieces.nbytes:
             self.wait()
-            if before_pieces := self.pieces.adopt(pieces, piece_bytes):
-                self.device.release(before_pieces)
+            self.memory.free(self.pieces.adopt(pieces))
         if weight_slots:
             self._weights_address = weight_slots
 
-    def _place_homes(self, address: int, subgroups: tuple[Subgroup, ...]) -> None:
-        self._home_blocks.append((address, subgroups))
-        for subgroup in subgroups:
-            self._homes[subgroup.index] = address
-            address += subgroup.state_bytes
-
-    def park(self) -> None:
-        """Give back device memory. Until `unpark` nothing is put on lanes but single copies."""
-        self.wait()
-        released = [self._slots_address] if self._slots_address else []
-        released += [address for address, _ in self._home_blocks]
-        self._homes.clear()
-        self._parked_piece_bytes, self._slots_address = self.pieces.buffer_bytes, 0
-        if pieces := self.pieces.adopt(0, 0):
-            released.append(pieces)
-        for address in released:
-            self.device.release(address)
-
-    def unpark(self) -> None:
-        """Take device memory again; what homes hold is undefined.
-
-        Raises:
-            OffloadError: The device has no room; nothing has changed then.
-        """
-        blocks = [subgroups for _, subgroups in self._home_blocks]
-        with contextlib.ExitStack() as undo:
-            homes = [self._allocate(sum(s.state_bytes for s in subgroups), undo) for subgroups in blocks]
-            slots = self._allocate(self._slots_bytes, undo)
-            pieces = self._allocate(PIECE_BUFFERS * self._parked_piece_bytes, undo)
-            undo.pop_all()
-        self._slots_address = slots
-        self._home_blocks.clear()
-        for address, subgroups in zip(homes, blocks, strict=True):
-            self._place_homes(address, subgroups)
-        if pieces:
-            self.pieces.adopt(pieces, self._parked_piece_bytes)
-
     def missing_bytes(self, plan: Plan) -> int:
         """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
-        slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
-        return slots_bytes if slots_bytes > self._slots_bytes and not self.borrows else 0
+        slots_bytes = plan.gpu_staging_bytes
+        return slots_bytes if slots_bytes > self._slots.nbytes and not self.borrows else 0
 
     # Memory that is borrowed
 
-    def borrow(self) -> int:
-        """Take staging slots for a step, as many as the plan has or as there is room for, and buffers.
+    def block(self, nbytes: int) -> Block:
+        """Return a block of memory; one that lies nowhere, and is filled by whoever borrows, where that is done.
 
-        Returns:
-            How many slots there are.
+        Raises:
+            OffloadError: The device has no room.
         """
+        return Block(nbytes) if self.borrows else self.memory.take(nbytes)[0]
+
+    def take_slots(self) -> int | None:
+        """See `Lanes.take_slots`: as many as the plan has or as there is room for, and buffers."""
+        if not self.borrows:
+            return None
         plan = self._known_plan
         self.borrow_buffers(self.caller)
         left_bytes = self.device.free_bytes() + self.device.cached_bytes()
@@ -223,12 +257,12 @@ class GpuLanes(Lanes):
 
     def borrow_buffers(self, caller: Hashable) -> None:
         """Take buffers for small pieces, unless they are there or there is no room: pieces are copied alone then."""
-        nbytes = self._known_plan.piece_buffer_bytes
+        nbytes = PIECE_BUFFERS * self._known_plan.piece_buffer_bytes
         if nbytes and not self.pieces.buffer_bytes:
             left_bytes = self.device.free_bytes() + self.device.cached_bytes()
-            if left_bytes >= PIECE_BUFFERS * nbytes:
+            if left_bytes >= nbytes:
                 with contextlib.suppress(OffloadError):
-                    self.pieces.adopt(self.device.allocate(PIECE_BUFFERS * nbytes, caller), nbytes)
+                    self.pieces.adopt(Block(nbytes, self.device.allocate(nbytes, caller)))
 
     def follow_borrowed(self, caller: Hashable) -> None:
         """Make all lanes wait for what a caller has put on its lane before it lent memory."""
@@ -237,10 +271,11 @@ class GpuLanes(Lanes):
             self.device.follow(lane, mark)
 
     def return_borrowed(self) -> None:
-        """Give all borrowed memory back, which is used again behind what is on lanes now."""
-        self._borrowed_slots = []
-        self.pieces.adopt(0, 0)
-        self.device.return_borrowed()
+        """Give all borrowed memory back, if any is borrowed; it is used again behind what is on lanes now."""
+        if self.borrows:
+            self._borrowed_slots = []
+            self.pieces.adopt(Block())
+            self.device.return_borrowed()
 
     def _tell_shortage(self, count: int, planned: int, error: OffloadError) -> None:
         """Say it at the first step that finds less than was planned, the second, the fourth, and so on."""
@@ -256,30 +291,23 @@ class GpuLanes(Lanes):
             raise InternalError("a GPU's staging slots are used before there is a plan")
         return self._plan
 
-    def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> int:
-        """Return new device memory, which `undo` gives back; 0 for none."""
-        if not nbytes:
-            return 0
-        address = self.device.allocate(nbytes)
-        undo.callback(self.device.release, address)
-        return address
-
     def bind(self, plan: Plan) -> None:
         """Use a plan that `adopt` has taken memory for; nothing is in flight."""
         self._plan = plan
 
+    def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> None:
+        """Take device memory, if it is any, which `undo` gives back."""
+        if nbytes:
+            undo.callback(self.device.release, self.device.allocate(nbytes))
+
     def state_address(self, run: Run) -> int:
         """Return the device address of the state that a run on the GPU updates."""
-        return self.home(run.visit.subgroup) if run.gpu_slot is None else self._slot(run.gpu_slot)
-
-    def home(self, subgroup: int) -> int:
-        """Return the device address of the state of a subgroup at home on the GPU."""
-        return self._homes[subgroup]
+        return self.homes[run.visit.subgroup].address if run.through is None else self._slot(run.through)
 
     def _slot(self, gpu_slot: int) -> int:
         if self.borrows:
             return self._borrowed_slots[gpu_slot]
-        return self._slots_address + gpu_slot * self._known_plan.gpu_slot_bytes
+        return self._slots.address + gpu_slot * self._known_plan.gpu_slot_bytes
 
     def _state_bytes(self, subgroup: int) -> int:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
@@ -300,7 +328,7 @@ class GpuLanes(Lanes):
         return arena
 
     def discard(self, arena: Arena, offset: int, nbytes: int) -> None:
-        """Keep pages of an arena that is in use: they are pinned. See `HostMemory.park`."""
+        """Keep pages of an arena that is in use: they are pinned. See `HostMemory.give_pages_back`."""
 
     def pin(self, arena: Arena) -> None:
         """Pin an arena again that was unpinned, and whose pages were given back."""
@@ -421,7 +449,7 @@ class GpuLanes(Lanes):
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Update a subgroup on the device, by the table that was copied with its state, or by the one given."""
-        subgroup, slot = operation.visit.subgroup, operation.gpu_slot
+        subgroup, slot = operation.visit.subgroup, operation.through
         copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
         if copied is not None:  # fresh state is not copied
             self.device.follow(DeviceLane.UPDATE, copied)
@@ -434,14 +462,14 @@ class GpuLanes(Lanes):
             self.device.update(sent)
         ended = self.device.mark(DeviceLane.UPDATE)
         self._written[subgroup] = (ended,)
-        if operation.gpu_slot is not None:
-            self._updated[operation.gpu_slot] = ended
+        if operation.through is not None:
+            self._updated[operation.through] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
     def has_table(self, operation: Run) -> bool:
         """Return whether the table of an update was copied with its state."""
-        return operation.gpu_slot in self._tables
+        return operation.through in self._tables
 
     def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""
@@ -468,7 +496,7 @@ class GpuLanes(Lanes):
     def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
         """Note that the push after a run copies the weights of all segments, or of active ones in its table."""
         subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
-        self._to_push[subgroup] = self._weight_copies(subgroup, run.weight_slot, chosen)
+        self._to_push[subgroup] = self._weight_copies(subgroup, run.through, chosen)
 
     def _weight_copies(self, subgroup: int, weight_slot: int | None, chosen: Any = None) -> Pieces:
         weights = known(self._weights, "nobody knows where weights are")

@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.device.memory import DeviceMemory, Place
 from offload.device.pieces import Pieces
 from offload.errors import InternalError
+from offload.layout import Layout
 from offload.memory.arenas import Arena
-from offload.plan import NO_GPU, GpuRates, Plan, Rates
+from offload.plan import NO_GPU, Budgets, GpuRates, Rates
+from offload.plan.budget import NO_OFFER, Offer
 from offload.protocols import Device, DeviceLane, Mark
 
 
@@ -28,6 +31,11 @@ def nothing(*work: Any, **options: Any) -> None:
 def never(*of: Any) -> bool:
     """Return False: only a device has something to wait for or to keep."""
     return False
+
+
+def no_bytes(*of: Any) -> int:
+    """Return 0: only a device has memory."""
+    return 0
 
 
 def _refuse(*work: Any, **options: Any) -> Any:
@@ -44,12 +52,7 @@ class NoDevice:
     adopt_thread = prepare = release = return_borrowed = give_up = pin = unpin = follow = wait = close = nothing
     allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
     fingerprint_gradients = send_table = _refuse
-
-    def free_bytes(self) -> int:
-        """Return 0."""
-        return 0
-
-    cached_bytes = free_bytes
+    free_bytes = cached_bytes = no_bytes
 
     def mark(self, *lane: Any, timed: bool = True) -> Mark:
         """Return this."""
@@ -69,31 +72,34 @@ class Lanes:
         device: The device.
 
     Attributes:
-        on_gpu: Whether the weights lie on a GPU.
+        cores_beside: Cores that updates leave to the threads that drive the device, which would wait for turns else.
         pins: Whether host memory is pinned, and so taken all at once.
         names: The lanes that timelines and metrics know.
         given_up: Whether memory that is still being allocated is not needed any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
         is_hidden: Whether a step is hidden behind the caller's work, whose copies get in between those of lanes.
-        borrows: Whether memory of the device is taken between backward and forward alone.
+        memory: The device's that the session has.
         bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
+        homes: Where state at home there lies, by subgroup.
     """
 
-    on_gpu: ClassVar[bool] = False
+    cores_beside: ClassVar[int] = 0
     bounces: ClassVar[int] = 0
     pins: ClassVar[bool] = False
     names: ClassVar[tuple[str, ...]] = ()
-    borrows = False
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.memory = DeviceMemory(device)
+        self.homes: dict[int, Place] = {}
         self.given_up = False
         self.wakes = self.is_hidden = False
 
-    adopt = bind = pin = unpin = park = unpark = follow_caller = lead_caller = lead_caller_to = nothing
+    adopt = bind = pin = unpin = follow_caller = lead_caller = lead_caller_to = nothing
     wait = await_sent = will_push = take_timed = close = nothing
     report_inputs = has_table = never
-    home = state_address = borrow = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+    missing_bytes = usable_bytes = no_bytes
+    state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def bring_gradient(self, address: int, nbytes: int, bounce: int) -> int:
         """Return where a gradient lies in host memory: here where it is, else in `bounce`, to which it was copied."""
@@ -107,9 +113,22 @@ class Lanes:
     restore = save
     """The way back; work of the calling thread comes behind it from now on."""
 
-    def missing_bytes(self, plan: Plan) -> int:
-        """Return the device memory that `adopt` would take for staging slots; it frees the old ones."""
-        return 0
+    def take_slots(self) -> int | None:
+        """Take staging slots of the device for a step; return how many. None: the plan's are there for good."""
+        return None
+
+    def offers(self, layout: Layout, home_memory: int | str) -> Offer:
+        """Return what the device offers to a session.
+
+        Args:
+            layout: All its state.
+            home_memory: What state at home there may take: bytes, or a word of the setting `gpu_memory`.
+        """
+        return NO_OFFER
+
+    def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
+        """Return budgets with staging slots on the device for a larger layout, too, of what is free there now."""
+        return budgets
 
     def arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
         """Return host memory for work of the device; `inherit` as for `Arena`, where the device has no use of it."""
@@ -139,7 +158,7 @@ class Lanes:
         """Return the tensors of a sweep that lanes may still use when the sweep is over."""
         return ()
 
-    def image(self, weight_slot: int | None) -> int | None:
+    def image(self, through: int | None) -> int | None:
         """Return the address of a weight slot; None where weights themselves are in host memory."""
         return None
 

@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from offload.device.memory import Block, Place
 from offload.plan.budget import KERNEL_COPIES, LEAST_COPY_BYTES, PIECE_ALIGNMENT, PIECE_BUFFERS
 from offload.protocols import LANES, Device, DeviceLane, Mark
 
@@ -36,7 +37,7 @@ def as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
 
 @dataclass(slots=True)
 class _Buffer:
-    address: int
+    place: Place
     used: Mark | None = None
     """After the last work in it."""
     is_noted: bool = True
@@ -75,26 +76,27 @@ class PieceCopies:
     Args:
         device: The GPU.
         lanes: Take copies of its pieces and buffers.
-
-    Attributes:
-        buffer_bytes: Size of each of the `PIECE_BUFFERS` buffers; 0 without any, where every piece is copied on its
-            own.
     """
 
     def __init__(self, device: Device, lanes: Copier) -> None:
-        self.buffer_bytes = 0
         self._device = device
         self._lanes = lanes
+        self._block = Block()
         self._buffers: deque[_Buffer] = deque()
         self._lock = threading.RLock()
 
-    def adopt(self, address: int, buffer_bytes: int) -> int:
-        """Use other device memory for the buffers. Return that of the old memory, which lanes may still use."""
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of each of the `PIECE_BUFFERS` buffers; 0 while there are none, when every piece is copied alone."""
+        return self._block.nbytes // PIECE_BUFFERS if self._block.address else 0
+
+    def adopt(self, block: Block) -> Block:
+        """Use other device memory for all buffers together. Return the old one, which lanes may still use."""
         with self._lock:
-            old_address = min(buffer.address for buffer in self._buffers) if self._buffers else 0
-            self._buffers = deque(_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS))
-            self.buffer_bytes = buffer_bytes
-            return old_address
+            old, self._block = self._block, block
+            size = block.nbytes // PIECE_BUFFERS
+            self._buffers = deque(_Buffer(Place(block, number * size)) for number in range(PIECE_BUFFERS))
+            return old
 
     def to_device(self, pieces: Pieces) -> bool:
         """Copy pieces to the device: large ones on lane `H2D`, others then go on on lane `PIECES`.
@@ -113,9 +115,9 @@ class PieceCopies:
             for part in rounds:
                 buffer = self._take(lane)
                 for place, host, nbytes in part.runs:
-                    self._lanes.copy(lane, buffer.address + place, host, nbytes)
+                    self._lanes.copy(lane, buffer.place.address + place, host, nbytes)
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
-                at = part.places + np.uint64(buffer.address)
+                at = part.places + np.uint64(buffer.place.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], at, part.pieces[:, 2]], axis=1))
                 buffer.note(device.mark(DeviceLane.PIECES, timed=False))
             return bool(rounds)
@@ -135,11 +137,11 @@ class PieceCopies:
                 self._lanes.copy(lane, target, source, nbytes)
             for part in rounds:
                 buffer = self._take(DeviceLane.PIECES)
-                at = part.places + np.uint64(buffer.address)
+                at = part.places + np.uint64(buffer.place.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([at, part.pieces[:, 0], part.pieces[:, 2]], axis=1))
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
                 for place, host, nbytes in part.runs:
-                    self._lanes.copy(lane, host, buffer.address + place, nbytes)
+                    self._lanes.copy(lane, host, buffer.place.address + place, nbytes)
                 buffer.note(device.mark(lane, timed=False))
 
     def _take(self, lane: DeviceLane) -> _Buffer:

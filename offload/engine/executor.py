@@ -26,6 +26,7 @@ from offload.errors import OffloadError, TierError, known
 from offload.kernels.whole import WholeUpdate
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CALL, ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.schedule.index import Record
 from offload.schedule.operations import (
     AwaitPush,
     Commit,
@@ -108,7 +109,7 @@ class LiveExecutor:
         queue: What everything reports to.
         memory: Where homes, staging slots and buffers are.
         saves: What checkpoints are written from; None where there are none.
-        verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
+        verify: Whether tiles get checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         lanes: Those of a device.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
@@ -197,7 +198,7 @@ class LiveExecutor:
     def _start(self, operation: Operation) -> None:
         if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
             self._in_flight[operation.op] = (operation, None)
-            self._start_on_gpu(operation)
+            self._put_on_lanes(operation)
             return
         if isinstance(operation, Run):
             self._in_flight[operation.op] = (operation, None)
@@ -246,8 +247,10 @@ class LiveExecutor:
             tier.write(request)
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
-        """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify or (isinstance(operation, WriteTile) and operation.owner is not None):
+        """Return the checksum of a tile that is moved, if it is known, and whether the tier sees to it."""
+        if not self._verify:
+            return None, False
+        if isinstance(operation, WriteTile) and operation.owner is not None:
             return None, True
         if isinstance(operation, ReadTile) and operation.owner is not None:
             return operation.record.checksum, True
@@ -287,15 +290,15 @@ class LiveExecutor:
         state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
-    def _start_on_gpu(self, operation: Transfer | AwaitPush | Run) -> None:
-        gpu, due_s = self._lanes, self._due_s[operation.op]
+    def _put_on_lanes(self, operation: Transfer | AwaitPush | Run) -> None:
+        lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case Run():
-                gpu.run(operation, None if gpu.has_table(operation) else self._visitor(operation), due_s)
+                lanes.run(operation, None if lanes.has_table(operation) else self._visitor(operation), due_s)
             case AwaitPush():
-                gpu.await_push(operation)
+                lanes.await_push(operation)
             case Transfer(what="weights"):
-                (gpu.fetch_weights if operation.way == "fetch" else gpu.push)(operation, due_s)
+                (lanes.fetch_weights if operation.way == "fetch" else lanes.push)(operation, due_s)
             case Transfer(subgroup=subgroup, slot=slot):
                 leaves = operation.way == "fetch"
                 if slot is not None:
@@ -304,12 +307,11 @@ class LiveExecutor:
                     self._seals.touched_home(subgroup)
                 address = self._state_address(slot, subgroup)
                 if leaves:  # the visitor sees the run that follows
-                    run = Run(
-                        operation.op, 0, Visit(subgroup, gpu=True), slot, fresh=False, gpu_slot=operation.through
-                    )
-                    gpu.copy_in(operation, address, self._visitor(run), due_s)
+                    visit, through = Visit(subgroup, gpu=True), operation.through
+                    run = Run(operation.op, 0, visit, slot, fresh=False, through=through)
+                    lanes.copy_in(operation, address, self._visitor(run), due_s)
                 else:
-                    gpu.copy_out(operation, address, due_s)
+                    lanes.copy_out(operation, address, due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return where a subgroup's state lies: in a staging slot, or at home."""
@@ -440,10 +442,12 @@ class LiveExecutor:
             times = completion.started_s, completion.finished_s
             self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
             if isinstance(operation, WriteTile | SaveTile):
-                self.written_bytes[operation.record.location.path] += nbytes
+                record = operation.record
+                self.written_bytes[record.location.path] += nbytes
+                return Done(completion.op, Record(record.location, record.step, completion.detail))
             if isinstance(operation, Run):
                 self._seals.ended(operation.op)
-            return Done(completion.op, completion.checksum)
+            return Done(completion.op)
         if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
             damaged = self._seals.damaged(operation.op, completion.detail)
             return Failed(completion.op, self._damaged(damaged))
@@ -456,7 +460,7 @@ class LiveExecutor:
     def _damaged(self, operation: ReadTile) -> TierError:
         """Return the error for a tile that was read, and has another checksum."""
         request = self._request(operation, operation.record.checksum, False)
-        completion = Completion(operation.op, ERROR_CHECKSUM, 0, 0.0, 0.0, request.offset)
+        completion = Completion(operation.op, ERROR_CHECKSUM, request.offset, 0.0, 0.0)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:

@@ -32,7 +32,7 @@ class Flights(Generic[T]):
         self.out: dict[int, T] = {}
         self._queue = queue
         self._stall_s = stall_s
-        self._arrived: list[tuple[int, int, int, float, float, int]] = []
+        self._arrived: list[tuple[int, int, int, float, float]] = []
         self._ops = 0
 
     def run(

@@ -27,8 +27,8 @@ GradientsAt = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]] | None
 Parameters = npt.NDArray[np.bool_]
 """Some of the parameters: for each of all, whether it is one of them."""
 
-SpeculativeVersion = tuple[int, npt.NDArray[np.uint64]]
-"""Address of an image for its new weights, and two sums for each segment.
+Apart = tuple[int, npt.NDArray[np.uint64]]
+"""Of an update that leaves weights as they are: the address of an image for new ones, and two sums for each segment.
 
 The update adds the fingerprints of a segment's gradient and of its fp32 weight to them.
 """
@@ -179,7 +179,7 @@ class Tables:
         *,
         weights_address: int | None = None,
         gradients_address: int | None = None,
-        version: SpeculativeVersion | None = None,
+        apart: Apart | None = None,
         taking: Parameters | None = None,
     ) -> npt.NDArray[Any]:
         """Return the table of a run.
@@ -191,7 +191,7 @@ class Tables:
             weights_address: Address of an image of the subgroup's weights, padding included, to use in their place;
                 None for the weights themselves.
             gradients_address: Address of an image of its gradients, padding included; None for where `rows` says.
-            version: Of a speculative run, where its new weights go; no master is taken from its weight. Where
+            apart: Where new weights go, if not to the weights; no master is taken from its weight then. Where
                 `weights_address` is that image, fp32 weights have been copied there from a GPU.
             taking: The parameters whose masters are taken from their weights, if that is due; None for those that
                 the step updates. A fresh run takes all.
@@ -209,8 +209,8 @@ class Tables:
             addresses["gradient"] = gradients[parameter] + start * ITEM_BYTES[dtypes]
         else:
             addresses["gradient"] = np.uint64(gradients_address) + offset * ITEM_BYTES[dtypes]
-        if version is not None and not is_fp32:
-            weights_address = version[0]  # no update reads the old ones, which may lie on a GPU
+        if apart is not None and not is_fp32:
+            weights_address = apart[0]  # no update reads the old ones, which may lie on a GPU
         if weights_address is None:
             addresses["weight"] = rows.weights[parameter] + start * item
         else:
@@ -218,8 +218,8 @@ class Tables:
         flags = rows.flags[parameter]
         if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
-        if version is not None:
-            image, sums = version
+        if apart is not None:
+            image, sums = apart
             addresses["new_master" if is_fp32 else "new_weight"] = np.uint64(image) + offset * item
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
         elif not is_fp32:
@@ -277,7 +277,7 @@ class Tables:
     def weight_copies(
         self,
         subgroup: int,
-        image_address: int,
+        weights_address: int,
         chosen: npt.NDArray[np.bool_] | None = None,
         weights: npt.NDArray[np.uint64] | None = None,
     ) -> npt.NDArray[np.uint64]:
@@ -285,7 +285,7 @@ class Tables:
 
         Args:
             subgroup: The subgroup.
-            image_address: Address of the image.
+            weights_address: Address of the image.
             chosen: For each segment, whether to include it; None for all.
             weights: Address of each parameter's weight; None for where they are bound now.
 
@@ -295,7 +295,7 @@ class Tables:
         parameter, start, offset, numel, _ = self._columns[subgroup]
         item = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
         weights = self.weights if weights is None else weights
-        columns = (weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
+        columns = (weights[parameter] + start * item, np.uint64(weights_address) + offset * item, numel * item)
         rows: npt.NDArray[np.uint64] = np.stack(columns, axis=1)
         bound = weights[parameter] != 0
         return rows[np.flatnonzero(bound if chosen is None else bound & chosen)]

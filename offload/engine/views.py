@@ -15,7 +15,7 @@ from offload.device.host import HostMemory
 from offload.device.none import Lanes
 from offload.device.pieces import as_pieces
 from offload.dtypes import DtypeCode
-from offload.engine.tables import Parameters, SpeculativeVersion, StepRows, Tables
+from offload.engine.tables import Parameters, StepRows, Tables
 from offload.formats import FP32
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.plain import PIECE_NUMEL
@@ -76,37 +76,23 @@ class StateViews:
 
     # Tables of an update
 
-    def table(self, run: Run, rows: StepRows, version: SpeculativeVersion | None = None) -> npt.NDArray[Any]:
-        """Return the kernel's table for a run of a step.
-
-        Args:
-            run: The run.
-            rows: What the step tells.
-            version: What a speculative run makes; None for other runs.
-        """
+    def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
+        """Return the kernel's table for a run of a sealed step; by a rule of whole parameters, the update itself."""
         lanes, fill = self._lanes, self._tables.fill
-        if version is not None:
-            image = version[0] if self.plan.weights_on_gpu else None
-            return fill(run, self._address(run), rows, weights_address=image, version=version)
         if run.visit.gpu:
             table = fill(run, lanes.state_address(run), rows)
         else:
             buffer = run.gradient_buffer
             gradients = None if buffer is None else self._memory.buffer_address("gradients", buffer)
-            weights = lanes.image(run.weight_slot)
+            weights = lanes.image(run.through)
             table = fill(run, self._address(run), rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
         self._tables.taken(run.visit.subgroup, None if run.fresh else rows.flags != 0)
-        return table
-
-    def work(self, run: Run, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
-        """Return the kernel's table for a run of a sealed step; by a rule of whole parameters, the update itself."""
-        table = self.table(run, rows)
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not subgroup.state.rule.is_whole:
             return table
         parameters = [self.plan.layout.parameters[segment.parameter] for segment in subgroup.segments]
-        return WholeUpdate(table, subgroup.state, parameters, rows.groups)
+        return WholeUpdate(table, subgroup, parameters, rows.groups)
 
     # Tensors
 
@@ -115,19 +101,19 @@ class StateViews:
         """Lend a run its state and weights in host memory, wherever they lie; changes are copied back."""
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
-        at_home, bounce = self.plan.at_home_on_gpu(subgroup), self._memory.bounce
-        if at_home and bounce is not None:
+        home, bounce = lanes.homes.get(subgroup), self._memory.bounce
+        if home is not None and bounce is not None:
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
-                lanes.fetch(as_pieces([(lanes.home(subgroup), address, nbytes)]))
+                lanes.fetch(as_pieces([(home.address, address, nbytes)]))
         else:
             address = self._address(run)
-        yield View(address, lanes.image(run.weight_slot))
+        yield View(address, lanes.image(run.through))
         if not run.visit.changes:
             return
         lanes.will_push(run)
-        if at_home:
-            lanes.store([(lanes.home(subgroup), address, nbytes)])
+        if home is not None:
+            lanes.store([(home.address, address, nbytes)])
 
     def make_whole(self, run: Run, view: View, taking: Parameters) -> None:
         """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
@@ -137,13 +123,12 @@ class StateViews:
             view: Addresses of its state and weights.
             taking: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
         """
-        subgroup = run.visit.subgroup
-        if run.fresh or self._tables.is_due(subgroup, taking):
+        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
+        if run.fresh or self._tables.is_due(subgroup.index, taking):
             rows = self._tables.rows((), 1.0, 1.0, ())
             table = self._tables.fill(run, view.address, rows, weights_address=view.weights_address, taking=taking)
-            state = self.plan.layout.subgroups[subgroup].state
-            if state.rule.is_whole:
-                WholeUpdate(table, state)()
+            if subgroup.state.rule.is_whole:
+                WholeUpdate(table, subgroup)()
             else:
                 self._kernel.run(table)
 
@@ -222,7 +207,7 @@ class StateViews:
             if (lent := self._memory.lent(tile.subgroup)) is not None:  # in host memory while the session is parked
                 ctypes.memmove(address, lent + offset, nbytes)
             else:
-                self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
+                self._lanes.fetch(as_pieces([(self._lanes.homes[tile.subgroup].address + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for each, _, nbytes in subgroup.weight_tiles if each == tile)

@@ -15,7 +15,6 @@ the caller's stream waits for the oldest.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,6 +26,7 @@ import torch
 
 from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
+from offload.device.memory import Block, Place
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.tables import GradientsAt, StepRows, Tables
@@ -50,7 +50,7 @@ class _GradientRecord:
 
     Attributes:
         parts: Memory of its block sums in the host, or of the parts that its segments have in their fingerprints.
-        device_blocks: The same on the device.
+        there: Where the same lie on the device.
         starts: First element of each of its segments, which have parts of their own: they begin anywhere in a block.
     """
 
@@ -58,7 +58,7 @@ class _GradientRecord:
     slot: torch.Tensor
     stays: bool
     parts: npt.NDArray[np.uint64]
-    device_blocks: int
+    there: Place
     starts: tuple[int, ...]
     arrivals: int = 0
     address: int = 0
@@ -78,19 +78,6 @@ class _GradientRecord:
     def forget(self) -> None:
         """Drop the gradient."""
         self.arrivals, self.address, self.mark, self.was_added = 0, 0, None, False
-
-
-@dataclass(slots=True)
-class _Region:
-    """Block sums of the parameters of one `Engine.add`, on the device and in host memory.
-
-    Attributes:
-        address: On the device; 0 while they are in host memory alone.
-        host: Their memory in the host.
-    """
-
-    address: int
-    host: Arena
 
 
 class Departure:
@@ -184,7 +171,8 @@ class GpuGradients(GradientStore):
         self._in_transit_bytes = 0
         self._bucket: _Bucket | None = None
         self._lock = threading.RLock()
-        self._regions: list[_Region] = []
+        # Of block sums, for the parameters of each `Engine.add`: nowhere on the device while in host memory alone.
+        self._regions: list[tuple[Block, Arena]] = []
         self._slots_bytes = 0
         self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._wide: dict[int, torch.Tensor] = {}
@@ -201,7 +189,7 @@ class GpuGradients(GradientStore):
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
         places = plan.layout.places[position]
-        return any(not plan.updates_on_gpu(subgroup) or plan.may_speculate(subgroup) for subgroup, _ in places)
+        return any(plan.needs_gradients(subgroup) for subgroup, _ in places)
 
     def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
         if unused:
@@ -213,14 +201,14 @@ class GpuGradients(GradientStore):
         layout = plan.layout
         starts = [tuple(layout.subgroups[s].segments[n].start for s, n in each) for each in layout.places[first:]]
         counts = [count + len(each) for count, each in zip(counts, starts, strict=True)]
-        region, device = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, 0
+        region, there = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, Block()
         if region is not None:
-            device = self.lanes.device.allocate(region.nbytes) if not self.lanes.borrows else 0
-            self._regions.append(_Region(device, region))
+            there = self.lanes.block(region.nbytes)
+            self._regions.append((there, region))
         offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
         for parameter, count, each in zip(self._parameters[first:], counts, starts, strict=True):
             parts = region.numpy(offset, count, np.uint64) if region is not None else np.zeros(0, np.uint64)
-            self.records.append(_GradientRecord(parameter.numel, empty, False, parts, device + offset, each))
+            self.records.append(_GradientRecord(parameter.numel, empty, False, parts, Place(there, offset), each))
             offset += count * BLOCK_BYTES
         for record, slot, places in zip(self.records, self._slots, plan.layout.places, strict=False):
             record.slot, record.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
@@ -231,66 +219,31 @@ class GpuGradients(GradientStore):
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
         return [record.blocks for record in self.records[first:]]
 
-    def park(self) -> None:
-        """Give back device memory; no gradient has arrived. Until `unpark` none does."""
-        for region in self._regions:
-            if region.address:
-                self.lanes.device.release(region.address)
-            region.address = 0
-        for record in self.records:
-            record.device_blocks = 0
-
-    def unpark(self) -> None:
-        """Take device memory again, unless it is borrowed when it is needed.
-
-        Raises:
-            OffloadError: The device has no room; nothing has changed then.
-        """
-        if not self.lanes.borrows:
-            for region, address in self._take_for_sums(None):
-                region.address = address
-
-    def _take_for_sums(self, caller: Hashable) -> list[tuple[_Region, int]]:
-        """Return device memory for the block sums that are in host memory alone, which records know already."""
-        device, taken = self.lanes.device, list[tuple[_Region, int]]()
-        with contextlib.ExitStack() as undo:
-            for region in self._regions:
-                if not region.address:
-                    taken.append((region, device.allocate(region.host.nbytes, caller)))
-                    if caller is None:
-                        undo.callback(device.release, taken[-1][1])
-            undo.pop_all()
-        for region, address in taken:
-            for record in self.records:
-                offset = record.parts.ctypes.data - region.host.address
-                if 0 <= offset < region.host.nbytes:
-                    record.device_blocks = address + offset
-        return taken
-
     def _borrow(self, *, buffers: bool, caller: Hashable = None) -> None:
         """Borrow memory for block sums, and for `buffers` of pieces, from the calling thread, which has the lock.
 
         On the engine thread: from `caller`.
         """
         lanes = self.lanes
-        if not lanes.borrows or all(region.address for region in self._regions):
+        away = [(there, host) for there, host in self._regions if not there.address]
+        if not away:
             return
         device = lanes.device
         caller = device.caller() if caller is None else caller
         if buffers:
             lanes.borrow_buffers(caller)
-        taken = self._take_for_sums(caller)
+        addresses = [device.allocate(host.nbytes, caller) for _, host in away]
         lanes.follow_borrowed(caller)
         device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))  # which has brought them
-        for region, address in taken:
-            lanes.copy(DeviceLane.H2D, address, region.host.address, region.host.nbytes)
+        for address, (_, host) in zip(addresses, away, strict=True):
+            lanes.copy(DeviceLane.H2D, address, host.address, host.nbytes)
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.H2D, timed=False))
-        for region, address in taken:
-            region.address = address  # last: an interrupt may come before
+        for address, (there, _) in zip(addresses, away, strict=True):
+            there.address = address  # last: an interrupt may come before
 
     def return_borrowed(self) -> None:
         """Give borrowed memory back, if there is any; block sums stay in host memory until gradients arrive."""
-        if self.lanes.borrows:
+        if not all(there.lasts for there, _ in self._regions):
             self._bring_sums()
 
     def _bring_sums(self) -> None:
@@ -299,16 +252,16 @@ class GpuGradients(GradientStore):
         with self._lock:
             self.leave()
             self._copy_sums()
-            if lanes.borrows:
-                for region in self._regions:
-                    region.address = 0
-                lanes.return_borrowed()
+            for there, _ in self._regions:
+                if not there.lasts:
+                    there.address = 0
+            lanes.return_borrowed()
 
     def _copy_sums(self) -> None:
         """Put on lane `GRADIENTS`: copy all block sums that are on the device to host memory."""
-        for region in self._regions:
-            if region.address:
-                self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.address, region.host.nbytes)
+        for there, host in self._regions:
+            if there.address:
+                self.lanes.copy(DeviceLane.GRADIENTS, host.address, there.address, host.nbytes)
 
     def bound_at(self) -> GradientsAt:
         """See `GradientStore.bound_at`."""
@@ -384,7 +337,7 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source, target = (address, record.dtype, record.numel), (record.address, record.dtype, True)
-        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.device_blocks, *target)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *source, record.there.address, *target)
         departure = Departure(self)
         departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return departure
@@ -426,11 +379,11 @@ class GpuGradients(GradientStore):
         if len(gradients) == 1:
             position, address, dtype = gradients[0]
             record = self.records[position]
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.device_blocks)
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, record.numel, record.there.address)
             return
         for dtype in sorted({dtype for _, _, dtype in gradients}):
             pairs = [(self.records[n], address) for n, address, code in gradients if code is dtype]
-            rows = [(address, record.numel, record.device_blocks) for record, address in pairs]
+            rows = [(address, record.numel, record.there.address) for record, address in pairs]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
     def _send(self, bucket: _Bucket) -> None:
@@ -510,7 +463,7 @@ class GpuGradients(GradientStore):
                 target = self._slots[segment.parameter].data_ptr()
                 copies.append((gradient.data_ptr() + start, target + start, nbytes))
         if copies:
-            self.lanes.bring(Visit(subgroup.index, speculative=True), (), as_pieces(copies), self._gap_bytes)
+            self.lanes.bring(Visit(subgroup.index), (), as_pieces(copies), self._gap_bytes)
             self.final_read = self.lanes.device.mark(DeviceLane.LEAVING, timed=False)
 
     def end_final(self) -> None:
@@ -562,7 +515,7 @@ class GpuGradients(GradientStore):
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
                 device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))  # behind the caller, and updates
             parts = [
-                record.device_blocks + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
+                record.there.address + number * BLOCK_BYTES for record, number in zip(records, first, strict=True)
             ]
             rows = np.stack([addresses, numels, np.array(parts, np.uint64)], axis=1)
             for dtype in np.unique(dtypes).tolist():

@@ -37,11 +37,13 @@ class GradientSlots:
         dtype: Element type of all slots; None for each parameter's own.
         exist: Whether there are slots at all.
         needs_buffers: Whether gradients from a GPU may need buffers, from which they are added to their slots.
+        passing_bytes: See `Engine`.
     """
 
     dtype: DtypeCode | None
     exist: bool
     needs_buffers: bool
+    passing_bytes: int = 0
 
     def dtype_of(self, parameter: Parameter) -> DtypeCode:
         """Return the element type of a parameter's slot."""
@@ -57,7 +59,7 @@ class GradientSlots:
     def total_bytes(self, parameters: Sequence[Parameter]) -> int:
         """Return the host memory for the gradients of these parameters, buffers included."""
         slots = sum(self.bytes_of(parameter) for parameter in parameters)
-        return slots + (BUFFERS * buffer_bytes(slots) if self.needs_buffers else 0)
+        return slots + self.passing_bytes + (BUFFERS * buffer_bytes(slots) if self.needs_buffers else 0)
 
 
 class GradientStore:
@@ -73,7 +75,7 @@ class GradientStore:
         memory: Gives the memory of the slots.
     """
 
-    leave = hold = forget = settle = announce = finish = bring = coming = park = unpark = return_borrowed = nothing
+    leave = hold = forget = settle = announce = finish = bring = coming = return_borrowed = nothing
     bring_final = end_final = nothing
     stays = has_arrived = have_arrived = begin_step = never
     """Methods that do nothing for gradients in host memory; see `GpuGradients`."""

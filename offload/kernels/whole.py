@@ -16,15 +16,13 @@ import numpy.typing as npt
 import torch
 
 from offload.dtypes import DtypeCode
-from offload.formats import StateSpec
 from offload.kernels import reference
 from offload.kernels.pieces import Piece, step_alone
 from offload.kernels.plain import PlainUpdateKernel
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors
-from offload.kernels.reference.rounding import random_bits
 from offload.kernels.stored import store_rounded
 from offload.kernels.table import active_rows
-from offload.layout import Parameter
+from offload.layout import Parameter, Subgroup
 from offload.protocols import SegmentFlag
 from offload.rules import MUON, PACKED, ClassRule, UpdateRule
 
@@ -43,9 +41,7 @@ def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
     muon = torch.optim.Muon([view], **values)
     muon.state[view] = {"momentum_buffer": piece.shaped(momentum)}
     step_alone(muon)
-    random = None
-    if segment.state_format.rounds:
-        random = random_bits(segment.rounding_key, segment.first_index, master.numel(), master.device)
+    random = reference.random_of(segment)
     reference.store_state(segment, [momentum], random)
     reference.store_master(segment, master, random)
 
@@ -89,7 +85,7 @@ class WholeUpdate:
 
     Args:
         table: As for a kernel.
-        state: What the rule is, and how state is stored.
+        subgroup: Whose it is, which knows the rule, and how state is stored.
         parameters: Of each row; none where state is only made whole.
         groups: Hyperparameters by group.
 
@@ -100,12 +96,12 @@ class WholeUpdate:
     def __init__(
         self,
         table: npt.NDArray[Any],
-        state: StateSpec,
+        subgroup: Subgroup,
         parameters: Sequence[Parameter] = (),
         groups: Sequence[Any] = (),
     ) -> None:
         self.table = table
-        self._state = state
+        self._state = subgroup.state
         self._parameters = parameters
         self._groups = groups
 

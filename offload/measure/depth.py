@@ -52,7 +52,13 @@ def goes_on_rising(rates: Mapping[int, float]) -> bool:
 
 
 def tune_depth(
-    tier: Tier, queue: Queue, address: int, nbytes: int, clock: Callable[[], float] = time.monotonic
+    tier: Tier,
+    queue: Queue,
+    address: int,
+    nbytes: int,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    verify: bool = True,
 ) -> dict[int, float]:
     """Try depths on a path and let it work with the best; takes about `MOST_SECONDS` at most.
 
@@ -62,6 +68,7 @@ def tune_depth(
         address: Memory whose content is lost.
         nbytes: Its size.
         clock: Seconds, never going back.
+        verify: Whether tiles are verified; see `TileRequest`.
 
     Returns:
         Bytes per second by depth, reads and writes together. Nothing if there is too little memory or room to tell,
@@ -76,7 +83,7 @@ def tune_depth(
     tile_bytes = min(most, nbytes // (2 * TILES), room) // SECTOR_BYTES * SECTOR_BYTES
     if tile_bytes < least or tier.cached:
         return {}
-    begun_s, before, path = clock(), tier.depth, Slots(tier, tile_bytes)
+    begun_s, before, path = clock(), tier.depth, Slots(tier, tile_bytes, verify=verify)
 
     def late(part: float) -> bool:
         return clock() - begun_s > part * MOST_SECONDS

@@ -279,10 +279,11 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
     """Return what the engine and its thread take, by the names of the rates.
 
     Its reaction is the mean time from when an operation was due until an idle lane took it up, less what the thread
-    worked meanwhile. A path's two directions count as one lane: where they share a device, one waits for the other's
-    turn. What the first turn takes beside its operations is what the step takes to begin; in the next one the thread
-    learns from the last step's operations. Behind the last operation's end, one turn still belongs to the step. With
-    a GPU whose calls are known apart, the thread's costs are not learnt.
+    worked meanwhile. A path's two directions count as one lane, as where they share a device, one waits for the
+    other's turn; so does what a checkpoint writes there, which waits for its turn anyway, and shows no reaction. What
+    the first turn takes beside its operations is what the step takes to begin; in the next one the thread learns from
+    the last step's operations. Behind the last operation's end, one turn still belongs to the step. With a GPU whose
+    calls are known apart, the thread's costs are not learnt.
     """
     turns = _turns(timeline)
     edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)
@@ -292,8 +293,9 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
     operations = sorted((i for i in timeline if i.lane != ENGINE), key=lambda item: item.started_s)
     for interval in operations:
         device = interval.lane.rpartition(":")[2]
-        if interval.due_s is not None and interval.due_s > idle_from_s.get(device, -math.inf):
-            reactions.append((interval.due_s, max(interval.started_s, interval.due_s)))
+        due_s = None if interval.lane.startswith(("save:", "copy:")) else interval.due_s
+        if due_s is not None and due_s > idle_from_s.get(device, -math.inf):
+            reactions.append((due_s, max(interval.started_s, due_s)))
         idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
     found = {}
     if reactions:

@@ -84,6 +84,8 @@ def quick_probe(
     address: int,
     plan: Plan,
     lanes: Lanes = NO_LANES,
+    *,
+    verify: bool = True,
 ) -> Rates:
     """Measure the update of exact state and of what else the session has, memory, the GPU, every path, the engine.
 
@@ -97,6 +99,7 @@ def quick_probe(
         address: Staging memory, `plan.staging_bytes` long; its content is lost. 0 without any.
         plan: What the session is about to do.
         lanes: The session's, with nothing on them; nor is the caller's work under way.
+        verify: Whether tiles are verified; see `TileRequest`.
 
     Raises:
         TierError: If a path fails.
@@ -123,7 +126,7 @@ def quick_probe(
     paths: list[PathProbe] = []
     for tier in tiers:
         with contextlib.ExitStack() as ends:
-            paths.append(_path_probe(len(paths), tier, queue, plan, staging, ends))
+            paths.append(_path_probe(len(paths), Slots(tier, 0, verify=verify), queue, plan, staging, ends))
             measured |= best_of(paths[-1].samples())
     cpu_rates = {each: measured[update_name(each, kernel.threads)].median for each in formats}
     rates = rates_of(measured, kernel.threads, paths)
@@ -217,14 +220,14 @@ def cache_bytes() -> int:
 
 
 def _path_probe(
-    number: int, tier: Tier, queue: Queue, plan: Plan, staging: tuple[int, int], ends: contextlib.ExitStack
+    number: int, slots: Slots, queue: Queue, plan: Plan, staging: tuple[int, int], ends: contextlib.ExitStack
 ) -> PathProbe:
     address, staging_bytes = staging
     # Without staging memory, state that is resident moves when it is parked.
     usual_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
     tile_bytes = usual_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
-    slots = Slots(tier, min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))
-    room = tier.free_bytes() // (slots.tile_bytes + SECTOR_BYTES)
+    slots = replace(slots, tile_bytes=min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))
+    room = slots.tier.free_bytes() // (slots.tile_bytes + SECTOR_BYTES)
     count = max(1, min(PROBE_TILES, room // 2))
     if staging_bytes < 2 * count * slots.tile_bytes:
         memory = Arena(2 * count * slots.tile_bytes)

@@ -32,8 +32,9 @@ from offload.plan import NO_GPU, Budgets, Home, PathBudget, Plan, Rates, make_pl
 from offload.protocols import Queue, Tier
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import Begin, Run, Sweep
+from offload.schedule.runs import update_visits
 from offload.schedule.timeline import Interval
 
 SUBGROUPS, SLOTS = 12, 4

@@ -167,12 +167,14 @@ class Slots:
         tile_bytes: Size of a tile, a multiple of a sector.
         number: Tells their tiles from those of other slots.
         offset: Byte offset of slot 0.
+        verify: See `TileRequest`.
     """
 
     tier: Tier
     tile_bytes: int
     number: int = 0
     offset: int = 0
+    verify: bool = True
 
     def load(self, verb: str, slots: range, address: int, depth: int | None = None, count: int | None = None) -> Load:
         """Return reads or writes of tiles on lane `verb`.
@@ -193,7 +195,7 @@ class Slots:
         def start(op: int, place: int) -> None:
             slot = next(turns[place])
             tile, offset = TileId(self.number, 0, slot), self.offset + slot * slot_bytes(nbytes)
-            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes))
+            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes, None, self.verify))
 
         def error(completion: Completion) -> OffloadError:
             return tier_error("probe", completion, None, self.tier)

@@ -48,20 +48,20 @@ def nodes_here() -> Nodes:
     return dict(sorted(found.items()))
 
 
-def nodes_for(gpu_node: int | None, cpu_updates: bool) -> Nodes:
+def nodes_for(reader: int | None) -> Nodes:
     """Return the nodes that host memory of a session with a GPU should lie on; none where that is one anyway.
 
     Args:
-        gpu_node: The GPU's; None where that is not known.
-        cpu_updates: Whether the CPU may update some of the state. It then needs what all its cores' nodes give
-            together, and a GPU's link is slower than the one between nodes. Else only the GPU reads it.
+        reader: The GPU's, if nothing else reads that memory; None where that is not known, or the CPU may update some
+            of the state. It then needs what all its cores' nodes give together, and a GPU's link is slower than the
+            one between nodes.
     """
     nodes = nodes_here()
     if len(nodes) < 2:
         return {}
-    if gpu_node is not None and gpu_node in nodes and not cpu_updates:
-        log.info("host memory lies on NUMA node %d, the GPU's: nothing else reads it", gpu_node)
-        return {gpu_node: nodes[gpu_node]}
+    if reader is not None and reader in nodes:
+        log.info("host memory lies on NUMA node %d, the GPU's: nothing else reads it", reader)
+        return {reader: nodes[reader]}
     numbers = ", ".join(map(str, nodes))
     log.info("host memory is spread over NUMA nodes %s, those of the CPUs that may update what lies there", numbers)
     return nodes

@@ -73,9 +73,10 @@ class EngineHolder:
     def open(self) -> Engine:
         """Return the engine; opens it, if it was deferred, with no state at home on the GPU."""
         if self.engine_if_open is None and self.is_deferred and not self._closed:
-            if not self.config.borrows:
+            config = self.config.opened_early()
+            if config is not self.config:
                 log.info("no state is at home on the GPU, as it is asked for before the first step")
-            self._owner._open(self.config if self.config.borrows else dataclasses.replace(self.config, gpu_memory=0))
+            self._owner._open(config)
         if self.engine_if_open is None:
             self.check_open()
             raise ConfigError("optimizer", "not open", "use it between its constructor and close()")

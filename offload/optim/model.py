@@ -10,22 +10,22 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 
 from offload import combinations
-from offload._native import crc32c
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import model_name
 from offload.errors import CheckpointError, ConfigError
 from offload.layout import bare_names
 from offload.optim import shards
+from offload.tiers.common import digest_of
 from offload.tiers.place import Folder
-from offload.tiers.remote import crc32c_of
 
 Form = tuple[str, str, list[int]]
 """Name, dtype and shape of a frozen weight; of this rank's part, where ranks share one."""
@@ -42,14 +42,6 @@ def _form(name: str, tensor: torch.Tensor) -> Form:
 def _bytes(tensor: torch.Tensor) -> memoryview:
     elements: Any = shards.content(tensor).numpy()
     return memoryview(elements)
-
-
-def _checksum(pieces: Iterable[memoryview], seed: int = 0) -> int:
-    """Return the CRC32C of memory, after that which `seed` is of."""
-    for piece in pieces:
-        if piece:
-            seed = crc32c(torch.frombuffer(piece, dtype=torch.uint8).data_ptr(), len(piece), seed)
-    return seed
 
 
 @dataclass(frozen=True)
@@ -124,13 +116,13 @@ class ModelRest:
         Raises:
             CheckpointError: It cannot be written, or a weight was changed meanwhile.
         """
-        checksum = 0
+        digest = 0
 
         def pieces() -> Iterator[memoryview]:
-            nonlocal checksum
+            nonlocal digest
             for weight in self.frozen.values():
                 piece = _bytes(_local(weight.detach()))
-                checksum = _checksum([piece], checksum)
+                digest = digest_of(piece, digest)
                 yield piece
 
         file = model_name(id, rank)
@@ -151,7 +143,7 @@ class ModelRest:
         head = {
             "extra": None if extra is None else len(extra),
             "frozen": [_form(name, _local(weight.detach())) for name, weight in self.frozen.items()],
-            "checksum": checksum,
+            "checksum": digest,
         }
         return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
 
@@ -169,7 +161,7 @@ class SavedRest:
         file: The one with frozen weights.
         extra: The caller's own bytes.
         frozen: What is in the file, in order.
-        checksum: Of the file.
+        digest: Of the file.
         content: The rest, as `torch.save` wrote it.
     """
 
@@ -177,7 +169,7 @@ class SavedRest:
     file: str
     extra: bytes | None
     frozen: list[Form]
-    checksum: int
+    digest: int
     content: bytes
 
     @classmethod
@@ -204,7 +196,7 @@ class SavedRest:
             CheckpointError: It is damaged.
         """
         content = open_folder(self.path).read(self.file)
-        if content is None or crc32c_of(content) != self.checksum:
+        if content is None or digest_of(content) != self.digest:
             raise self._damage()
 
     def _damage(self) -> CheckpointError:
@@ -255,7 +247,7 @@ class SavedRest:
         pieces = [_bytes(tensor) for tensor in found]
         if pieces:
             open_folder(self.path).read_into(self.file, pieces)
-        if _checksum(pieces) != self.checksum:
+        if reduce(lambda before, piece: digest_of(piece, before), pieces, 0) != self.digest:
             raise self._damage()
         for target, tensor in zip(targets, found, strict=True):
             if target is not tensor:

@@ -82,7 +82,7 @@ class Muon(OffloadedOptimizer):
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
         self._is_told = False
-        self._gradient_memory = parse_config(offload).gradient_memory
+        self._asked = parse_config(offload)
         self._kept_exact: tuple[int, frozenset[str]] = (0, frozenset())  # of so many parameters
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 
@@ -164,10 +164,10 @@ class Muon(OffloadedOptimizer):
         """Return the mesh that a `DTensor` is dealt over; None if each rank has all of it."""
         if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
             return None
-        if self._gradient_memory is not None:
-            combinations.DEALT_GRADIENTS.refuse("gradient_memory", self._gradient_memory)
-        if self._holder.config.overlaps_forward or self._overlap.models:
-            combinations.DEALT_FORWARD.refuse("overlap", self._holder.config.overlap)
+        self._asked.check_dealt()
+        combinations.DEALT_FORWARD.check("overlap", overlap := self._holder.config.overlap)
+        if self._overlap.models:
+            combinations.DEALT_FORWARD.refuse("overlap", overlap)
         return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:
@@ -205,5 +205,5 @@ class Muon(OffloadedOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         _, adamw = self._values_of(group)
-        self._spec(ADAMW).row(1, adamw, 1.0)
+        self._check_values(ADAMW, adamw)
         ADAMW.check({**self.defaults, **group})

@@ -7,7 +7,6 @@ of gradients, `StateView` the state as users read and write it. None of them kno
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -32,11 +31,10 @@ from offload.limits import Limits
 from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.activations import LEAST_BYTES, ActivationsOnPaths, check_model
-from offload.optim.announcer import Announcer
-from offload.optim.auto import AutoOverlap
 from offload.optim.buckets import CommHook, attach
 from offload.optim.frozen import tell_little
 from offload.optim.groups import TorchOptions, check_options, names
+from offload.optim.hiding import Announcer, AutoOverlap
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import FollowedModel
 from offload.optim.preemption import Preemption
@@ -49,7 +47,7 @@ from offload.protocols import Device
 from offload.rules import UpdateRule, number
 from offload.schedule.timeline import ENGINE, Interval, covered_s, trace
 from offload.session.parking import check_keep_host
-from offload.session.setup import gradient_budget
+from offload.session.setup import with_gradients
 
 HEADLINES = (
     *(metrics.STEP_S, metrics.PREDICTED_STEP_S, metrics.HIDDEN_S, metrics.RESIDENT_SHARE),
@@ -79,12 +77,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         parameters = [*self._parameters()]
         world, rank = ranks.world()
         holder.config = config.for_rank(rank) if world > 1 else config
-        if (budget := gradient_budget(config)) is not None:
-            wide = config.gradient_dtype == "float32"
-            own = [shards.local(parameter) for parameter in parameters if parameter.requires_grad]
-            nbytes = sum(piece.numel() * (4 if wide else piece.itemsize) for piece in own)
-            kept_bytes = None if budget >= nbytes else budget
-            holder.config = dataclasses.replace(holder.config, gradient_memory=kept_bytes)
+        own = (shards.local(parameter) for parameter in parameters if parameter.requires_grad)
+        holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in own))
         self._weights.required_device = _device_of(parameters)
         holder.use(self._find_device(parameters))
         self._scaling = Scaling()
@@ -146,10 +140,9 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _choose_overlap(self) -> None:
         """Have "auto" choose where steps are hidden; collective after a few steps."""
-        device, forward = self._weights.required_device or torch.device("cpu"), bool(self._overlap.models)
-        # Gradients come to host memory then, and images of weights that do not fit would take as much.
-        backward = self._route.is_early and not self._route.is_deaf and not self._weights.are_in_file
-        groups = self._weights.groups
+        device, groups = self._weights.required_device or torch.device("cpu"), self._weights.groups
+        # Images of weights that do not fit into memory would take as much.
+        forward, backward = bool(self._overlap.models), self._route.arrives_early and not self._weights.are_in_file
         self._auto.after_step(self.engine, groups, device, forward=forward, backward=backward)
 
     # Parameters
@@ -376,10 +369,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         if self._is_asked_for_state():
             self._show_state()
             return None
-        if self.config.overlaps_forward and not self._overlap.has_followed:
-            combinations.NO_MODEL.refuse("overlap", self.config.overlap)
-        if self.config.overlaps_backward and self._route.is_deaf:
-            combinations.COPIED_GRADIENTS.refuse("overlap", self.config.overlap)
+        if not self._overlap.has_followed:
+            combinations.NO_MODEL.check("overlap", self.config.overlap)
+        if self._route.is_deaf:
+            combinations.COPIED_GRADIENTS.check("overlap", self.config.overlap)
         self._holder.open_after_backward()
         self._state.check()
         groups = self._values()
@@ -390,7 +383,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         began_s = self._overlap.pace.begin_step()
         try:
-            if self._goes_on:
+            if "forward" in self._hidden_in:
                 self._begin_step(groups, scale, clip, active)
             else:
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
@@ -682,21 +675,20 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def keeps_grads(self) -> bool:
         """Whether gradients stay in `.grad` until the step; else `clip_grad_norm_` alone can clip them."""
-        return self.config.keep_grads and self.config.gradient_memory is None
+        return self.config.keeps_grads
 
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
         explanation, iteration = self._explanation(), None
-        if self._overlap.pace.typical_s is not None and self._is_hidden:
+        if self._overlap.pace.typical_s is not None and self._hidden_in:
             iteration = (*self._overlap.pace.typical_s, self._iteration_s(*self._overlap.pace.typical_s))
-        hidden_in = ["forward"] * self._goes_on + ["backward"] * self.engine.speculates
         figures = self.engine.metrics()
         unpinned_bytes = int(figures.get(metrics.UNPINNED_BYTES, 0))
         parked = None
         if self.engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
             parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
-        plan, hidden = self.engine.plan, " and ".join(hidden_in)
+        plan, hidden = self.engine.plan, " and ".join(self._hidden_in)
         borrowing = self._forecast.borrowing_s(plan, self.engine.rates)
         borrowed_bytes = int(figures.get(metrics.BORROWED_BYTES, 0))
         return PlanReport(
@@ -719,29 +711,24 @@ class OffloadedOptimizer(StatefulOptimizer):
         return sum(s.state_bytes * r.numel // s.numel for s in subgroups for r in s.segments if r.parameter in frozen)
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether steps go on into the next forward pass."""
-        return bool(self._overlap.models) and self._auto.goes_on
-
-    @property
-    def _is_hidden(self) -> bool:
-        """Whether the step is hidden in forward or backward."""
-        return self._goes_on or self.engine.speculates
+    def _hidden_in(self) -> tuple[str, ...]:
+        """Where steps are hidden: in "forward", into which they go on, in "backward", in both or nowhere."""
+        return self._auto.hidden_in(self.engine, forward=bool(self._overlap.models))
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
         """Return the predicted seconds of an iteration, with the step hidden as it is now."""
-        plan, rates, follows = self.engine.plan, self.engine.rates, self._goes_on
-        if self.engine.speculates:
-            return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
-        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
+        plan, rates, hidden_in = self.engine.plan, self.engine.rates, self._hidden_in
+        if "backward" in hidden_in:
+            return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, "forward" in hidden_in)
+        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s)
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it.
 
         Warns, once a process, where weights on the CPU make forward and backward slow by their dtype.
         """
-        if not self.engine.plan.weights_on_gpu:
-            tell_once(parameter.dtype for group in self.param_groups for parameter in group["params"])
+        weights = (parameter for group in self.param_groups for parameter in group["params"])
+        tell_once(weight.dtype for weight in weights if weight.device.type == "cpu")
         return self._explanation()
 
     def _explanation(self) -> Explanation:
@@ -761,7 +748,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             figures[metrics.PREDICTED_GRADIENTS_S] = prediction.gradients_s
         figures |= {metrics.GRADIENT_NORM: self._scaling.norm, metrics.HIDDEN_S: 0.0}
         pace = self._overlap.pace
-        if pace.typical_s is not None and self._is_hidden:
+        if pace.typical_s is not None and self._hidden_in:
             figures[metrics.FORWARD_S], figures[metrics.BACKWARD_S] = pace.typical_s
             busy = (i for i in self.engine.last_step.timeline if i.lane != ENGINE)
             worked_s = max(figures[metrics.STEP_S], covered_s(busy))
@@ -775,9 +762,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         Where the step is hidden in forward or backward, what the caller did is there as lane "caller".
         """
         pace, intervals = self._overlap.pace, self.engine.timeline()
-        if self.engine.speculates:
+        if "backward" in self._hidden_in:
             intervals += pace.last_intervals
-        return [*intervals, *(pace.intervals if self._is_hidden else ())]
+        return [*intervals, *(pace.intervals if self._hidden_in else ())]
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.

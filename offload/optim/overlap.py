@@ -75,8 +75,7 @@ class Overlap:
         if set(parameters).isdisjoint(model.parameters()):
             allowed = "give a model that this optimizer updates parameters of, not a copy"
             raise ConfigError("model", type(model).__name__, allowed)
-        if self._holder.config.borrows:
-            combinations.BORROWED.refuse("gpu_memory", self._holder.config.gpu_memory)
+        self._holder.config.check_goes_on()
         for parameter in model.parameters():
             if ranks.is_flattened(parameter):
                 combinations.FSDP1_FORWARD.refuse("model", type(parameter).__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from offload.errors import CheckpointError
 from offload.layout import bare_names
 from offload.optim.weights import BoundParameter
 from offload.processes import Process
+from offload.tiers.common import digest_of
 
 log = logging.getLogger("offload")
 
@@ -103,9 +103,8 @@ def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int,
 
 
 def _digest(bound: BoundParameter) -> tuple[Any, ...]:
-    """Return what a weight is, which piece of it this rank has, and a checksum of the piece's beginning."""
+    """Return what a weight is, which piece of it this rank has, and a digest of the piece's beginning."""
     weight, mine = bound.parameter, bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)
     beginning = mine.as_strided((mine.numel(),), (1,))[:DIGEST_NUMEL].cpu()
-    checksum = zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
-    return (tuple(weight.shape), weight.dtype), place, checksum
+    return (tuple(weight.shape), weight.dtype), place, digest_of(beginning.view(torch.uint8).numpy().data)

@@ -53,9 +53,8 @@ def _tiers(plan: Plan, figures: Mapping[str, float]) -> list[Tier]:
     rest = plan.host_bytes - state - gradients - staging
     host = {"state": state, "gradients": gradients, "staging": staging, "buffers and tables": rest}
     found = [Tier("host memory", host, _whole(plan.host_bytes, psutil.virtual_memory().total))]
-    if plan.uses_gpu:
-        gpu = {"state": plan.home_bytes[Home.GPU], "staging": plan.gpu_slots * plan.gpu_slot_bytes}
-        found.insert(0, Tier("GPU memory", gpu, None))
+    if device := plan.device_bytes:
+        found.insert(0, Tier("GPU memory", device, None))
     for number, path in enumerate(plan.budgets.paths):
         stored = int(figures.get(metrics.of(metrics.LIVE_BYTES, number), 0))
         found.append(Tier(f"path {number}", {"state": stored}, _whole(stored, path.available_bytes)))

@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import combinations
 from offload.config import OffloadConfig
 from offload.device.none import NoDevice
-from offload.errors import ConfigError, known
+from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
-from offload.optim.announcer import Announcer
 from offload.optim.buckets import Buckets
+from offload.optim.hiding import Announcer
 from offload.optim.holder import EngineHolder
 from offload.optim.overlap import Overlap
 from offload.optim.ranks import is_flattened, world
@@ -39,15 +39,17 @@ def choose_route(
 ) -> Route:
     """Return the route for the device and the parameters; close the holder if its settings allow for none."""
     parameters = [*parameters]
-    try:
-        check_reduced(holder.config, parameters)
-    except ConfigError:
-        holder.close()
-        raise
     leaves = holder.config.gradient_memory is not None
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
     # Where ranks reduce gradients after backward, the step finds other bits than an update has read.
     can_be_final = is_alone or not any(map(is_flattened, parameters))
+    try:
+        check_reduced(holder.config, parameters)
+        if not can_be_final:
+            combinations.FSDP1_BACKWARD.check("overlap", holder.config.overlap)
+    except ConfigError:
+        holder.close()
+        raise
     arrive_reduced = is_alone or all(map(_arrives_reduced, parameters))
     kind: type[Route]
     if leaves:
@@ -56,11 +58,7 @@ def choose_route(
         kind = SlotRoute if is_alone else ReducedRoute
     else:
         kind = StepRoute if holder.config.keep_grads else DepartureRoute
-        # Until backward has shown what is free there.
-        holder.is_deferred = holder.config.gpu_memory == "auto" or holder.config.borrows
-    if holder.config.overlaps_backward and not can_be_final:
-        holder.close()
-        combinations.FSDP1_BACKWARD.refuse("overlap", holder.config.overlap)
+        holder.is_deferred = holder.config.opens_late
     route = kind(holder, weights, scaling, overlap)
     route.is_early = can_be_final and (arrive_reduced or holder.config.shard)
     route.is_deaf = any(map(shards.is_copied, parameters))
@@ -75,7 +73,7 @@ def check_reduced(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> 
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     leaves = config.gradient_memory is not None
-    if (leaves or not config.keep_grads) and not all(map(_arrives_reduced, parameters)):
+    if not config.keeps_grads and not all(map(_arrives_reduced, parameters)):
         name, value = ("gradient_memory", config.gradient_memory) if leaves else ("keep_grads", False)
         instead = "leave it out" if leaves else "use true"
         combinations.REDUCED_LATER.refuse(name, value, instead=instead, ranks=world()[0])
@@ -99,6 +97,11 @@ class Route:
     """Whether gradients are copied to the host by FSDP2, and no model has been given that says when."""
     announcer: Announcer | None = None
     """Is told of each gradient before the engine."""
+
+    @property
+    def arrives_early(self) -> bool:
+        """Whether gradients come during backward as the step will find them, which is of use to updates there."""
+        return self.is_early and not self.is_deaf
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._holder = holder
@@ -142,7 +145,7 @@ class Route:
         bound.arrivals += 1
         if self._scaling.scaled_ids:
             self._scaling.arrived(bound, gradient, builds_graph)
-        if bound.dealt is None:  # else its rank needs all shards of it
+        if not bound.is_brought:  # else its rank needs all shards of it
             self._handle(bound, gradient)
 
     def _handle(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
@@ -171,17 +174,13 @@ class Route:
         return [bound for bound in self._bound.values() if self._bind(bound)]
 
     def _bind(self, bound: BoundParameter) -> bool:
-        parameter, gradient = bound.parameter, bound.parameter.grad
-        if gradient is None:
+        found = bound.gradient()
+        if found is None:
             return False
-        rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is cut, too
-        if bound.dealt is not None:
-            gradient, parameter = known(bound.dealt.gradient, "a gradient that was not brought"), bound.dealt.copy
-        else:
-            gradient = shards.reduced_gradient(gradient, parameter, bound.name)
-            if gradient is not parameter.grad:
-                parameter.grad = gradient  # so that nobody reduces it again
-            gradient, parameter = shards.local(gradient), shards.local(parameter)
+        gradient, parameter = found
+        rows = bound.cut
+        if rows is not None and shards.is_sharded(bound.parameter):
+            rows = None  # the gradient is cut, too
         _check_gradient(gradient, parameter, bound)
         self._tensors.append(gradient)
         is_gathered = self._is_gathered(bound, gradient)

@@ -23,7 +23,6 @@ from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.request import SaveRequest
 from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
-from offload.formats import StateSpec
 from offload.layout import bare_names, matching_names
 from offload.optim import ranks
 from offload.optim.groups import (
@@ -87,11 +86,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        self._spec(self.rule).row(1, self.rule.values(group), 1.0)
+        self._check_values(self.rule, self.rule.values(group))
 
-    def _spec(self, rule: UpdateRule) -> StateSpec:
-        """Return how state of a rule is stored."""
-        return StateSpec(rule, self._holder.config.format)
+    def _check_values(self, rule: UpdateRule, values: Any) -> None:
+        """Refuse a rule's hyperparameters that cannot be used with it, or as its state is stored."""
+        self._holder.config.state_of(rule).row(1, values, 1.0)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
@@ -202,10 +201,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         For writes to 16-bit weights that torch's version counter does not see, and where a master is to give up what
         it has beyond a weight that has the same bits.
         """
-        for bound in self._weights.bound.values():
-            if bound.dealt is not None:
-                bound.dealt.is_changed()  # and brought when ranks meet
-            self.engine.reload_master(bound.position)
+        self._weights.reload_masters()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from offload import combinations
 from offload.backends import ADVICE, BACKENDS
 from offload.checkpoint.reader import PIECE_NUMEL
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
@@ -49,6 +49,7 @@ class BoundParameter:
         used_gradient: The gradient that the last step has used, and its version then.
         was_different: Whether a master was set that rounds to another 16-bit weight; until somebody writes to that.
         dealt: The copy of a `DTensor` that was dealt to one rank whole.
+        is_brought: Whether ranks bring weight and gradients to the one that updates it, when they meet in the step.
     """
 
     parameter: torch.Tensor
@@ -63,11 +64,24 @@ class BoundParameter:
     used_gradient: tuple[weakref.ref[torch.Tensor], int] | None = None
     was_different: bool = False
     dealt: DealtWeight | None = None
+    is_brought: bool = False
 
     @property
     def local(self) -> torch.Tensor:
         """The elements of the parameter that this rank updates, where they are now."""
         return shards.own(self.parameter, self.cut) if self.dealt is None else self.dealt.copy
+
+    def gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the gradient that this rank's step reads, reduced, and the weight that it is of; None without."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        if self.dealt is not None:
+            return known(self.dealt.gradient, "a gradient that was not brought"), self.dealt.copy
+        reduced = shards.reduced_gradient(gradient, self.parameter, self.name)
+        if reduced is not gradient:
+            self.parameter.grad = reduced  # so that nobody reduces it again
+        return shards.local(reduced), shards.local(self.parameter)
 
     def current_stamp(self) -> tuple[int, int]:
         """Return address and version of the weight as it is now."""
@@ -121,8 +135,7 @@ class Weights:
             check_parameter(parameter, labels[parameter][0], self.required_device)
             if is_mapped(shards.local(parameter).data_ptr()):
                 self.are_in_file = True
-                if self._holder.config.overlaps_backward:
-                    combinations.IMAGES_OF_MAPPED.refuse("overlap", self._holder.config.overlap)
+                combinations.IMAGES_OF_MAPPED.check("overlap", self._holder.config.overlap)
         _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
         return tuple(
             self._describe(parameter, labels[parameter][0], *kept_as(parameter, *labels[parameter]))
@@ -179,7 +192,9 @@ class Weights:
         """Bind the weight of the engine's next parameter; return its record, which the caller puts into `bound`."""
         cut = shards.cut_of(parameter, name, self.rows_over, self.owners.get(parameter))
         dealt = self._copy_of(parameter)
-        bound = BoundParameter(parameter, len(self.bound), name, _form(parameter), (0, 0), cut, dealt=dealt)
+        bound = BoundParameter(
+            parameter, len(self.bound), name, _form(parameter), (0, 0), cut, dealt=dealt, is_brought=dealt is not None
+        )
         bound.stamp = bound.current_stamp()
         self._holder.engine.bind_weight(bound.position, bound.local.data_ptr())
         return bound
@@ -224,6 +239,13 @@ class Weights:
         for dealt in self.dealt.values():
             anew = [self.bound.get(weight.parameter) for weight in dealt.refresh(gradients) if weight.is_own]
             self._note_changes([bound.name for bound in anew if bound is not None and self._match(bound)])
+
+    def reload_masters(self) -> None:
+        """Have the next step take all masters from the weights, whole."""
+        for bound in self.bound.values():
+            if bound.dealt is not None:
+                bound.dealt.is_changed()  # and brought when ranks meet
+            self._holder.engine.reload_master(bound.position)
 
     def forget_gradients(self) -> None:
         """Let go of gradients that were brought to the ranks of their weights."""

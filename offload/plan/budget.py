@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
-from offload.dtypes import ITEM_BYTES
-from offload.errors import InfeasiblePlanError
-from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import ACTIVATIONS, SECTOR_BYTES, Owner, ScratchKind, TileId
@@ -91,14 +90,15 @@ AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
 
-def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, state: StateSpec = EXACT_ADAMW) -> int:
+def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: Layout | None = None) -> int:
     """Return a subgroup size that suits a model of so many elements and the staging memory.
 
     Args:
         numel: Elements of one rank's shard.
         staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
-        state: What is kept for each element, and how.
+        layout: What it joins, which says what is kept for each element, and how; None for AdamW, exact.
     """
+    state = (layout or Layout((), ())).state
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
@@ -162,6 +162,17 @@ class NodeBudget(NamedTuple):
     nbytes: int
 
 
+class Offer(TypedDict):
+    """What the device that the weights are on offers: the budgets that depend on it, see `Budgets`."""
+
+    on_gpu: bool
+    gpu_bytes: int
+    gpu_staging_bytes: int
+
+
+NO_OFFER = Offer(on_gpu=False, gpu_bytes=0, gpu_staging_bytes=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Budgets:
     """What each tier offers.
@@ -212,6 +223,11 @@ class Budgets:
     mirrors: bool = False
     leftover_bytes: int = 0
     nodes: tuple[NodeBudget, ...] = ()
+
+    @property
+    def most_gpu_slots(self) -> int:
+        """The most staging slots on the GPU: `GPU_STAGING_SLOTS`, or as many as fit where they are borrowed."""
+        return self.gpu_staging_bytes // SECTOR_BYTES if self.borrows else GPU_STAGING_SLOTS
 
     def with_more_host(self, nbytes: int) -> Budgets:
         """Return budgets with so much more host memory for state, on the fastest memory node."""
@@ -274,9 +290,30 @@ class Plan:
         """Whether backward may update state: there is some on paths, and gradients do not leave for them."""
         return self.home_bytes[Home.STREAMED] > 0 and not self.gradient_buffers
 
-    @property
-    def _speculative(self) -> Iterable[Subgroup]:
-        return (subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
+    @cached_property
+    def updated_in_backward(self) -> tuple[Subgroup, ...]:
+        """The subgroups that can be updated in backward; see `may_speculate`."""
+        return tuple(subgroup for subgroup in self.layout.subgroups if self.may_speculate(subgroup.index))
+
+    def with_updates_in_backward(self, gradient_item_bytes: int) -> Plan:
+        """Return it with updates in backward: gradients of what the GPU updates then come to host memory, too.
+
+        Args:
+            gradient_item_bytes: Size of their elements there.
+        """
+        ahead = replace(self, budgets=replace(self.budgets, speculates=True))
+        of_gpu = (s.numel for s in ahead.updated_in_backward if self.weights_on_gpu and self.updates_on_gpu(s.index))
+        nbytes = self.budgets.gradient_bytes + gradient_item_bytes * sum(of_gpu)
+        return replace(ahead, budgets=replace(ahead.budgets, gradient_bytes=nbytes))
+
+    def taken_by_updates_in_backward(self, gradient_item_bytes: int) -> tuple[int, int]:
+        """Return bytes of host memory, and of paths, that these take besides; see `with_updates_in_backward`."""
+        ahead = self.with_updates_in_backward(gradient_item_bytes)
+        return ahead.host_bytes - self.host_bytes, ahead.speculative_storage_bytes
+
+    def needs_gradients(self, subgroup: int) -> bool:
+        """Return whether the CPU updates a subgroup, in the step or in backward, so that its gradients come to it."""
+        return not self.updates_on_gpu(subgroup) or self.may_speculate(subgroup)
 
     def at_home_on_gpu(self, subgroup: int) -> bool:
         """Return whether a subgroup's state is at home in GPU memory."""
@@ -291,6 +328,34 @@ class Plan:
         """Whether the weights lie on the GPU."""
         return self.budgets.weights_on_gpu
 
+    def passing_bytes(self, subgroup: int) -> int:
+        """Return the bytes of weights that pass through a weight slot when the CPU visits a subgroup.
+
+        0 where weights lie in host memory, as the CPU's visits reach them there.
+        """
+        return self.layout.subgroups[subgroup].weight_bytes if self.budgets.weights_on_gpu else 0
+
+    @property
+    def fetches_gradients(self) -> bool:
+        """Whether gradients of what the CPU updates are fetched from a GPU during the step."""
+        return self.budgets.gradients_on_gpu
+
+    def leaving_bytes(self, subgroup: int) -> int:
+        """Return what leaves a GPU for an update on the CPU: gradients that backward has not sent, and fp32 weights.
+
+        A gradient has its weight's dtype, and an fp32 weight is the master.
+        """
+        is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        return self.passing_bytes(subgroup) * (self.fetches_gradients + is_master)
+
+    @cached_property
+    def unborrowed(self) -> Plan:
+        """This plan for a step without the GPU's staging slots, if they are borrowed: the CPU makes these updates."""
+        if not (self.budgets.borrows and self.gpu_slots):
+            return self
+        placements = tuple(Placement.GPU if home is Home.GPU else Placement.CPU for home in self.homes)
+        return replace(self, placements=placements, gpu_slots=0)
+
     @property
     def uses_gpu(self) -> bool:
         """Whether a step needs a GPU."""
@@ -302,11 +367,20 @@ class Plan:
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
         return max((nbytes for home, nbytes in sizes if home is not Home.GPU), default=0) if self.gpu_slots else 0
 
+    @property
+    def gpu_staging_bytes(self) -> int:
+        """Bytes of all staging slots on the GPU."""
+        return self.gpu_slots * self.gpu_slot_bytes
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """GPU memory of state at home there and of staging slots, by these words; empty where a step needs no GPU."""
+        return {"state": self.home_bytes[Home.GPU], "staging": self.gpu_staging_bytes} if self.uses_gpu else {}
+
     @cached_property
     def weight_slot_bytes(self) -> int:
         """Bytes of host memory in which one subgroup's new weights are made for the GPU; 0 if they are not there."""
-        sizes = (subgroup.weight_bytes for subgroup in self.layout.subgroups)
-        return max(sizes, default=0) if self.weights_on_gpu else 0
+        return max((self.passing_bytes(subgroup.index) for subgroup in self.layout.subgroups), default=0)
 
     @cached_property
     def weight_slots(self) -> int:
@@ -328,19 +402,18 @@ class Plan:
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @cached_property
-    def speculative_memory_bytes(self) -> int:
-        """Bytes of host memory that updates during backward take, if all that may be are made: for new weights."""
-        return sum(subgroup.weight_bytes for subgroup in self._speculative)
-
-    @cached_property
     def speculative_storage_bytes(self) -> int:
-        """Bytes that they take on the paths besides: a speculative version of each tile, with its header."""
-        return sum((nbytes + SECTOR_BYTES) * count for s in self._speculative for nbytes, count in s.tile_sizes)
+        """Bytes of paths that updates in backward take besides: a second version of each tile, with its header."""
+        return sum((size + SECTOR_BYTES) * count for s in self.updated_in_backward for size, count in s.tile_sizes)
 
     @property
     def image_bytes(self) -> int:
         """Bytes of host memory that are for new weights made during backward."""
-        return self.speculative_memory_bytes if self.budgets.speculates else 0
+        return sum(s.weight_bytes for s in self.updated_in_backward) if self.budgets.speculates else 0
+
+    def fits_but_for_backward(self, available: int) -> bool:
+        """Return whether host memory has room for all but the new weights that backward makes, and none for these."""
+        return self.image_bytes > 0 and self.host_bytes - self.image_bytes <= available
 
     @property
     def state_bytes(self) -> int:
@@ -536,6 +609,18 @@ class Plan:
         """Whether the paths have room for `speculative_storage_bytes` besides; else only part is speculated on."""
         return self.checkpoint_bytes + self.speculative_storage_bytes <= self._spare_bytes
 
+    def check_rates(self, rates: Rates) -> None:
+        """Verify that rates know what a step needs: every path, and the GPU if there is one.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if len(rates.paths) != len(self.budgets.paths):
+            allowed = f"give one entry for each of the plan's {len(self.budgets.paths)} paths"
+            raise ConfigError("rates.paths", len(rates.paths), allowed)
+        if self.uses_gpu:
+            rates.gpu.check_used(planned=False)
+
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
 
@@ -597,17 +682,6 @@ class Plan:
         slots = self.staging_bytes + self.budgets.gradient_bytes + self.budgets.activation_bytes + self.image_bytes
         return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
-    @property
-    def formats(self) -> dict[str, tuple[int, int]]:
-        """Parameters whose state is stored in each format, and the bytes that it takes."""
-        found = {}
-        for state_format in FORMATS:
-            subgroups = [s for s in self.layout.subgroups if s.state.format is state_format]
-            if subgroups:
-                numel = sum(segment.numel for s in subgroups for segment in s.segments)
-                found[state_format.name] = numel, sum(s.state_bytes for s in subgroups)
-        return found
-
     def _format_lines(self) -> list[str]:
         """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
         if not self.layout.state.format.rounds:
@@ -615,7 +689,7 @@ class Plan:
         return [
             f"  {name:<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
             f"{nbytes / numel:.4g} bytes each"
-            for name, (numel, nbytes) in self.formats.items()
+            for name, (numel, nbytes) in self.layout.formats.items()
         ]
 
     def __str__(self) -> str:
@@ -708,6 +782,11 @@ class Plan:
             lines.append(f"  {title:<12} {size:>10}  at most for {kept}{room}")
         return "\n".join(lines)
 
+    def change_from(self, before: Plan) -> str:
+        """Return in words what the GPU updates by this plan, and not by one before of the same subgroups."""
+        now, then = (plan.placements.count(Placement.GPU) for plan in (self, before))
+        return f"the GPU updates {now} of {len(self.placements)} subgroups from now on, and not {then}"
+
     def _gpu_lines(self) -> list[str]:
         pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
         small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
@@ -717,7 +796,7 @@ class Plan:
             return [f"  GPU memory   {line}" for line in small]
         home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - home
-        staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
+        staging = format_bytes(self.gpu_staging_bytes)
         here = format_count(home, "subgroup")
         slots = f"{self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}"
         if self.budgets.borrows:

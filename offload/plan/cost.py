@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from offload.dtypes import DtypeCode
 from offload.plan.budget import Home, Placement, Plan
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, Rates
 
@@ -101,10 +100,8 @@ def mix_of(plan: Plan) -> Mix:
         return Part(len(sizes), sum(sizes))
 
     (_, gpu), host, streamed = ((part(home, Placement.CPU), part(home, Placement.GPU)) for home in Home)
-    pushed = [s for s in subgroups if plan.weights_on_gpu and not plan.updates_on_gpu(s.index)]
-    pushed_bytes = sum(subgroup.weight_bytes for subgroup in pushed)
-    brought_bytes = pushed_bytes if plan.budgets.gradients_on_gpu else 0  # a gradient has its weight's dtype
-    brought_bytes += sum(s.weight_bytes for s in pushed if s.dtype is DtypeCode.FLOAT32)
+    on_cpu = [number for number in range(len(subgroups)) if not plan.updates_on_gpu(number)]
+    pushed_bytes, brought_bytes = sum(map(plan.passing_bytes, on_cpu)), sum(map(plan.leaving_bytes, on_cpu))
     tiles = sum(s.tile_count for s in subgroups if not plan.is_resident(s.index))
     mean_tiles = tiles / max(plan.homes.count(Home.STREAMED), 1)
     segments = sum(len(s.segments) for s in subgroups) / max(len(subgroups), 1)

@@ -90,6 +90,17 @@ def choose_plan(
         return _placing(layout, budgets, rates, placement, kept, budgets.nodes)  # the paths have no room for more
 
 
+def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Plan:
+    """Return a plan like `choose_plan`'s for a layout with more subgroups, where those of the plan before stay.
+
+    They are also updated where they were: memory for their gradients has been given out by that.
+    """
+    fresh = choose_plan(layout, budgets, rates, placement, kept=before)
+    placements = (*before.placements, *fresh.placements[len(before.placements) :])
+    gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
+    return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
+
+
 def in_order(budgets: Budgets, rates: Rates) -> Budgets:
     """Return budgets with memory nodes in the order of their rates.
 
@@ -156,9 +167,8 @@ def _placing(
         placements, mix = _cheapest(plan, on_cpu, rates)
     elif placement != "cpu":
         placements = _named(plan, placement)
-        most = len(plan.homes) if budgets.borrows else GPU_STAGING_SLOTS
-        mix = mix_of(planned(placements=placements, gpu_slots=most))
-    gpu_slots = _worth_borrowing(mix, plan.shares(rates), rates) if budgets.borrows else GPU_STAGING_SLOTS
+        mix = mix_of(planned(placements=placements, gpu_slots=budgets.most_gpu_slots))
+    gpu_slots = _slots_that_pay(mix, plan.shares(rates), rates)
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
         slots = _look_ahead(mix, plan.shares(rates), rates, slots)
@@ -176,7 +186,7 @@ def _placing(
         return planned(placements=placements, gpu_slots=gpu_slots)
 
 
-def _worth_borrowing(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
+def _slots_that_pay(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     """Return the fewest staging slots on the GPU, of those in `mix`, with which a step is as fast as can be."""
     counts = range(min(GPU_STAGING_SLOTS, mix.gpu_slots), mix.gpu_slots + 1)
     costs = {count: estimate_mix(replace(mix, gpu_slots=count), shares, rates).step_s for count in counts}
@@ -242,8 +252,7 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
     hosts = [(Home.HOST, node) for node in (mix.nodes or [None])]
     kinds = [[n for n in range(count) if places[n] == kind] for kind in (*hosts, (Home.STREAMED, None))]
     largest = max((sizes[number] for kind in kinds for number in kind), default=0)
-    slots = plan.budgets.gpu_staging_bytes // largest if largest else 0
-    slots = slots if plan.budgets.borrows else min(GPU_STAGING_SLOTS, slots)
+    slots = min(plan.budgets.most_gpu_slots, plan.budgets.gpu_staging_bytes // largest) if largest else 0
     if not slots:
         return plan.placements, mix
     shares = plan.shares(rates)

@@ -38,16 +38,12 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
         bytes_per_s: Its rate for each format; of those that are missing, as many parameters a second as of `EXACT`.
         numels: How many parameters have each, one at least.
     """
-    nbytes = {form: numel * _bytes_each(form) for form, numel in numels.items()}
-    exact_numel_per_s = bytes_per_s[EXACT] / _bytes_each(EXACT)
+    each = {form: EXACT_ADAMW.stored_in(form).item_bytes for form in numels}
+    exact_numel_per_s = bytes_per_s[EXACT] / EXACT_ADAMW.item_bytes
     seconds = sum(
-        size / bytes_per_s.get(form, exact_numel_per_s * _bytes_each(form)) for form, size in nbytes.items()
+        numel * each[form] / bytes_per_s.get(form, exact_numel_per_s * each[form]) for form, numel in numels.items()
     )
-    return sum(nbytes.values()) / seconds
-
-
-def _bytes_each(state_format: StateFormat) -> float:
-    return EXACT_ADAMW.stored_in(state_format).item_bytes
+    return sum(numel * each[form] for form, numel in numels.items()) / seconds
 
 
 class Direction(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 
-from offload.plan.budget import Placement, Plan
+from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.predict.explanation import Explanation
@@ -44,10 +44,10 @@ class Forecast:
                 return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
         return self.simulated(plan, rates)
 
-    def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float, on_cpu: bool) -> float:
+    def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float) -> float:
         """Return the seconds of a forward pass behind which the last step goes on; see `with_forward_s`."""
         made, factor = self._drifted(plan, rates)
-        return with_forward_s(made, forward_s, on_cpu=on_cpu, factor=factor)
+        return with_forward_s(made, plan, forward_s, factor=factor)
 
     def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
         """Return the seconds of an iteration with updates during backward; see `with_backward_s`."""
@@ -62,10 +62,9 @@ class Forecast:
 
     def borrowing_s(self, plan: Plan, rates: Rates) -> tuple[float, float] | None:
         """Return the seconds of a step with the staging slots that are borrowed, and without; None if none are."""
-        if not (plan.budgets.borrows and plan.gpu_slots):
+        if plan.unborrowed is plan:
             return None
-        without = dataclasses.replace(plan, placements=(Placement.CPU,) * len(plan.homes), gpu_slots=0)
-        return self.carried_on(plan, rates).step_s, predict(without, rates).step_s
+        return self.carried_on(plan, rates).step_s, predict(plan.unborrowed, rates).step_s
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.

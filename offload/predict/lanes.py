@@ -15,7 +15,6 @@ from __future__ import annotations
 from heapq import heappush
 from typing import Any
 
-from offload.errors import ConfigError
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
 from offload.predict.shared import SharedPath
@@ -70,9 +69,7 @@ class VirtualLanes:
     """
 
     def __init__(self, plan: Plan, rates: Rates, servers: int = 1) -> None:
-        if len(rates.paths) != len(plan.budgets.paths):
-            allowed = f"give one entry for each of the plan's {len(plan.budgets.paths)} paths"
-            raise ConfigError("rates.paths", len(rates.paths), allowed)
+        plan.check_rates(rates)
         self.now_s = 0.0
         self.record_timeline = True
         """Whether operations that start are added to the timeline."""
@@ -80,6 +77,10 @@ class VirtualLanes:
         self._rates = rates
         self._sizes = [subgroup.state_bytes for subgroup in plan.layout.subgroups]
         self._cpu = Lane("cpu", rates.cpu_bytes_per_s, servers=servers)
+        # By their names: the CPU, and what the rates know of a GPU.
+        self._named = {"cpu": self._cpu}
+        for lane, (rate, cost) in rates.gpu.lanes.items():
+            self._named[lane] = Lane(lane, rate, 0.0, cost, servers)
         self._reads: list[Lane] = []
         self._writes: list[Lane] = []
         for number, path in enumerate(rates.paths):
@@ -91,9 +92,6 @@ class VirtualLanes:
         self._copies = Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
         self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
         self._pushes = Lane("pushes", rates.cpu_bytes_per_s)
-        if plan.uses_gpu:
-            rates.gpu.check_used(planned=False)
-        self._gpu = {lane: Lane(lane, rate, 0.0, cost, servers) for lane, (rate, cost) in rates.gpu.lanes.items()}
         self._heap: list[tuple[float, int, Operation | Event, Any]] = []
         self._pushed = 0  # breaks ties in time: first given, first reported
         self._started: list[tuple[Lane, Operation | int | None, float, float, int]] = []
@@ -117,7 +115,7 @@ class VirtualLanes:
         return {lane.name: lane.nbytes for lane in self._lanes()}
 
     def _lanes(self) -> list[Lane]:
-        return [self._cpu, *self._gpu.values(), *self._reads, *self._writes]
+        return [*self._named.values(), *self._reads, *self._writes]
 
     def lane_of(self, operation: Operation) -> tuple[Lane, int]:
         """Return the lane that an operation goes to and the bytes that it costs there."""
@@ -127,9 +125,9 @@ class VirtualLanes:
             case WriteTile(record=record):
                 return self._writes[record.location.path], record.location.nbytes
             case Run(visit=visit):
-                return self._gpu["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
+                return self._named["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
             case Transfer(nbytes=nbytes):
-                return self._gpu[operation.lane], nbytes
+                return self._named[operation.lane], nbytes
             case AwaitPush() | GiveBack():
                 return self._pushes, 0
             case CopyTile(record=record):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, invariant
-from offload.layout import Subgroup
 from offload.plan.budget import Plan
 from offload.plan.cost import in_step, mix_of
 from offload.plan.planner import visit_order
@@ -17,8 +15,9 @@ from offload.predict.timing import TimingExecutor
 from offload.protocols import Owner
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import Begin, Ready, Sweep, Want
+from offload.schedule.runs import update_visits
 from offload.schedule.timeline import Interval, covered_s
 from offload.units import format_bytes, format_seconds
 
@@ -53,15 +52,16 @@ class Prediction:
         return "\n".join(lines)
 
 
-def with_forward_s(prediction: Prediction, forward_s: float, *, on_cpu: bool, factor: float = 1.0) -> float:
+def with_forward_s(prediction: Prediction, plan: Plan, forward_s: float, *, factor: float = 1.0) -> float:
     """Return the seconds of a forward pass into which a step goes on, in the order in which it needs the weights.
 
-    A part of forward begins when its weights are there. On the CPU updates take their time from it, unless it waits.
+    A part of forward begins when its weights are there. Where these lie in host memory, forward runs on the cores
+    that update, and updates take their time from it, unless it waits.
 
     Args:
         prediction: Of the step, with a timeline.
+        plan: What it predicts.
         forward_s: What the forward pass takes by itself.
-        on_cpu: Whether it runs on the cores that update.
         factor: By which all of the prediction is longer.
     """
     updates = [interval for interval in prediction.timeline if interval.lane in ("cpu", "gpu")]
@@ -69,7 +69,7 @@ def with_forward_s(prediction: Prediction, forward_s: float, *, on_cpu: bool, fa
     if not nbytes:
         return prediction.step_s * factor + forward_s
     for interval in sorted(updates, key=lambda interval: interval.finished_s):
-        if on_cpu:
+        if not plan.weights_on_gpu:
             now_s += (interval.finished_s - interval.started_s) * factor
         now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / nbytes
     return now_s
@@ -102,16 +102,16 @@ def with_backward_s(
         factor: By which all of the prediction is longer.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    ahead = [s for s in plan.layout.subgroups if plan.may_speculate(s.index)]
+    ahead = plan.updated_in_backward
     streamed_bytes, moved_bytes = sum(s.state_bytes for s in ahead), sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     if plan.weights_on_gpu:
-        left_s = prediction.step_s * factor * _left_share(prediction, plan, ahead, moved_bytes)
+        left_s = prediction.step_s * factor * _left_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
         update_s = streamed_bytes * (update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s)
-        leaving_bytes = sum(_leaving_bytes(subgroup, plan) for subgroup in ahead)
+        leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in ahead)
         if leaving_bytes:
             update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h.alone)
         if follows:
@@ -123,7 +123,7 @@ def with_backward_s(
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
 
 
-def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], moved_bytes: int) -> float:
+def _left_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
     """Return how long the lanes work for a step of which some state was updated in backward, over all that they do.
 
     Homes in memory are updated then, new weights are sent to the GPU, and what else streams goes over the paths. What
@@ -132,12 +132,12 @@ def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], m
     Args:
         prediction: Of the step.
         plan: What it predicts.
-        ahead: What was updated in backward.
         moved_bytes: What the step moves over the paths.
     """
+    ahead = plan.updated_in_backward
     of_gpu = [subgroup for subgroup in ahead if plan.updates_on_gpu(subgroup.index)]
     ahead_bytes, gpu_bytes = (sum(subgroup.state_bytes for subgroup in some) for some in (ahead, of_gpu))
-    leaving = (_leaving_bytes(subgroup, plan) for subgroup in ahead if not plan.updates_on_gpu(subgroup.index))
+    leaving = (plan.leaving_bytes(subgroup.index) for subgroup in ahead if not plan.updates_on_gpu(subgroup.index))
     done_bytes = {
         "cpu": ahead_bytes - gpu_bytes,
         "gpu": gpu_bytes,
@@ -151,12 +151,6 @@ def _left_share(prediction: Prediction, plan: Plan, ahead: Sequence[Subgroup], m
         nbytes = moved_bytes if of_path else prediction.lane_bytes.get(lane, 0)
         left_s = max(left_s, busy_s * (1 - min(done / max(nbytes, 1), 1.0)))
     return left_s / max(prediction.busy_s.values()) if left_s else 0.0
-
-
-def _leaving_bytes(subgroup: Subgroup, plan: Plan) -> int:
-    """Return what is copied from the GPU for an update ahead: gradients, if they stay there, and fp32 weights."""
-    is_master = subgroup.dtype is DtypeCode.FLOAT32  # and a gradient has its weight's dtype
-    return subgroup.weight_bytes * (plan.budgets.gradients_on_gpu + is_master)
 
 
 def predict(

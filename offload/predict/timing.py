@@ -6,7 +6,7 @@ operation, that is a lane, too ("engine"). Where they know the host's memory ban
 the other lanes leave of it at each moment (`Rates.cpu_speed`).
 
 The GPU is driven as the live engine drives it: a copy to it or an update there counts as done once it is enqueued,
-and what follows waits for it on the GPU (`Streams`). Gradients that wait on the GPU (`Budgets.gradients_on_gpu`) are
+and what follows waits for it on the GPU (`Streams`). Gradients that wait on the GPU (`Plan.fetches_gradients`) are
 fetched a few visits ahead, on a stream beside that of state, and an update on the CPU waits for its own.
 
 Non-goals: a host so much slower than its lanes that they wait for it in turn.
@@ -29,9 +29,6 @@ from offload.predict.streams import PIECE_GAP_S, Order, Streams, Work
 from offload.schedule.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
 from offload.schedule.timeline import ENGINE
 
-TABLE_SHARE = 1024 * 12 // 8
-"""Bytes of exact state for each byte of its update's table: 8 for each 1024 elements."""
-
 
 class TimingExecutor(VirtualLanes):
     """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
@@ -49,8 +46,6 @@ class TimingExecutor(VirtualLanes):
 
     gradient_stream = "leaving"
     """The stream on which gradients leave the GPU: "d2h" is that of state."""
-    table_stream = "h2d"
-    """The stream on which tables of updates come to the GPU. On that of state they cost nothing beside it."""
 
     def __init__(
         self, plan: Plan, rates: Rates, *, order: Order = Order.READINESS, piece_bytes: int | None = None
@@ -77,7 +72,7 @@ class TimingExecutor(VirtualLanes):
             path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_shared
         )
         # So do those that wait for gradients.
-        self._contended = rates.cpu_speed(demand) < 1 or plan.budgets.gradients_on_gpu
+        self._contended = rates.cpu_speed(demand) < 1 or plan.fetches_gradients
         self._updates: deque[tuple[Run, float]] = deque()  # and when each may begin
         self._update_left_s = 0.0  # of the first one, at the CPU's own speed
         self._update_from_s = 0.0
@@ -96,7 +91,7 @@ class TimingExecutor(VirtualLanes):
         """Have the GPU do all that it has been given; return when it has ended updates and copies to it."""
         while self.streams.next()[1] is not None:
             self._begin_work()
-        return max((lane.free_s[0] for name, lane in self._gpu.items() if name != "d2h"), default=0.0)
+        return max((lane.free_s[0] for name, lane in self._named.items() if name not in ("cpu", "d2h")), default=0.0)
 
     def _lanes(self) -> list[Lane]:
         return [*super()._lanes(), self._engine] if self._costly else super()._lanes()
@@ -130,14 +125,10 @@ class TimingExecutor(VirtualLanes):
     def _enqueue(self, operation: Transfer | AwaitPush | Run, nbytes: int, ready_s: float) -> None:
         """Put work on a stream of the GPU; report it when it ends, or now where the host need not know."""
         if isinstance(operation, AwaitPush):
-            self._report(self._weights_sent.pop(operation.weight_slot), ready_s, operation)
+            self._report(self._weights_sent.pop(operation.through), ready_s, operation)
         elif isinstance(operation, Run):
-            slot = operation.gpu_slot
+            slot = operation.through
             state = self._there.pop(slot, None) if slot is not None else None
-            if state is not None and self.table_stream != "h2d":  # it comes behind the state, and is waited for
-                table_bytes = nbytes // TABLE_SHARE
-                table = Work(self.table_stream, "h2d", operation, table_bytes, ready_s, state)
-                state = self.streams.put(table)
             work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
             if slot is not None:
                 self._there[slot] = work
@@ -185,7 +176,7 @@ class TimingExecutor(VirtualLanes):
         """Begin the next work of the GPU."""
         begins_s, work = self.streams.next()
         work = known(work, "the GPU begins with nothing")
-        ends_s = self._give(self._gpu[work.engine], work.what, work.nbytes, begins_s)
+        ends_s = self._give(self._named[work.engine], work.what, work.nbytes, begins_s)
         self.streams.begin(work, ends_s)
         if work in self._awaited:
             ready_s, operation = self._awaited.pop(work)
@@ -256,8 +247,7 @@ class TimingExecutor(VirtualLanes):
         """Return how often the GPU's runtime is called for an operation."""
         if isinstance(operation, Transfer) and operation.what == "weights":
             return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
-        on_gpu = isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu)
-        return CALLS if on_gpu else 0
+        return CALLS if isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu) else 0
 
     def _begin(self, sweep: Sweep) -> None:
         """Have the gradients of the first visits on their way, as far as they lie on the GPU."""
@@ -265,7 +255,7 @@ class TimingExecutor(VirtualLanes):
         self._brought.clear()
         if self._costly:
             self._work(self.now_s + self._rates.reaction_s, self._rates.begin_s)
-        if self._plan.budgets.gradients_on_gpu:
+        if self._plan.fetches_gradients:
             # A gradient has its weight's dtype.
             self._to_bring = {visit.subgroup: visit.weight_bytes for visit in sweep.visits if visit.weight_bytes}
             self._bring_ahead(self.now_s + self._rates.reaction_s)

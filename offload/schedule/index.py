@@ -46,11 +46,11 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A tile's newest version on storage: where it lies, which step wrote it, and its checksum."""
+    """A tile's newest version on storage: where it lies, which step wrote it, and the checksum that it has got."""
 
     location: Location
     step: int
-    checksum: int
+    checksum: int = 0
 
 
 @dataclass(slots=True)

@@ -29,10 +29,9 @@ addresses (the executor knows them).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offload.dtypes import DtypeCode
 from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import Owner, TileId
@@ -82,33 +81,6 @@ from offload.schedule.staging import Phase, Staging, Subgroup
 
 MOST_MOVING = 4
 """Subgroups that leave memory, or come home to it, at once: enough to keep all paths at work."""
-
-
-def update_visits(
-    plan: Plan,
-    order: Iterable[int],
-    reloads: Callable[[int], bool] = lambda subgroup: False,
-    *,
-    lent: bool = True,
-) -> tuple[Visit, ...]:
-    """Return the visits of a step that updates these subgroups, each on the device that the plan says.
-
-    Args:
-        plan: What lives where.
-        order: The subgroups.
-        reloads: Whether masters of a subgroup are taken from its weights.
-        lent: Whether there are staging slots on the GPU; else the CPU updates what would pass through them.
-    """
-    visits = []
-    for number in order:
-        subgroup = plan.layout.subgroups[number]
-        gpu = plan.at_home_on_gpu(number) or (lent and plan.updates_on_gpu(number))
-        weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not gpu else 0
-        reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
-        fetches = weight_bytes > 0 and reads
-        owner = plan.gradients_of(number)
-        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=fetches, reads=owner))
-    return tuple(visits)
 
 
 @dataclass(slots=True)
@@ -305,16 +277,16 @@ class Machine:
                     self.index.cut()
                 case Allocated(ends):
                     self.index.allocated(ends)
-                case Lend(gpu_slots):
-                    self._runs.lend(gpu_slots)
+                case Lend(count):
+                    self._runs.lend(count)
                 case Reshare(shares):
                     self.index.reshare(shares)
                 case TakeOver():
                     self._take_over(event)
                 case Release(number):
                     self.saver.release(number)
-                case Done(op, checksum):
-                    if not self._done(self._issued.end(op), checksum) and self.broken is None:
+                case Done(op, written):
+                    if not self._done(self._issued.end(op), written) and self.broken is None:
                         return  # one tile of several: nothing to decide
                 case Failed(op, error):
                     self._failed(self._issued.end(op), error)
@@ -610,13 +582,13 @@ class Machine:
             self._subgroups[subgroup].version = record.step
             self.index.adopt(tile, record)
 
-    def _done(self, operation: Operation, checksum: int) -> bool:
+    def _done(self, operation: Operation, written: Record | None) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
         if isinstance(operation, WriteTile | SaveTile):
             self.index.written(operation.record.location)
         match operation:
             case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
-                if self.scratch[owner.kind].landed(operation, checksum):
+                if self.scratch[owner.kind].landed(operation, written):
                     self._scratch_came(operation.tile.subgroup, owner)
             case ReadTile(tile=tile):
                 fetched = self._subgroups[tile.subgroup]
@@ -628,8 +600,7 @@ class Machine:
                 else:
                     self._settle(tile.subgroup, changed=False)
             case WriteTile(tile=tile, record=record):
-                flush = self._flushes[tile.subgroup]
-                flush.records.append((tile, Record(record.location, record.step, checksum)))
+                self._flushes[tile.subgroup].records.append((tile, written or record))
                 return self._flushed_tile(tile.subgroup)
             case Run():
                 self._ran(operation)
@@ -643,12 +614,12 @@ class Machine:
                 self.ended_visits.append(subgroup)
                 if self.broken is None:
                     self._runs.await_push(operation)
-            case AwaitPush(weight_slot=weight_slot):
-                self._runs.free(weight_slot, gpu=False)
+            case AwaitPush(through=through):
+                self._runs.free(through, gpu=False)
             case GiveBack():
                 return False
             case _:
-                self.saver.landed(operation, checksum, None)
+                self.saver.landed(operation, written, None)
         return True
 
     def _flushed_tile(self, subgroup: int) -> bool:
@@ -737,7 +708,7 @@ class Machine:
             subgroup = self._subgroups[number]
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
             self.moved.append(number)
-        through = run.gpu_slot if visit.gpu else run.weight_slot
+        through = run.through
         flushes = visit.changes and through is not None
         if not (flushes and not visit.gpu):  # else when the weights are on their lane
             self._unfinished -= 1
@@ -763,7 +734,7 @@ class Machine:
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
-            self.saver.landed(operation, 0, error)
+            self.saver.landed(operation, None, error)
             return
         if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
             scratch = self.scratch[operation.owner.kind]
@@ -804,7 +775,7 @@ class Machine:
         if isinstance(operation, Run):
             self._runs.device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
-            if operation.gpu_slot is None:
+            if operation.through is None or not operation.visit.gpu:
                 self.staging.to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
@@ -943,7 +914,7 @@ class Machine:
             location = self.index.claim(nbytes, avoid, lent=slot is None)
         if location is None:
             return False
-        record = Record(location, flush.step, 0)
+        record = Record(location, flush.step)
         self._issued.issue(WriteTile(self._issued.new_op(), tile, slot, offset, record))
         return True
 

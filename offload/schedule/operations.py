@@ -103,9 +103,8 @@ class Run:
         visit: The visit.
         slot: Staging slot that holds the state, or None for a resident subgroup.
         fresh: Whether the memory is undefined: the state has never been changed.
-        gpu_slot: Staging slot on the GPU that holds the state; None where it lies in host memory or, at home, on the
-            GPU.
-        weight_slot: Host memory for the subgroup's weights, if it needs any.
+        through: What the visit passes through, if anything: on the GPU the staging slot that holds the state, on the
+            CPU the weight slot.
         gradient_buffer: The gradient buffer that holds its gradients, if they pass through one.
     """
 
@@ -114,8 +113,7 @@ class Run:
     visit: Visit
     slot: int | None
     fresh: bool
-    gpu_slot: int | None = None
-    weight_slot: int | None = None
+    through: int | None = None
     gradient_buffer: int | None = None
 
 
@@ -156,7 +154,7 @@ class AwaitPush:
 
     op: int
     subgroup: int
-    weight_slot: int
+    through: int
     lane: ClassVar[str] = "h2d"
 
 
@@ -380,7 +378,7 @@ class Lend:
     No visit there is under way; copies out of the others go on.
     """
 
-    gpu_slots: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,10 +412,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Event: an operation has ended well; `checksum` is what a write reports."""
+    """Event: an operation has ended well; `record` is what it has written, None for that of the operation."""
 
     op: int
-    checksum: int = 0
+    record: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Visits whose state is whole: what each waits for, and what runs on either device. Pure.
+"""Visits of steps, and what each whose state is whole waits for, and runs on. Pure.
 
 A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
 
@@ -18,10 +18,11 @@ Invariants, verified by `Runs.check`:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from offload.dtypes import DtypeCode
 from offload.errors import invariant, known
 from offload.plan.budget import Plan
 from offload.protocols import ScratchKind
@@ -39,6 +40,27 @@ keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update take
 docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
 
 
+def update_visits(
+    plan: Plan, order: Iterable[int], reloads: Callable[[int], bool] = lambda subgroup: False
+) -> tuple[Visit, ...]:
+    """Return the visits of a step that updates these subgroups, each on the device that the plan says.
+
+    Args:
+        plan: What lives where.
+        order: The subgroups.
+        reloads: Whether masters of a subgroup are taken from its weights.
+    """
+    visits = []
+    for number in order:
+        gpu = plan.updates_on_gpu(number)
+        weight_bytes = 0 if gpu else plan.passing_bytes(number)
+        is_master = plan.layout.subgroups[number].dtype is DtypeCode.FLOAT32  # the weight
+        fetches = weight_bytes > 0 and (is_master or reloads(number))
+        owner = plan.gradients_of(number)
+        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=fetches, reads=owner))
+    return tuple(visits)
+
+
 @dataclass(slots=True)
 class Waiting:
     """Subgroups that wait for a resource.
@@ -50,7 +72,6 @@ class Waiting:
     under_way: deque[int] = field(default_factory=deque)
     streamed: deque[int] = field(default_factory=deque)
     resident: deque[int] = field(default_factory=deque)
-    runs: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.under_way or self.streamed or self.resident)
@@ -72,6 +93,23 @@ class Waiting:
             queue.clear()
 
 
+@dataclass(slots=True)
+class Runner:
+    """One of the two devices, and its visits that have not run, whose state is whole in host memory or at home there.
+
+    Attributes:
+        slots: What visits pass through: staging slots on the GPU, to which state is copied, or weight slots.
+        copies: Visits that need something copied to their slot: to the GPU their state, from there their weights.
+        ready: Visits that need nothing more, and those under way whose copy has ended.
+        runs: Number of visits that run.
+    """
+
+    slots: Slots = field(default_factory=Slots)
+    copies: Waiting = field(default_factory=Waiting)
+    ready: Waiting = field(default_factory=Waiting)
+    runs: int = 0
+
+
 class Runs:
     """The visits of the sweep under way that have their state, and have not ended.
 
@@ -86,45 +124,41 @@ class Runs:
         self._staging = staging
         self._issued = issued
         self._scratch = scratch
-        self._gpu_slots, self._weight_slots = Slots(), Slots()
-        # Visits that have not run:
-        self._cpu = Waiting()  # ... whole in host memory
-        self._copies = Waiting()  # ... whole in host memory, wanted on the GPU
-        self._for_weights = Waiting()  # ... whole in host memory, and its weights are to be fetched
-        self._gpu = Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
+        self._runners = Runner(), Runner()  # the CPU and the GPU, as `Visit.gpu` says
         self.adopt(plan)
 
     @property
     def count(self) -> int:
         """Number of visits that run."""
-        return self._cpu.runs + self._gpu.runs
+        return sum(runner.runs for runner in self._runners)
 
     def adopt(self, plan: Plan) -> None:
         """Take in a plan, with no visit under way."""
         self._plan = plan
-        for slots, count in ((self._gpu_slots, plan.gpu_slots), (self._weight_slots, plan.weight_slots)):
-            slots.owners, slots.limit = [None] * count, None
+        for runner, count in zip(self._runners, (plan.weight_slots, plan.gpu_slots), strict=True):
+            runner.slots.owners, runner.slots.limit = [None] * count, None
 
-    def lend(self, gpu_slots: int) -> None:
+    def lend(self, count: int) -> None:
         """Take in how many of the plan's staging slots on the GPU are there for visits that are to come."""
-        invariant(0 <= gpu_slots <= len(self._gpu_slots.owners), "more staging slots on the GPU than are planned")
-        self._gpu_slots.limit = gpu_slots
+        slots = self._runners[True].slots
+        invariant(0 <= count <= len(slots.owners), "more staging slots on the GPU than are planned")
+        slots.limit = count
 
     def clear(self) -> None:
         """Have nobody wait: the sweep has ended."""
-        for waiting in (self._cpu, self._copies, self._for_weights, self._gpu):
-            waiting.clear()
+        for runner in self._runners:
+            runner.copies.clear()
+            runner.ready.clear()
 
-    def device_of(self, visit: Visit) -> Waiting:
-        """Return the queue of the device on which a visit runs."""
-        return self._gpu if visit.gpu else self._cpu
+    def device_of(self, visit: Visit) -> Runner:
+        """Return the device on which a visit runs."""
+        return self._runners[visit.gpu]
 
     def queue_of(self, visit: Visit) -> Waiting:
         """Return the queue that a visit joins when its state is whole."""
-        if visit.fetches:
-            return self._for_weights
-        copied = visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup)
-        return self._copies if copied else self.device_of(visit)
+        runner = self._runners[visit.gpu]
+        copied = visit.fetches or (visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup))
+        return runner.copies if copied else runner.ready
 
     def let_on(self, number: int) -> None:
         """Have the visit that waits for a subgroup's state, which is whole, wait for its next resource."""
@@ -132,7 +166,7 @@ class Runs:
         visit = subgroup.visit
         if visit is None or not self.has_what_it_reads(visit):
             return
-        if visit.speculative and not (subgroup.phase is Phase.READY and self._staging.is_admitted(number)):
+        if number in self._staging.priorities and not self._staging.may_begin(number):
             return
         queue = self.queue_of(visit)
         (queue.resident if self._plan.is_resident(number) else queue.streamed).append(number)
@@ -143,43 +177,41 @@ class Runs:
 
     def fetched(self, operation: Transfer) -> None:
         """Take in that a visit's state has come to the GPU, or its weights from there."""
-        device = self._gpu if operation.what == "state" else self._cpu
-        device.under_way.append(operation.subgroup)
+        self._runners[operation.what == "state"].ready.under_way.append(operation.subgroup)
 
     def start(self, sweep: Sweep) -> None:
         """Start the runs that the devices have room for."""
         most = MAX_RUNS_IN_FLIGHT if self._plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
-        for device in (self._cpu, self._gpu):
-            while device.runs < most and device:
-                number = device.first()
+        for runner in self._runners:
+            while runner.runs < most and runner.ready:
+                number = runner.ready.first()
                 subgroup = self._staging.subgroups[number]
                 through, visit = subgroup.passing or (None, subgroup.visit)
                 visit = known(visit, "a visit that is not there is to run")
                 if subgroup.passing is None:
-                    if visit.weight_bytes and (through := self._weight_slots.assign(number)) is None:
+                    if visit.weight_bytes and (through := runner.slots.assign(number)) is None:
                         break
                     self._staging.to(number, Phase.BUSY)
                 subgroup.passing = subgroup.visit = None
-                device.pop()
-                device.runs += 1
-                gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
+                runner.ready.pop()
+                runner.runs += 1
                 op, fresh = self._issued.new_op(), subgroup.version is None
                 buffer = (
                     None if visit.reads is None else self._scratch[visit.reads.kind].buffer_of(visit.reads.number)
                 )
-                self._issued.issue(Run(op, sweep.number, visit, subgroup.slot, fresh, gpu_slot, weight_slot, buffer))
+                self._issued.issue(Run(op, sweep.number, visit, subgroup.slot, fresh, through, buffer))
 
     def start_transfers(self) -> None:
         """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
-        for waiting, slots in ((self._copies, self._gpu_slots), (self._for_weights, self._weight_slots)):
-            while waiting and (through := slots.assign(waiting.first())) is not None:
-                number = waiting.pop()
+        for runner in reversed(self._runners):
+            while runner.copies and (through := runner.slots.assign(runner.copies.first())) is not None:
+                number = runner.copies.pop()
                 subgroup = self._staging.subgroups[number]
                 visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
                 subgroup.passing = through, visit
                 self._staging.to(number, Phase.BUSY)
                 if visit.gpu and (subgroup.version is None or visit.overwrites):
-                    self._gpu.under_way.append(number)
+                    runner.ready.under_way.append(number)
                 else:
                     self.transfer(visit, "fetch", through)
 
@@ -199,7 +231,7 @@ class Runs:
 
     def free(self, slot: int, *, gpu: bool) -> None:
         """Take in that nothing is read from a slot any more: one on the GPU, or of weights."""
-        (self._gpu_slots if gpu else self._weight_slots).free(slot)
+        self._runners[gpu].slots.free(slot)
 
     def check(self, in_flight: Iterable[Operation]) -> None:
         """Verify the invariants that the module states.
@@ -211,14 +243,14 @@ class Runs:
         for number, subgroup in enumerate(subgroups):
             if subgroup.passing is not None:
                 through, visit = subgroup.passing
-                slots = self._gpu_slots if visit.gpu else self._weight_slots
-                mine = subgroup.phase is Phase.BUSY and slots.owners[through] == number
+                owners = self._runners[visit.gpu].slots.owners
+                mine = subgroup.phase is Phase.BUSY and owners[through] == number
                 invariant(mine, f"slot {through} is not that of the visit of {number}")
-        on_gpu = [owner for owner in self._gpu_slots.owners if owner is not None]
-        invariant(len(set(on_gpu)) == len(on_gpu), "a subgroup has two GPU slots")
-        busy = all(subgroups[owner].phase is Phase.BUSY for owner in on_gpu)
+        staged = [owner for owner in self._runners[True].slots.owners if owner is not None]
+        invariant(len(set(staged)) == len(staged), "a subgroup has two GPU slots")
+        busy = all(subgroups[owner].phase is Phase.BUSY for owner in staged)
         invariant(busy, "the owner of a GPU slot is not busy")
         runs = [operation for operation in in_flight if isinstance(operation, Run)]
-        for device in (self._cpu, self._gpu):
-            there = sum(self.device_of(run.visit) is device for run in runs)
-            invariant(there == device.runs, f"{device.runs} runs are counted, {there} are in flight")
+        for runner in self._runners:
+            there = sum(self.device_of(run.visit) is runner for run in runs)
+            invariant(there == runner.runs, f"{runner.runs} runs are counted, {there} are in flight")

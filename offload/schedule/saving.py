@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
 from offload.layout import Subgroup
-from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
+from offload.plan.budget import CHECKPOINT_BUFFERS, Home, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record, TileIndex
 from offload.schedule.issued import Issued
@@ -184,7 +184,8 @@ class Saver:
             number = subgroup.index
             is_away = self._index.get(subgroup.tiles[0][0]) is not None  # of state at home in memory
             if plan.is_resident(number) and not is_away:
-                items = to_write(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
+                buffered = plan.homes[number] is not Home.HOST
+                items = to_write(subgroup.tiles, versions[number], buffered, home=True)
                 if items:
                     save.todo[number], save.unwritten[number] = deque(items), len(items)
             elif number in unsaved:
@@ -281,7 +282,7 @@ class Saver:
             detail = f"no path has room left for {item.tile}"
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
             return
-        record = Record(location, item.step, 0)
+        record = Record(location, item.step)
         self._fly(save, SaveTile(self._issued.new_op(), item.tile, record, item.offset, buffer, item.buffered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
@@ -295,7 +296,7 @@ class Saver:
         save.flying[operation.op] = item
         self._issued.issue(operation)
 
-    def landed(self, operation: SaveOperation, checksum: int, error: Exception | None) -> None:
+    def landed(self, operation: SaveOperation, written: Record | None, error: Exception | None) -> None:
         """Take in that an operation has ended, well or not."""
         save = self.under_way
         if save is None:  # it was broken off
@@ -308,7 +309,7 @@ class Saver:
             else:
                 save.copies.append(item)  # still held
         elif isinstance(operation, SaveTile) and item is not None:
-            if self._saved(save, operation, item, checksum, error):
+            if self._saved(save, operation, item, written, error):
                 return
         elif isinstance(operation, Commit) and error is None:
             if save.request.sink is None:
@@ -317,7 +318,9 @@ class Saver:
         if error is not None:
             self.abort(error)
 
-    def _saved(self, save: RunningSave, done: SaveTile, item: _Item, checksum: int, error: Exception | None) -> bool:
+    def _saved(
+        self, save: RunningSave, done: SaveTile, item: _Item, written: Record | None, error: Exception | None
+    ) -> bool:
         """Take in that a write has ended; return whether it failed and was issued again."""
         location, to_path = done.record.location, save.request.sink is None
         if error is not None and to_path:
@@ -325,7 +328,7 @@ class Saver:
         if error is not None and self.retry(done, error) is not None:
             again = self._claim(save, location.nbytes)
             if again is not None:
-                record = Record(again, done.record.step, 0)
+                record = Record(again, done.record.step)
                 self._fly(save, replace(done, op=self._issued.new_op(), record=record), item)
                 return True
         if done.buffer is not None:
@@ -335,7 +338,7 @@ class Saver:
         if error is None:
             if to_path and self._index.hold(location):
                 save.reserve[location.nbytes] -= 1
-            save.records[done.tile] = Record(location, done.record.step, checksum)
+            save.records[done.tile] = written or done.record
         return False
 
     def _written(self, save: RunningSave, subgroup: int, count: int) -> None:

@@ -272,25 +272,24 @@ class Scratch:
 
     # Reports
 
-    def landed(self, operation: ReadTile | WriteTile, checksum: int) -> bool:
+    def landed(self, operation: ReadTile | WriteTile, written: Record | None) -> bool:
         """Take in that a tile has been read or written; return whether its owner's data has come to its buffer."""
         owner, held = self._moved_of(operation)
         self.moved[type(operation)] += 1
         if isinstance(operation, ReadTile):
             held.unread -= 1
         else:
-            record = operation.record
             held.unwritten -= 1
-            held.written.append((operation.tile, Record(record.location, record.step, checksum)))
+            held.written.append((operation.tile, written or operation.record))
         if held.is_over:
             self._end_useless(owner, held)
             return False
         if not held.is_still:
             return False
-        written, held.written = held.written, []
-        if written:
+        records, held.written = held.written, []
+        if records:
             held.is_newest, held.is_stored = False, True
-        for each, record in written:
+        for each, record in records:
             self._index.commit(each, record)
         return isinstance(operation, ReadTile)
 
@@ -444,7 +443,7 @@ class Scratch:
             return False
         self._writes += 1
         self._moving[WriteTile] += 1
-        buffer, record = known(held.buffer, "data without a buffer"), Record(location, self._writes, 0)
+        buffer, record = known(held.buffer, "data without a buffer"), Record(location, self._writes)
         self._issued.issue(WriteTile(self._issued.new_op(), tile, buffer, offset, record, self._owner(owner)))
         return True
 

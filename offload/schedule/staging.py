@@ -179,6 +179,10 @@ class Staging:
         """Return whether a visit of the open sweep may run."""
         return number in self.priorities and not self.priorities[number][0]
 
+    def may_begin(self, number: int) -> bool:
+        """Return whether a visit of the open sweep may begin: it is admitted, and the live version is on storage."""
+        return self.subgroups[number].phase is Phase.READY and self.is_admitted(number)
+
     def admit(self, number: int) -> None:
         """Admit a visit of the open sweep: it waits for a slot before those that are not admitted."""
         self.priorities[number] = False, self.priorities[number][1]

@@ -253,7 +253,7 @@ class Activations:
                 self._parts.memory.buffer_address("activations", asked.buffer) + piece.offset, source, piece.nbytes
             )
             source, nbytes = source + piece.nbytes, nbytes - piece.nbytes
-        if lanes.on_gpu and asked is not None and asked.mark is not None:
+        if asked is not None and asked.mark is not None:
             self._in_transit.append((asked.mark, tensor))
             self._let_go(self._parts.limits.in_transit_bytes)
         return written

@@ -16,7 +16,7 @@ from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import NOT_MIRRORED, save_error
+from offload.checkpoint.saves import save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
@@ -72,8 +72,6 @@ class Checkpoints:
         with self._thread.turn():
             if not request.copy and not parts.config.checkpoints:
                 combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
-            if not request.copy:
-                parts.mirror.check(folder.path)
             self._save(folder, request)
 
     def _manifest(self, request: SaveRequest) -> Manifest:
@@ -89,7 +87,7 @@ class Checkpoints:
             layout=layout if not replica else Layout((), (), layout.state),
             steps=() if replica else tuple(tables.steps.tolist()),
             checksums=config.checksum,
-            metadata={**request.metadata, **({} if request.mirrored else {NOT_MIRRORED: True})},
+            metadata={**request.metadata},
             seed=tables.seed if rounds else None,
             numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
             host=socket.gethostname(),
@@ -123,13 +121,13 @@ class Checkpoints:
             if machine.broken is not None:
                 raise machine.broken
             manifest = self._manifest(request)
+            weights = (subgroup.weight_tiles for subgroup in manifest.layout.subgroups)
             try:
                 pending = parts.saves.open(
                     folder,
                     request,
                     manifest,
-                    needs_buffers=any(s.weight_tiles for s in manifest.layout.subgroups) or parts.plan.uses_gpu,
-                    io_backend=parts.config.io_backend,
+                    needs_buffers=any([parts.plan.bounce_bytes, *weights]),
                 )
             except OffloadError:
                 raise
@@ -211,7 +209,7 @@ class Checkpoints:
             CheckpointError: It could not be mirrored. It is a checkpoint all the same, and training may go on.
             TimeoutError: It has not been by then.
         """
-        self._parts.mirror.wait(timeout_s)
+        self._parts.saves.wait_for_mirror(timeout_s)
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ class Engine:
         among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
             share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
         limits: No setting: for tests, whose models are small.
+        passing_bytes: Host memory of the caller's that gradients pass through on their way to slots; planned for.
 
     Attributes:
         activations: What is saved for backward, and leaves memory: see `offload.session.activations.Activations`.
@@ -87,6 +88,7 @@ class Engine:
         rule: UpdateRule = ADAMW,
         among: tuple[int, int] | None = None,
         limits: Limits | None = None,
+        passing_bytes: int = 0,
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:
@@ -99,7 +101,7 @@ class Engine:
             device = device or NoDevice()
             try:
                 self._parts = parts = SessionParts(
-                    self.config, gradient_slots, device, rule, among and among[1], limits
+                    self.config, gradient_slots, device, rule, among and among[1], limits, passing_bytes
                 )
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
@@ -192,11 +194,8 @@ class Engine:
         for node, (meant_bytes, _, elsewhere_bytes) in parts.memory.on_nodes().items():
             figures[metrics.of(metrics.NODE_BYTES, node)] = meant_bytes
             figures[metrics.of(metrics.NODE_ELSEWHERE_BYTES, node)] = elsewhere_bytes
-        if self.config.mirror is not None:
-            figures[metrics.MIRRORED_BYTES] = parts.mirror.copied_bytes
-        if self.speculates:
-            figures[metrics.CONFIRMED_BYTES] = account.confirmed_bytes
-            figures[metrics.REVOKED_BYTES] = account.revoked_bytes
+        figures |= parts.saves.metrics()
+        figures |= self._thread.speculation.metrics()
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
         totals = lane_totals(timeline)
@@ -311,7 +310,7 @@ class Engine:
 
         `overlap` "backward" and "both" begin with it. A step that would do the same, bit for bit, takes over the new
         version; else it is revoked. Whoever gives gradients to the engine says what the step would use, as each
-        pass begins (`gradients.foresee`; `offload.optim.announcer.Announcer` does it): else nothing is updated.
+        pass begins (`gradients.foresee`; `offload.optim.hiding.Announcer` does it): else nothing is updated.
         With weights on a GPU the CPU makes these updates, and gradients leave during backward (`arrived`), or
         stay and are copied when an update is about to read them (`final`). Where they leave for the paths
         (`gradient_memory`), this does nothing. An engine without gradient slots reads them where they are bound.
@@ -368,8 +367,8 @@ class Engine:
                 parameter = parameters[chosen[number]]
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
-            if pending is not None and parts.lanes.borrows:
-                combinations.BORROWED.refuse("gpu_memory", parts.config.gpu_memory)
+            if pending is not None:
+                parts.config.check_goes_on()
             started_s = time.monotonic()
             tables.begun = tables.rows(groups, scale, clip, chosen, parts.gradients.bound_at())
             subgroups = tables.begun.subgroups if pending is not None else sorted(tables.begun.subgroups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,23 +30,23 @@ class Gradients:
         self._thread = thread
         self._visits = visits
 
-    @property
-    def are_read_early(self) -> bool:
-        """Whether updates in backward read gradients as soon as they are final; see `Engine.speculate`."""
-        return self._thread.speculation.is_on
-
-    def begins_pass(self, parameter: int | str, is_last: bool | None = None) -> bool:
+    def begins_pass(self, parameter: int | str, is_last: bool | Callable[[], bool] | None = None) -> bool:
         """Say of which pass a gradient is that is about to arrive; return whether updates in backward ask for more.
 
         Args:
             parameter: Whose gradient it is.
-            is_last: Whether its pass is the last before a step. None, or if none is said not to be: a gradient is
-                final at its n-th arrival, n being the number before the last step.
+            is_last: Whether its pass is the last before a step; a function is asked where updates in backward read
+                gradients. None, or if none is said not to be: a gradient is final at its n-th arrival, n being the
+                number before the last step.
 
         Returns:
             Whether a pass begins with it: `foresee` is called then, before it arrives.
         """
-        return self._thread.speculation.begins_pass(self._parts.position(parameter), is_last)
+        speculation = self._thread.speculation
+        if not speculation.is_on:
+            return False
+        is_last = bool(is_last()) if callable(is_last) else is_last
+        return speculation.begins_pass(self._parts.position(parameter), is_last)
 
     def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None = None) -> None:
         """Say what the step would use if it came now. A pass of which nothing is said has no updates.

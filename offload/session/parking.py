@@ -260,7 +260,7 @@ class Parking:
         parts, batch = self._parts, pending.batches.popleft()
         self._check_room(batch)  # again: a path may have failed since
         if parts.plan.homes[batch[0]] is Home.GPU if batch else False:
-            self._copy_from_gpu(self._lend(batch))
+            parts.lanes.fetch(as_pieces(self._copies(self._lend(batch))))
         self._numbers += 1
         pending.leave = Leave(self._numbers, batch)
         parts.allocate()
@@ -278,11 +278,8 @@ class Parking:
 
     def _copies(self, places: Mapping[int, int]) -> list[tuple[int, int, int]]:
         """Return rows of (device address, host address, bytes) of state at home on the GPU."""
-        lanes, subgroups = self._parts.lanes, self._parts.plan.layout.subgroups
-        return [(lanes.home(number), address, subgroups[number].state_bytes) for number, address in places.items()]
-
-    def _copy_from_gpu(self, places: Mapping[int, int]) -> None:
-        self._parts.lanes.fetch(as_pieces(self._copies(places)))
+        homes, subgroups = self._parts.lanes.homes, self._parts.plan.layout.subgroups
+        return [(homes[number].address, address, subgroups[number].state_bytes) for number, address in places.items()]
 
     def _give_back(self, pending: PendingPark) -> None:
         """Give all memory back that holds no state."""
@@ -295,19 +292,17 @@ class Parking:
             arena = memory.arena(nbytes)
             places = self._lend(pending.to_host, arena.address)
             try:
-                self._copy_from_gpu(places)
+                parts.lanes.fetch(as_pieces(self._copies(places)))
             except OffloadError:
                 memory.give_back(arena)
                 raise
             self._on_host = arena, places
         if self._on_host is not None:
             ranges.append((self._on_host[0].address, self._on_host[0].nbytes))
-        if not self.is_parked:
-            parts.lanes.park()
-            parts.gradients.park()
+        self._leave_device()
         self._kept = ranges
         try:
-            given_bytes = memory.park(ranges)
+            given_bytes = memory.give_pages_back(ranges)
         finally:  # other threads read it, and take it that memory is gone
             self.is_parked = True
         seconds = time.monotonic() - pending.started_s
@@ -326,6 +321,11 @@ class Parking:
             format_bytes(self.away_bytes),
             format_seconds(self.figures[metrics.PREDICTED_BACK_S]),
         )
+
+    def _leave_device(self) -> None:
+        """Give all memory on the device back that the session has for good."""
+        self._parts.lanes.wait()
+        self._parts.lanes.memory.give_back()
 
     def _back_s(self, given_bytes: int) -> float:
         """Return what `predict_back_s` says of all that was given back and all that has left memory."""
@@ -405,12 +405,10 @@ class Parking:
         missing = {node: meant - here for node, (meant, here, _) in parts.memory.on_nodes().items()}
         check_free(missing, "free memory there: the session stays parked, and nothing is lost")
         with contextlib.ExitStack() as undo:
-            parts.lanes.unpark()
-            undo.callback(parts.lanes.park)
-            parts.gradients.unpark()
-            undo.callback(parts.gradients.park)
-            undo.callback(parts.memory.park, self._kept)
-            parts.memory.unpark()
+            parts.lanes.memory.take_again()
+            undo.callback(self._leave_device)
+            undo.callback(parts.memory.give_pages_back, self._kept)
+            parts.memory.take_pages()
             if self._on_host is not None:
                 parts.lanes.store(self._copies(self._on_host[1]))
             undo.pop_all()

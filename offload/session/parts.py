@@ -14,8 +14,7 @@ from functools import partial
 
 from offload import combinations, waits
 from offload._native import CompletionQueue
-from offload.checkpoint.mirror import Mirror
-from offload.checkpoint.saves import Saves
+from offload.checkpoint.saves import Saves, check_mirror
 from offload.checkpoint.stores import delete_free, leftover_bytes
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
@@ -26,7 +25,7 @@ from offload.engine.executor import LiveExecutor
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
-from offload.formats import StateFormat, StateSpec
+from offload.formats import StateFormat
 from offload.gradients.gpu import GpuGradients
 from offload.gradients.paths import Filler, PathGradients
 from offload.gradients.store import GradientSlots, GradientStore, HostGradients
@@ -39,8 +38,8 @@ from offload.memory.arenas import available_bytes
 from offload.memory.nodes import check_free, check_nodes, cpus_near
 from offload.memory.touching import bound
 from offload.plan import Budgets, NodeRates, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.plan.budget import GPU_STAGING_SLOTS, LEAST_BUFFERS
-from offload.plan.planner import in_order
+from offload.plan.budget import LEAST_BUFFERS
+from offload.plan.planner import extend_plan, in_order
 from offload.protocols import Device, Mark, Tier
 from offload.rules import UpdateRule
 from offload.schedule.index import TileIndex
@@ -51,19 +50,14 @@ from offload.session.setup import (
     default_threads,
     first_budgets,
     fitted,
-    gpu_staging_bytes,
     less_memory_advice,
     open_path,
-    refuse_gpu,
-    usable_bytes,
 )
-from offload.tiers import check_places, parse_place
+from offload.tiers import check_places
 
 log = logging.getLogger("offload")
 
 TILES_PER_PATH = 4
-
-NOTHING = Layout((), ())
 
 
 class SessionParts:
@@ -90,10 +84,11 @@ class SessionParts:
         rule: UpdateRule,
         sharing: int | None,
         limits: Limits | None,
+        passing_bytes: int,
     ) -> None:
         self.config = config
         self.limits = limits = limits or Limits()
-        self.state = StateSpec(rule, config.format)
+        self._empty = Layout((), (), config.state_of(rule))  # to which the session's parameters are added
         self.is_whole = False
         self._told_nameless = self._told_missing = False
         self._is_allocating = False
@@ -103,27 +98,23 @@ class SessionParts:
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
         check_nodes("host_memory", config.node_bytes)
-        paths = [path.path for path in config.path_configs]
-        self.mirror = Mirror(config.mirror, paths, checksum=config.checksum, io_backend=config.io_backend)
         self.lanes = Lanes(device)
         self._store_in: Callable[..., GradientStore] = HostGradients
         if isinstance(device, NoDevice):
-            refuse_gpu(config, combinations.WEIGHTS_ON_CPU)
+            self.config = config = config.updated_by_cpu(combinations.WEIGHTS_ON_CPU)
             if not config.keep_grads and config.gradient_memory is None:
                 combinations.SLOTS_ON_CPU.refuse("keep_grads", False)
         else:
             if config.gradient_memory is not None:
-                refuse_gpu(config, combinations.GRADIENTS_ON_PATHS)
-                self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0, keep_grads=False)
+                config = config.updated_by_cpu(combinations.GRADIENTS_ON_PATHS)
+                self.config = config = dataclasses.replace(config, keep_grads=False)
             elif rule.is_whole:
-                refuse_gpu(config, combinations.UPDATED_BY_CPU, rule=rule.name)
-                self.config = config = dataclasses.replace(config, placement="cpu", gpu_memory=0)
-            cpu_updates = config.placement not in ("gpu", 1)
+                self.config = config = config.updated_by_cpu(combinations.UPDATED_BY_CPU, rule=rule.name)
             self.lanes = lanes = GpuLanes(
                 device,
                 self.queue,
                 self.tables,
-                cpu_updates=cpu_updates,
+                placement=config.placement,
                 borrows=config.borrows,
                 named_nodes=bool(config.node_bytes),
             )
@@ -137,6 +128,7 @@ class SessionParts:
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
             exist=gradient_slots and config.gradient_memory is None,
             needs_buffers=not config.keep_grads,
+            passing_bytes=passing_bytes,
         )
         near, most = cpus_near(config.node_bytes), default_threads(self.lanes, sharing)
         self._threads = config.threads or min(most, len(near) or most)
@@ -164,10 +156,9 @@ class SessionParts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
-        if config.mirror is not None:
-            parse_place(config.mirror, "mirror").check("mirror")
+        check_mirror(config)
         parameters = self._with_formats(parameters)
-        known_rates = self._known_rates(paths, numels_by_format(parameters, self.state.format))
+        known_rates = self._known_rates(paths, numels_by_format(parameters, self._empty.state.format))
         self._nodes = nodes = self._node_rates(known_rates)
         if known_rates is not None:
             known_rates = dataclasses.replace(known_rates, nodes=nodes)
@@ -175,26 +166,17 @@ class SessionParts:
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes(filler)
         self._measure(known_rates, budgets, caller)
-        self.plan = self._adopt_device(self.plan, NOTHING)
+        self.plan = self._adopt_device(self.plan, self._empty)
         self.lanes.bind(self.plan)
-        self.gradients.adopt(self.plan, NOTHING)
+        self.gradients.adopt(self.plan, self._empty)
         memory = self.memory
         self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.lanes)
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
         self.machine = Machine(self.plan, index, listener)
-        self.saves = Saves(
-            self.queue,
-            [(path, self._store) for path in paths],
-            self.others,
-            memory,
-            self.views,
-            self.mirror,
-            keep=config.checkpoints,
-            checksum=config.checksum,
-            settle_s=self.limits.settle_s,
-        )
+        stores = [(path, self._store) for path in paths]
+        self.saves = Saves(config, self.queue, stores, self.others, memory, self.views, settle_s=self.limits.settle_s)
         saves_end.callback(self.saves.close)
         self.executor = LiveExecutor(
             self.tiers,
@@ -214,7 +196,7 @@ class SessionParts:
 
     def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         """Return parameters that know how their state is stored."""
-        if not self.state.format.shares_scales:
+        if not self._empty.state.format.shares_scales:
             return parameters
         nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
         if nameless and self.config.exact_names and not self._told_nameless:
@@ -222,7 +204,7 @@ class SessionParts:
             log.warning(
                 "parameters have no names, so embeddings cannot be told from others and are stored in %s too; "
                 "make the optimizer from named_parameters()",
-                self.config.state_format,
+                self._empty.state.format.name,
             )
         return keep_exact(parameters, self.config.exact_names)
 
@@ -249,11 +231,13 @@ class SessionParts:
         with contextlib.suppress(ConfigError):  # a path that cannot be read: opening a store there says why
             delete_free(paths)  # before the plan counts what room there is
         numel = sum(parameter.numel for parameter in parameters)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, config.staging_bytes, self.state)
-        state_bytes = int(self.state.item_bytes * self._subgroup_numel)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(
+            numel, config.staging_bytes, self._empty
+        )
+        state_bytes = int(self._empty.state.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
-        layout = extend_layout(Layout((), (), self.state), parameters, self._subgroup_numel, self._tile_bytes)
+        layout = extend_layout(self._empty, parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
 
@@ -296,7 +280,7 @@ class SessionParts:
         self.gradients = self._make_gradients(filler)
         self.ends.callback(self.gradients.close)
         self.ends.callback(self.lanes.close)
-        self.memory.adopt_homes(self.plan, NOTHING)
+        self.memory.adopt_homes(self.plan, self._empty)
         self.memory.adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
@@ -305,12 +289,13 @@ class SessionParts:
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
-                _tune_depth(tier, self.queue, *memory.staging)
+                _tune_depth(tier, self.queue, *memory.staging, verify=self.config.checksum)
         if known_rates is not None:
             self.rates = with_whole_parameters(known_rates, self.plan.layout)
             return
         caller.wait()  # forward and backward would slow the probe, and the probe them
-        rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
+        parts = self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes
+        rates = quick_probe(*parts, verify=self.config.checksum)
         rates = with_whole_parameters(rates, self.plan.layout)
         self.rates, deals = dataclasses.replace(rates, nodes=self._nodes), len(self._nodes) > 1
         kept = None if deals else self.plan
@@ -398,9 +383,7 @@ class SessionParts:
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
-        if self.config.placement not in ("cpu", 0):
-            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(self.config, layout, self.lanes.device))
-            budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
+        budgets = self.lanes.with_staging(budgets, layout)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
         try:
@@ -419,11 +402,7 @@ class SessionParts:
             wider = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
             kept = max(budgets.gradients_kept_bytes or 0, (before.gradient_buffers - LEAST_BUFFERS) * wider)
             budgets = dataclasses.replace(budgets, gradients_kept_bytes=kept)
-        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
-        # What is there stays where it is: memory for its gradients has been given out by that.
-        placements = (*before.placements, *fresh.placements[len(before.placements) :])
-        gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
-        return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
+        return extend_plan(before, layout, budgets, self.rates, self.config.placement)
 
     def position(self, parameter: int | str) -> int:
         """Return a parameter's position from its position or name.
@@ -470,7 +449,7 @@ class SessionParts:
         Raises:
             OffloadError: There is no memory for it; nothing has changed then.
         """
-        usable = usable_bytes(self.lanes.device, plan.layout)
+        usable = self.lanes.usable_bytes(plan.layout)
         for what, needed, free in (
             ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
             ("staging slots on the GPU", self.lanes.missing_bytes(plan), usable),
@@ -511,8 +490,8 @@ class SessionParts:
             self.closing.remove(tier)
 
 
-def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:
+def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:
     """Find out how many requests a path should have in flight, and say it."""
-    tried = tune_depth(tier, queue, address, nbytes) if nbytes else {}
+    tried = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
     rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
     log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

@@ -14,7 +14,7 @@ import logging
 
 from offload.errors import OffloadError
 from offload.measure import HISTORY
-from offload.plan import Placement, Plan, choose_plan, estimate
+from offload.plan import Plan, choose_plan, estimate
 from offload.session.parts import SessionParts
 from offload.session.thread import EngineThread
 from offload.units import format_seconds
@@ -53,7 +53,7 @@ class PlacementReview:
         return self.due or self._is_due_after(self._seen_steps + 1)
 
     def _is_due_after(self, steps: int) -> bool:
-        chooses = self._parts.plan.weights_on_gpu and self._parts.config.placement == "auto"
+        chooses = self._parts.config.placement == "auto"
         return chooses and steps >= self._needed_steps and self._changes < MOST_CHANGES
 
     def learnt(self) -> None:
@@ -82,10 +82,8 @@ class PlacementReview:
             return
         self._changes, self._needed_steps = self._changes + 1, HISTORY
         log.info(
-            "the GPU updates %d of %d subgroups from now on, and not %d: by what steps show, one takes %s, not %s",
-            plan.placements.count(Placement.GPU),
-            len(plan.placements),
-            before.placements.count(Placement.GPU),
+            "%s: by what steps show, one takes %s, not %s",
+            plan.change_from(before),
             format_seconds(estimate(plan, parts.rates).step_s),
             format_seconds(estimate(before, parts.rates).step_s),
         )

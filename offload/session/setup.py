@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -20,18 +20,11 @@ from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.memory.arenas import available_bytes
 from offload.plan import Budgets, Home, PathBudget, Plan
-from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
-from offload.protocols import Device, Tier
+from offload.protocols import Tier
 from offload.tiers import StoreOptions, Turns, free_bytes, open_tier
 from offload.tiers.common import DEFAULT_EXTENT_BYTES
 
 log = logging.getLogger("offload")
-
-CORES_BESIDE = 2
-"""For the engine's thread and whoever runs forward and backward."""
-
-LEAST_GPU_BYTES = 4096
-"""Not worth asking a GPU for."""
 
 BESIDE_BYTES = 2 << 30
 """Host memory that state leaves to forward and backward where nobody says what it may take; half of what is available
@@ -41,25 +34,15 @@ LEAST_TILE_BYTES = 1 << 20
 """A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
 
 
-def refuse_gpu(config: OffloadConfig, row: combinations.Row, **words: object) -> None:
-    """Refuse, by a row of the table, that a GPU is to update state or to keep some."""
-    if config.placement not in ("auto", "cpu", 0):
-        row.refuse("placement", config.placement, least='"cpu"', **words)
-    if config.gpu_memory not in ("auto", 0):  # "borrow", too
-        row.refuse("gpu_memory", config.gpu_memory, least=0, **words)
-
-
 def default_threads(lanes: Lanes, sharing: int | None = None) -> int:
     """Return how many threads update, if nobody says it: the cores that this process may use, shared by local ranks.
-
-    With a GPU two are left for the threads that drive it, which would wait for their turn else.
 
     Args:
         lanes: The session's.
         sharing: How many ranks share the cores; None for what their launcher says.
     """
     cores = len(os.sched_getaffinity(0)) // (sharing or _local_ranks())
-    return max(1, cores - CORES_BESIDE * lanes.on_gpu)
+    return max(1, cores - lanes.cores_beside)
 
 
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -94,25 +77,10 @@ def first_budgets(
     for path, free in zip(config.path_configs, free_each, strict=True):
         offered = free if path.max_bytes is None else min(free, path.max_bytes)
         paths.append(PathBudget(path.path, offered, path.share or 1.0))
-    device, gpu_slots_bytes = lanes.device, 0
-    free_gpu_bytes = usable_bytes(device, layout)
-    if config.placement not in ("cpu", 0):
-        gpu_slots_bytes = gpu_staging_bytes(config, layout, device)
-    gpu_bytes = 0
-    if config.gpu_memory == "auto":
-        gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)
-        gpu_bytes = free_gpu_bytes - gpu_slots_bytes
-        useful_bytes = min(gpu_bytes, layout.state_bytes)
-        given_bytes = _given_bytes(device, useful_bytes, beside=gpu_slots_bytes)
-        gpu_bytes = gpu_bytes if given_bytes == useful_bytes else given_bytes
-    elif not config.borrows:
-        gpu_bytes = int(config.gpu_memory)
     return config.budgets(
         host,
         paths,
-        on_gpu=lanes.on_gpu,
-        gpu_bytes=gpu_bytes,
-        gpu_staging_bytes=gpu_slots_bytes,
+        **lanes.offers(layout, config.gpu_memory),
         gradient_bytes=gradient_bytes,
         gradients_kept_bytes=gradient_budget(config),
         leftover_bytes=leftover_bytes,
@@ -158,7 +126,7 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     """Return what to do where a plan needs more host memory than is available, in settings that were given."""
     if not config.paths:
         return "give paths to stream state from"
-    if plan.image_bytes > 0 and plan.host_bytes - plan.image_bytes <= available:
+    if plan.fits_but_for_backward(available):
         return 'use overlap="auto", which takes for new weights what is left'
     given = {
         "host_memory": plan.home_bytes[Home.HOST],
@@ -168,7 +136,8 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     }
     lowered = [name for name, value in given.items() if value and value != "auto"]
     advice = [f"lower {' or '.join(lowered)}"] if lowered else []
-    if config.gradient_memory is None and plan.budgets.gradient_bytes and not config.overlaps_backward:
+    may_leave = config.gradient_memory is None and not combinations.UPDATES_IN_BACKWARD.names(config.overlap)
+    if may_leave and plan.budgets.gradient_bytes:
         advice.append("give gradient_memory=0, with which gradients leave for the paths")
     return ", or ".join([*advice, "free some"])
 
@@ -185,55 +154,14 @@ def gradient_budget(config: OffloadConfig) -> int | None:
     return max(0, available - state) // 2
 
 
-def usable_bytes(device: Device, layout: Layout) -> int:
-    """Return what state may take of the memory that is free on a GPU now, beside buffers for small tensors."""
-    buffers = PIECE_BUFFERS * piece_buffer_bytes(layout.subgroups)
-    return max(0, device.free_bytes() - device.reserve_bytes - buffers)
-
-
-def _given_bytes(device: Device, nbytes: int, beside: int = 0) -> int:
-    """Return `nbytes`, or as many halves of it less as a GPU has to be asked for until it gives them in one piece.
-
-    What it has given, torch's allocator keeps for this process.
-
-    Args:
-        device: The GPU.
-        nbytes: What is wanted.
-        beside: What else is taken at the same time; there is room for that alone.
-    """
-    with contextlib.ExitStack() as ends:
-        if beside:
-            ends.callback(device.release, device.allocate(beside))
-        while nbytes >= LEAST_GPU_BYTES:
-            try:
-                ends.callback(device.release, device.allocate(nbytes))
-                return nbytes
-            except OffloadError as error:
-                log.info("less of the GPU is used: %s", error)
-                nbytes //= 2
-    return 0
-
-
-def gpu_staging_bytes(config: OffloadConfig, layout: Layout, device: Device) -> int:
-    """Return what staging slots on a GPU may take for a layout, of what is free there now."""
-    slot_bytes, usable = max(layout.subgroup_bytes, default=0), usable_bytes(device, layout)
-    if not config.borrows:
-        return min(GPU_STAGING_SLOTS * slot_bytes, usable)
-    # Each on its own, as a step takes them, of what activations had, too.
-    most = min(len(layout.subgroups), (usable + device.cached_bytes()) // max(slot_bytes, 1))
-    return slot_bytes * _given_count(device, slot_bytes, most)
-
-
-def _given_count(device: Device, nbytes: int, most: int) -> int:
-    """Return how many pieces of memory of one size a GPU gives at once, up to `most`."""
-    with contextlib.ExitStack() as ends:
-        for count in range(most):
-            try:
-                ends.callback(device.release, device.allocate(nbytes))
-            except OffloadError as error:
-                log.info("less of the GPU is borrowed: %s", error)
-                return count
-    return most
+def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
+    """Return a config whose `gradient_memory` is in bytes, None where all fit; `sizes`: (elements, item bytes)."""
+    budget = gradient_budget(config)
+    if budget is None:
+        return config
+    wide = config.gradient_dtype == "float32"
+    nbytes = sum(numel * (4 if wide else item_bytes) for numel, item_bytes in sizes)
+    return dataclasses.replace(config, gradient_memory=None if budget >= nbytes else budget)
 
 
 def open_path(
@@ -264,7 +192,6 @@ def open_path(
             max_bytes=path.max_bytes,
             depth=depth,
             extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
-            checksum=config.checksum,
             turns=choose_turns(config, path),
             io_backend=config.io_backend,
             used_bytes=used_bytes,

@@ -61,8 +61,9 @@ class Shutdown:
         self._thread.closed = True
         self._finish_save()
         limits = self._parts.limits
-        waits_for_mirror = not self._is_given_up and sys.exception() is None
-        self._parts.mirror.close(limits.close_s if waits_for_mirror else 0.0, limits.settle_s)
+        if self._parts.is_whole:
+            waits_for_mirror = not self._is_given_up and sys.exception() is None
+            self._parts.saves.end_mirror(limits.close_s if waits_for_mirror else 0.0)
         self._parts.lanes.given_up = True
         if self.work is None or (self.work.done and self.work.error is not None):
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")

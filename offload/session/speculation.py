@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import metrics
 from offload.device.pieces import Pieces, as_pieces
 from offload.dtypes import DtypeCode
 from offload.engine.tables import StepRows
@@ -34,7 +35,6 @@ from offload.memory.arenas import Arena, available_bytes
 from offload.protocols import WAKE
 from offload.schedule.operations import Admit, Begin, Hold, Run, Seal, Stop, Sweep, Visit
 from offload.session.parts import SessionParts
-from offload.session.step import StepAccount
 from offload.session.sweeps import Sweeps
 
 log = logging.getLogger("offload")
@@ -98,8 +98,8 @@ class Speculation:
     def __init__(self, parts: SessionParts, sweeps: Sweeps) -> None:
         self.is_on = False
         """Whether anything is updated before its step is sealed, from the next step on."""
-        self.account = StepAccount()
-        """The account of the step that was sealed last."""
+        self.confirmed_bytes = self.revoked_bytes = 0
+        """State of versions that the last step which was sealed has confirmed, and of those revoked up to then."""
         self.arrivals: deque[tuple[int, FinalGradient | None, bool | None]] = deque()
         """Posted and not counted yet: position, the gradient if it lies in no slot, whether the pass is the last."""
         self._parts = parts
@@ -109,6 +109,7 @@ class Speculation:
         self._foreseen: _Foreseen | None = None
         self._is_asking = False  # whether subgroups may be admitted in this pass, or once the pending step is over
         self._wanted = MOST_WAITING  # with fewer arrivals nothing can be admitted
+        self._figures = {metrics.CONFIRMED_BYTES: 0, metrics.REVOKED_BYTES: 0}  # of the last step that has ended
         self._revoked_bytes = 0  # of versions that were revoked for other requests since the last step
         self._is_armed = False  # whether subgroups may be opened and admitted for the next step
         self._pause = self._next_pause = 0
@@ -131,6 +132,10 @@ class Speculation:
         self._slotless: set[int] = set()  # parameters whose gradients lie in no slot
         self._loose_gradients: dict[int, FinalGradient] = {}  # ... and where updates may read them
         self._kept_tensors: Sequence[torch.Tensor] = ()
+
+    def metrics(self) -> dict[str, int]:
+        """Return what the last step that has ended took over, and what it did not; nothing where this is not on."""
+        return self._figures if self.is_on else {}
 
     # On the caller's thread, or that of backward
 
@@ -287,7 +292,7 @@ class Speculation:
 
     def _masters_of(self, subgroup: Subgroup) -> Pieces:
         """Return copies of fp32 weights, which are masters, from a GPU to their image, where they are updated."""
-        if not self._parts.plan.weights_on_gpu or subgroup.dtype is not DtypeCode.FLOAT32:
+        if not self._parts.plan.passing_bytes(subgroup.index) or subgroup.dtype is not DtypeCode.FLOAT32:
             return as_pieces([])
         # Weights that were bound since the pass began may be gone when they are copied.
         weights = known(self._rows, "no step is expected").weights
@@ -305,12 +310,14 @@ class Speculation:
 
     def _visit(self, run: Run) -> npt.NDArray[Any]:
         """Return the kernel's table for a speculative run."""
-        subgroup = run.visit.subgroup
-        segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
+        parts, subgroup = self._parts, run.visit.subgroup
+        segments = len(parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
-        self._parts.lanes.await_sent(subgroup)
-        rows = known(self._rows, "no step is expected")
-        table = self._parts.views.table(run, rows, (self._image_of(subgroup), sums))
+        parts.lanes.await_sent(subgroup)
+        rows, image = known(self._rows, "no step is expected"), self._image_of(subgroup)
+        address = parts.memory.slot_address(known(run.slot, "a streamed subgroup is updated in no slot"))
+        read_at = image if parts.plan.weights_on_gpu else None
+        table = parts.tables.fill(run, address, rows, weights_address=read_at, apart=(image, sums))
         self._sources[subgroup] = _Source(table, sums)
         return table
 
@@ -329,21 +336,16 @@ class Speculation:
         self._all_arrived = bool(active) and self._expected == self._counts
         self._forget_arrivals()
 
-    def choose_confirmed(self, subgroups: Collection[int], account: StepAccount) -> tuple[int, ...]:
-        """Return which of `subgroups` have a speculative version that the step would make again; see `seal`.
-
-        Args:
-            subgroups: Those that the step updates.
-            account: The step's account.
-        """
-        machine, self.account = self._parts.machine, account
-        account.revoked_bytes, self._revoked_bytes = self._revoked_bytes, 0
+    def choose_confirmed(self, subgroups: Collection[int]) -> tuple[int, ...]:
+        """Return which of `subgroups`, that the step updates, have a version that it would make again; see `seal`."""
+        machine, self.confirmed_bytes = self._parts.machine, 0
+        self.revoked_bytes, self._revoked_bytes = self._revoked_bytes, 0
         if not machine.is_open or machine.broken is not None:
             return ()
         versions = machine.speculative_versions
         confirmed = tuple(self._unchanged([subgroup for subgroup in versions if subgroup in subgroups]))
-        account.confirmed_bytes = self._state_bytes(confirmed)
-        account.revoked_bytes += self._state_bytes(versions) - account.confirmed_bytes
+        self.confirmed_bytes = self._state_bytes(confirmed)
+        self.revoked_bytes += self._state_bytes(versions) - self.confirmed_bytes
         return confirmed
 
     def seal(self, confirmed: tuple[int, ...], rest: Sweep) -> None:
@@ -423,15 +425,15 @@ class Speculation:
 
     def end_step(self, scale: float, clip: float) -> None:
         """Take note of a step that has ended well, and choose what to speculate on before the next one."""
+        self._figures = {metrics.CONFIRMED_BYTES: self.confirmed_bytes, metrics.REVOKED_BYTES: self.revoked_bytes}
         if not self.is_on:
             with contextlib.suppress(OffloadError):  # a GPU that has failed, as the next step will find
                 self._free_images()
             return
-        confirmed_bytes, revoked_bytes = self.account.confirmed_bytes, self.account.revoked_bytes
-        if revoked_bytes > confirmed_bytes:
+        if self.revoked_bytes > self.confirmed_bytes:
             self._next_pause = min(LONGEST_PAUSE, max(1, 2 * self._next_pause))
             self._pause = self._next_pause + 1
-        elif confirmed_bytes:
+        elif self.confirmed_bytes:
             self._next_pause = 0
         self._pause = max(self._pause - 1, 0)
         self._scale = scale

@@ -20,15 +20,11 @@ class StepAccount:
         timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
         started_s: When the step was asked for (`time.monotonic`).
         step_s: Seconds from then on until it was over.
-        confirmed_bytes: State of speculative versions that the step confirmed.
-        revoked_bytes: State of speculative versions that were revoked since the step before.
     """
 
     timeline: list[Interval] = field(default_factory=list)
     started_s: float = 0.0
     step_s: float = 0.0
-    confirmed_bytes: int = 0
-    revoked_bytes: int = 0
 
 
 class PendingStep:

@@ -37,7 +37,7 @@ class Sweeps:
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):
-            weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.plan.weights_on_gpu else 0
+            weight_bytes = parts.plan.passing_bytes(number)
             visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
         sweep = self.make(tuple(visits), visitor, changes=changes)
         parts.machine.handle(Begin(sweep))

@@ -16,8 +16,8 @@ from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, as_on_fastest, observe, typical
 from offload.plan import Rates, visit_order
-from offload.schedule.machine import update_visits
 from offload.schedule.operations import Lend, Reshare, Run, Stop, Sweep
+from offload.schedule.runs import update_visits
 from offload.session.parts import SessionParts
 from offload.session.placement_review import PlacementReview
 from offload.session.thread import EngineThread
@@ -115,17 +115,17 @@ class Visits:
         with self._breaking():
             parts.allocate()
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
-            confirmed = speculation.choose_confirmed(subgroups, sweeps.account)
+            confirmed = speculation.choose_confirmed(subgroups)
             if self.placement_review.is_near:
                 self.learn()
                 self.placement_review.review()
-            lent = self._borrow()
+            slots = parts.lanes.take_slots()
+            if slots is not None:
+                machine.handle(Lend(slots))
+            plan = parts.plan.unborrowed if slots == 0 else parts.plan
             order = visit_order([number for number in subgroups if number not in confirmed], machine.live_slots)
             visits = update_visits(
-                parts.plan,
-                order,
-                lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0),
-                lent=lent,
+                plan, order, lambda n: machine.is_fresh(n) or parts.tables.is_due(n, parts.tables.begun.flags != 0)
             )
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
@@ -138,15 +138,6 @@ class Visits:
         rest = sweeps.make(visits, update, parts.gradients.coming, updates=True)
         speculation.seal(confirmed, rest)
         return rest
-
-    def _borrow(self) -> bool:
-        """Borrow memory of the GPU for a step, if none is there for good; return whether there are staging slots."""
-        parts = self._parts
-        if not parts.lanes.borrows:
-            return True
-        slots: int = parts.lanes.borrow()
-        parts.machine.handle(Lend(slots))
-        return slots > 0
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -21,9 +21,9 @@ from typing import Any
 
 from aiofiles.os import wrap
 
-from offload._native import StoreFile, crc32c, make_slot_header
-from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileId, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, admit, memory_of
+from offload._native import StoreFile
+from offload.protocols import ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
+from offload.tiers.common import SLOT_HEADER_BYTES, admit, compare, make_header, memory_of
 from offload.tiers.lane import Lane
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _preadv = wrap(os.preadv)
 _pwritev = wrap(os.pwritev)
 _fdatasync = wrap(os.fdatasync)
-_crc32c = wrap(crc32c)
+_compare = wrap(compare)
+_make_header = wrap(make_header)
 _reserve = wrap(StoreFile.reserve)
 
 
@@ -69,7 +70,6 @@ class AsyncIo:
         queue: Where completions go; must outlive it.
         depth: System calls at a time for each direction, which share them.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        checksum: Compute payload checksums on write and verify them on read.
         path: The file, opened here once more.
         store: The session's store, for headers.
 
@@ -77,10 +77,9 @@ class AsyncIo:
         OSError, RuntimeError: The system gives no descriptor, or no thread.
     """
 
-    def __init__(self, queue: Queue, depth: int, piece_bytes: int, checksum: bool, path: Path, store: bytes) -> None:
+    def __init__(self, queue: Queue, depth: int, piece_bytes: int, path: Path, store: bytes) -> None:
         self._queue = queue
         self._piece_bytes = piece_bytes
-        self._checksum = checksum
         self._store = store
         self._sync_error = 0
         self._writing: set[asyncio.Task[None]] = set()
@@ -98,15 +97,15 @@ class AsyncIo:
             self._thread.start()
             self._ends = undo.pop_all()
 
-    def read(self, file: StoreFile, op: int, *slot: Any) -> None:
+    def read(self, file: StoreFile, *asked: Any) -> None:
         """See `IoThreads.read`."""
-        request = _request(op, *slot)
-        self._start(lambda: self._answer(op, request.offset, self._read(request)))
+        request = TileRequest(*asked)
+        self._start(lambda: self._answer(request.op, request.offset, self._read(request)))
 
-    def write(self, file: StoreFile, op: int, *slot: Any) -> None:
+    def write(self, file: StoreFile, *asked: Any) -> None:
         """See `IoThreads.write`."""
-        request = _request(op, *slot)
-        self._start(lambda: self._answer(op, request.offset, self._write(file, request)), writes=True)
+        request = TileRequest(*asked)
+        self._start(lambda: self._answer(request.op, request.offset, self._write(file, request)), writes=True)
 
     def sync(self, file: StoreFile, op: int) -> None:
         """See `IoThreads.sync`; once failed, it fails for good."""
@@ -146,13 +145,13 @@ class AsyncIo:
     async def _answer(self, op: int, offset: int, work: Coroutine[Any, Any, tuple[int, int]]) -> None:
         started_s = time.monotonic()
         try:
-            error, checksum = await work
+            error, found = await work
         except OSError as cause:
-            error, checksum = cause.errno or errno.EIO, 0
+            error, found = cause.errno or errno.EIO, 0
         except Exception as cause:  # a lane answers, whatever happens
             _log.error("asyncio: %r", cause)
-            error, checksum = errno.EIO, 0
-        self._queue.post(op, error, checksum, started_s, time.monotonic(), offset if error else 0)
+            error, found = errno.EIO, 0
+        self._queue.post(op, error, offset if error else found, started_s, time.monotonic())
 
     async def _read(self, request: TileRequest) -> tuple[int, int]:
         header = bytearray(SLOT_HEADER_BYTES)
@@ -163,19 +162,15 @@ class AsyncIo:
             return error, 0
         if await self._move(_preadv, [memory_of(request)], request.offset + SLOT_HEADER_BYTES) < request.nbytes:
             return ERROR_SHORT, 0
-        if not self._checksum or promised is None:
-            return 0, 0
-        found = await self._do(_crc32c, request.address, request.nbytes)
-        return (0 if found == promised else ERROR_CHECKSUM), found
+        return (0, 0) if promised is None else await self._do(_compare, request, promised)
 
     async def _write(self, file: StoreFile, request: TileRequest) -> tuple[int, int]:
         nbytes = SLOT_HEADER_BYTES + request.nbytes
         if error := await self._do(_reserve, file, request.offset + nbytes):
             return error, 0
-        checksum = await self._do(_crc32c, request.address, request.nbytes) if self._checksum else None
-        header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
+        header, known = await self._do(_make_header, self._store, request)
         moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
-        return (0, checksum or 0) if moved == nbytes else (errno.EIO, 0)
+        return (0, known or 0) if moved == nbytes else (errno.EIO, 0)
 
     async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
         if before:
@@ -188,8 +183,8 @@ class AsyncIo:
             self._sync_error = cause.errno or errno.EIO
         return self._sync_error, 0
 
-    async def _do(self, call: Callable[..., Any], *arguments: Any) -> int:
-        return int(await call(*arguments, loop=self._loop, executor=self._lane) or 0)
+    async def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await call(*arguments, loop=self._loop, executor=self._lane)
 
     async def _move(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
         """Read or write `buffers` at `offset`, however often the system stops short; return the bytes moved."""
@@ -204,8 +199,3 @@ class AsyncIo:
                 done += moved
                 total += moved
         return total
-
-
-def _request(op: int, subgroup: int, tensor: int, tile: int, step: int, *rest: Any) -> TileRequest:
-    """Return the request that `FileTier` had."""
-    return TileRequest(op, TileId(subgroup, tensor, tile), step, *rest)

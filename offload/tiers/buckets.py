@@ -61,9 +61,9 @@ class Bucket(Place):
         check_new(self.path, options, "requests to an object store take no turns")
         return RemoteTier(self.path, store, queue, options)
 
-    def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
+    def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
         """See `Place.open_existing`."""
-        return ExistingRemoteStore(self.path, store, queue, StoreOptions(checksum=checksum))
+        return ExistingRemoteStore(self.path, store, queue)
 
     def folder(self) -> BucketFolder:
         """See `Place.folder`."""

@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from offload import waits
-from offload._native import check_slot_header, parse_slot_header
+from offload._native import admit_slot_header, crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
 from offload.protocols import (
     ERROR_CHECKSUM,
@@ -68,8 +70,6 @@ class StoreOptions:
         max_bytes: Most that it may grow to; None for all there is.
         extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
         depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
-        checksum: Compute payload checksums on write and verify them on read. Without, completions report 0, headers
-            are still verified, and only the index tells a finished write from a torn one.
         turns: Take turns on the path with other processes (with threads only; a warning says where that is not
             so); None for no lock.
         io_backend: How directories are read and written: "threads", "asyncio", or "auto": threads, with asyncio for
@@ -81,7 +81,6 @@ class StoreOptions:
     max_bytes: int | None = None
     extent_bytes: int = DEFAULT_EXTENT_BYTES
     depth: int | None = None
-    checksum: bool = True
     turns: Turns | None = None
     io_backend: str = "auto"
     used_bytes: int | None = None
@@ -176,14 +175,36 @@ def check_depth(depth: int) -> None:
 
 
 def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
-    """Return 0 where a header is the one that was asked for, else an error; and the checksum that it promises."""
-    expected = (*request.tile, request.step, request.nbytes)
-    fields = parse_slot_header(header)
-    if fields is None or not check_slot_header(header, store, *expected):
-        return ERROR_HEADER, None
-    promised = fields[-1]
-    wrong = request.checksum is not None and request.checksum != (promised or 0)
-    return ERROR_CHECKSUM if wrong else 0, promised
+    """Return 0 where a header is what was asked for, else an error; and what to `compare` the payload with.
+
+    It is compared even where the caller will do that: what was damaged on its way may be read again here.
+    """
+    _, tile, step, _, _, nbytes, checksum, verify = request
+    return admit_slot_header(header, store, tile, step, nbytes, checksum, verify or checksum is not None)
+
+
+def compare(request: TileRequest, promised: int) -> tuple[int, int]:
+    """Return 0 where a payload that was read is what its header promises, else an error; and what was found."""
+    found = crc32c(request.address, request.nbytes)
+    return (0 if found == promised else ERROR_CHECKSUM), found
+
+
+def make_header(store: bytes, request: TileRequest) -> tuple[bytes, int | None]:
+    """Return the header of a tile that is written, and the checksum in it, if it gets one."""
+    known = None
+    if request.verify:
+        known = crc32c(request.address, request.nbytes) if request.checksum is None else request.checksum
+    return make_slot_header(store, request.tile, request.step, request.nbytes, known), known
+
+
+def digest_after(header: bytes, known: int | None, nbytes: int) -> int | None:
+    """Return the digest of a header and its payload, given the payload's checksum; None where there is none."""
+    return None if known is None else crc32c_combine(digest_of(header), known, nbytes)
+
+
+def digest_of(content: bytes | memoryview, before: int = 0) -> int:
+    """Return the CRC32C of bytes that follow those which `before` is of."""
+    return crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content), before) if content else before
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -127,9 +127,9 @@ class Directory(Place):
         except OSError:
             return False  # opening it says what is wrong
 
-    def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
+    def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
         """See `Place.open_existing`."""
-        return ExistingStore(self.path, store, queue, checksum=checksum)
+        return ExistingStore(self.path, store, queue)
 
     def folder(self) -> DirectoryFolder:
         """See `Place.folder`."""
@@ -304,7 +304,6 @@ class ExistingStore(FileTier):
         path: The directory that the store lies in.
         store: The store.
         queue: Where completions go; must outlive the tier.
-        checksum: Verify payload checksums.
 
     Raises:
         TierError: There is no such store, or it cannot be read.
@@ -312,7 +311,7 @@ class ExistingStore(FileTier):
 
     cached = False
 
-    def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> None:
+    def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue) -> None:
         Owned.__init__(self, path)
         self.depth = DEPTH
         with self.answering_for("open"), contextlib.ExitStack() as undo:
@@ -321,7 +320,7 @@ class ExistingStore(FileTier):
             self.store_path, self.data_path = self._place.directory, self._place.data_path
             descriptor, self.direct = _open_data(self.data_path)
             self._file = StoreFile(descriptor, self.direct, store.bytes)
-            self._engine = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES, checksum)
+            self._engine = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES)
             undo.pop_all()
 
     def write(self, request: TileRequest) -> None:

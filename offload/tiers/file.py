@@ -114,7 +114,7 @@ class FileTier(Owned):
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
                 raise OSError(error, os.strerror(error))
-            how = queue, self.depth, piece_bytes, options.checksum
+            how = queue, self.depth, piece_bytes
             if self.io_backend == "asyncio":
                 self._engine = cast(IoThreads, AsyncIo(*how, self.data_path, store.bytes))
             else:
@@ -125,17 +125,14 @@ class FileTier(Owned):
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
         self.check_open("read")
-        self._engine.read(*self._arguments(request), request.checksum, request.verify)
+        check_request(request)
+        self._engine.read(self._file, *request)
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
         self.check_open("write")
-        self._engine.write(*self._arguments(request), request.checksum)
-
-    def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int]:
         check_request(request)
-        place = request.offset, request.address, request.nbytes
-        return (self._file, request.op, *request.tile, request.step, *place)
+        self._engine.write(self._file, *request)
 
     def sync(self, op: int) -> None:
         """Make every write that was submitted before durable; completes as `op`."""

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import struct
 import threading
@@ -145,6 +146,27 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
                 unfinished.unlink()
             raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[Path]:
+    """Make a folder for what is under way, which goes at the end; what a killed process has left there goes first.
+
+    Raises:
+        OSError: It cannot be made, or somebody else works there.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(folder))
+    with open(folder / LOCK_NAME, "wb") as lock, contextlib.ExitStack() as ends:
+        _write_alone(lock.fileno(), folder / LOCK_NAME)
+        ends.callback(shutil.rmtree, folder, ignore_errors=True)
+        for left in folder.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != LOCK_NAME:
+                left.unlink()
+        yield folder
 
 
 def _write_alone(descriptor: int, path: Path) -> None:

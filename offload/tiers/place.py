@@ -144,7 +144,7 @@ class Place(Protocol):
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
         """Open a new store; see `offload.tiers.open_tier`."""
 
-    def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
+    def open_existing(self, store: uuid.UUID, queue: CompletionQueue) -> Tier:
         """Open a store that is there, for reading only.
 
         Raises:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import errno
 import json
 import logging
@@ -21,7 +20,6 @@ import threading
 import time
 import uuid
 
-from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError, invariant
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import (
@@ -33,6 +31,10 @@ from offload.tiers.common import (
     check_depth,
     check_limits,
     check_request,
+    compare,
+    digest_after,
+    digest_of,
+    make_header,
     memory_of,
 )
 from offload.tiers.filesystem import PINS_NAME, UNLIMITED_BYTES
@@ -103,7 +105,6 @@ class RemoteTier(Owned):
         self._store = store.bytes
         self._queue = queue
         self._max_bytes = options.max_bytes
-        self._checksum = options.checksum
         self._used_bytes = 0
         self._lock = threading.Condition()
         # All below belongs to whoever holds the lock.
@@ -167,7 +168,7 @@ class RemoteTier(Owned):
             if self._writing:
                 self._syncs.append((op, set(self._writing), started_s))
                 return
-        self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
+        self._queue.post(op, 0, 0, started_s, time.monotonic())
 
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""
@@ -230,7 +231,7 @@ class RemoteTier(Owned):
             size = self._client.get_into(key, [memoryview(found)])
             # Tiles take another way than the record: try that too.
             self._written[trial] = None
-            self._client.put(trial, [memoryview(content)], crc32c_of(content))
+            self._client.put(trial, [memoryview(content)], digest_of(content))
             self._client.delete([trial])
             del self._written[trial]
         except ObjectError as cause:
@@ -283,17 +284,17 @@ class RemoteTier(Owned):
     def _read(self, request: TileRequest) -> None:
         started_s = time.monotonic()
         try:
-            error, checksum = self._fetch(request)
+            error, found = self._fetch(request)
             if error in (ERROR_HEADER, ERROR_CHECKSUM):
                 _log.warning("%s: %s arrived damaged, it is fetched again", self.path, self.key(request))
-                error, checksum = self._fetch(request)
+                error, found = self._fetch(request)
         except ObjectMissingError as cause:
-            error, checksum = self._failed(request, cause, ERROR_SHORT), 0
+            error, found = self._failed(request, cause, ERROR_SHORT), 0
         except ObjectError as cause:
-            error, checksum = self._failed(request, cause, cause.errno), 0
+            error, found = self._failed(request, cause, cause.errno), 0
         except Exception as cause:  # a lane answers, whatever happens
-            error, checksum = self._failed(request, cause, errno.EIO), 0
-        self._report(request, error, checksum, started_s)
+            error, found = self._failed(request, cause, errno.EIO), 0
+        self._report(request, error, found, started_s)
 
     def _key_in(self, request: TileRequest) -> str | None:
         """Return the key of what a request's slot holds, if it holds anything."""
@@ -315,18 +316,15 @@ class RemoteTier(Owned):
             return error, 0
         if size != SLOT_HEADER_BYTES + request.nbytes:
             return ERROR_SHORT, 0
-        if not self._checksum or promised is None:
-            return 0, 0
-        found = crc32c(request.address, request.nbytes)
-        return (0 if found == promised else ERROR_CHECKSUM), found
+        return (0, 0) if promised is None else compare(request, promised)
 
     def _write(self, request: TileRequest) -> None:
         started_s = time.monotonic()
-        error = checksum = 0
+        error = known = 0
         key = self.key(request)
         try:
             self._claim(key)
-            checksum = self._store_object(key, request)
+            known = self._store_object(key, request)
             self._commit(key, request)
         except ObjectError as cause:
             error = self._failed(request, cause, cause.errno)
@@ -334,7 +332,7 @@ class RemoteTier(Owned):
             error = self._failed(request, cause, errno.EIO)
         if error:
             self._doom_stray(key, request.offset)
-        self._report(request, error, 0 if error else checksum, started_s)
+        self._report(request, error, known, started_s)
         self._finish_syncs(request.op)
 
     def _claim(self, key: str) -> None:
@@ -346,12 +344,10 @@ class RemoteTier(Owned):
             self._written[key] = None
 
     def _store_object(self, key: str, request: TileRequest) -> int:
-        payload = memory_of(request)
-        checksum = crc32c(request.address, request.nbytes) if self._checksum else None
-        header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
-        whole = None if checksum is None else crc32c_combine(crc32c_of(header), checksum, request.nbytes)
-        self._client.put(key, [memoryview(header), payload], whole)
-        return checksum or 0
+        header, known = make_header(self._store, request)
+        whole = digest_after(header, known, request.nbytes)
+        self._client.put(key, [memoryview(header), memory_of(request)], whole)
+        return known or 0
 
     def _commit(self, key: str, request: TileRequest) -> None:
         """Make `key` what the slot holds; what it, or slots in its place, held before is deleted."""
@@ -407,9 +403,8 @@ class RemoteTier(Owned):
             self._reasons[request.op] = str(cause)
         return error
 
-    def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
-        detail = request.offset if error else 0
-        self._queue.post(request.op, error, checksum, started_s, time.monotonic(), detail)
+    def _report(self, request: TileRequest, error: int, found: int, started_s: float) -> None:
+        self._queue.post(request.op, error, request.offset if error else found, started_s, time.monotonic())
 
     def _finish_syncs(self, written: int) -> None:
         done = []
@@ -421,7 +416,7 @@ class RemoteTier(Owned):
                     done.append(sync)
             self._syncs = [sync for sync in self._syncs if sync[1]]
         for op, _, started_s in done:
-            self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
+            self._queue.post(op, 0, 0, started_s, time.monotonic())
 
 
 class ExistingRemoteStore(RemoteTier):
@@ -454,8 +449,3 @@ class ExistingRemoteStore(RemoteTier):
 
     def _remove(self) -> None:
         pass
-
-
-def crc32c_of(content: bytes) -> int:
-    """Return the CRC32C of bytes in Python's hands."""
-    return crc32c(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0, len(content))

@@ -91,4 +91,7 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(library())
+    try:
+        print(library())
+    except CannotBuild as error:
+        sys.exit(str(error))

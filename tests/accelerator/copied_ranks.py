@@ -19,7 +19,7 @@ from test_overlap_backward_ranks import Ranks, beside_off, plain
 
 import offload
 from accelerator import late
-from offload.optim import auto, shards
+from offload.optim import hiding, shards
 
 COPIED = "fsdp2 copied"
 
@@ -126,7 +126,7 @@ def models(folder: Path) -> None:
 
 def chosen(folder: Path) -> None:
     """Where a model has been given "auto" tries backward behind the eighth step; it does not without."""
-    auto.MOST_TRIAL = auto.TRIAL  # however short iterations are
+    hiding.MOST_TRIAL = hiding.TRIAL  # however short iterations are
     for gives in (True, False):
         training = made(folder / str(gives), "auto" if gives else "off")
         if not gives:

@@ -3,10 +3,13 @@
 They are what programs on a GPU get wrong: order between lanes that nobody asks for, memory that is used again too
 early, host memory that is read before its copy has come, device memory that the host touches, the wrong device. Most
 are planted in the product, at one call of `offload.protocols.Device`; the others in `Host`, which does for the
-trainings what a careful user does for himself.
+trainings what a careful user does for himself. Those that only leave out a call are not among them: `leave_out` makes
+them all.
 
 Each says what a real GPU would make of it, and how it shows. None is found by looking for it: trainings end with
-other bits than on the CPU, or do not end.
+other bits than on the CPU, or do not end. No training shows free memory that is counted though somebody has it (the
+device is asked for what is planned, or half, until it gives that), nor a thread that does not adopt its device (only
+CUDA makes a context for a thread's first device, half a gigabyte, and each call makes its device current).
 """
 
 from __future__ import annotations
@@ -99,7 +102,6 @@ class Mistake:
         plant: Makes it, as long as the context lasts.
         workload: The training that finds it.
         quick: Whether `make test` looks for it.
-        unnoticed: Why none of the trainings finds it.
     """
 
     name: str
@@ -107,9 +109,8 @@ class Mistake:
     on_a_gpu: str
     shows: Shows
     plant: Callable[[], AbstractContextManager[Any]]
-    workload: str = ""
+    workload: str
     quick: bool = False
-    unnoticed: str = ""
 
 
 # How they are planted
@@ -156,36 +157,6 @@ def is_within(within: str) -> bool:
     return frame.f_code.co_qualname == within
 
 
-LEFT_OUT: list[tuple[str, str]] = []
-"""Which method's calls mistakes leave out, and in which function."""
-
-
-def left_out(
-    name: str, within: str, *lanes: DeviceLane, of: Callable[[], type] = lambda: DEVICE
-) -> Callable[[], AbstractContextManager[Any]]:
-    """Leave out calls of a method of the device (or of another class) that one function makes.
-
-    Args:
-        name: The method.
-        within: Who calls it; see `is_within`.
-        lanes: The first arguments of calls that are left out; none for all.
-        of: The class.
-    """
-    LEFT_OUT.append((name, within))
-
-    def plant() -> AbstractContextManager[Any]:
-        right = getattr(of(), name)
-
-        def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
-            if is_within(within) and (not lanes or arguments[0] in lanes):
-                return None
-            return right(self, *arguments, **options)
-
-        return replaced(of(), name, wrong)
-
-    return plant
-
-
 def in_marks(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
     """Plant another method in all marks of the device; `make` is given the right one."""
     kinds: dict[type, type] = {}
@@ -201,17 +172,9 @@ def in_marks(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractCont
 
         return wrong
 
-    return all_of(in_device("mark", change), in_device("mark_caller", change))
-
-
-def all_of(*plants: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
-    """Plant several mistakes at once."""
-
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for each in plants:
-                stack.enter_context(each())
+        with in_device("mark", change)(), in_device("mark_caller", change)():
             yield
 
     return plant
@@ -338,13 +301,6 @@ def gives_back_what_is_in_use(right: Any) -> Any:
     return wrong
 
 
-def sees_memory_that_is_taken(right: Any) -> Any:
-    def wrong(self: Any) -> int:
-        return 4 * int(right(self))
-
-    return wrong
-
-
 def leaves_the_device_alone(right: Any) -> Any:
     @contextlib.contextmanager
     def wrong(self: Any) -> Iterator[None]:
@@ -353,8 +309,9 @@ def leaves_the_device_alone(right: Any) -> Any:
     return wrong
 
 
-def not_while_it_is_closed(right: Any) -> Any:
-    """As of a device that has failed: streams are not waited for then."""
+def closes_at_once() -> AbstractContextManager[Any]:
+    """Have nobody wait for lanes at the end; streams are not waited for then, as of a device that has failed."""
+    right = DEVICE.current
 
     @contextlib.contextmanager
     def refused() -> Iterator[None]:
@@ -364,7 +321,15 @@ def not_while_it_is_closed(right: Any) -> Any:
     def wrong(self: Any) -> AbstractContextManager[None]:
         return refused() if is_within("AcceleratorDevice.close") else right(self)
 
-    return wrong
+    waits, stack = GpuLanes.wait, contextlib.ExitStack()
+
+    def wait(self: Any) -> None:
+        if not is_within("GpuLanes.close"):
+            waits(self)
+
+    stack.enter_context(replaced(DEVICE, "current", wrong))
+    stack.enter_context(replaced(GpuLanes, "wait", wait))
+    return stack
 
 
 def keeps_the_old_time(right: Any) -> Any:
@@ -449,163 +414,9 @@ def reads_device_memory(tensor: torch.Tensor) -> float:
 
 
 H2D, D2H, UPDATE, GRADIENTS = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS
-CALLER, LEAVING, PIECES = DeviceLane.CALLER, DeviceLane.LEAVING, DeviceLane.PIECES
+CALLER, PIECES = DeviceLane.CALLER, DeviceLane.PIECES
 
 MISTAKES: tuple[Mistake, ...] = (
-    # `follow`: one lane does not wait for another
-    Mistake(
-        "step-before-backward",
-        "lanes of a step do not follow the caller's stream",
-        "updates read gradients that backward is still writing, and overwrite weights that it still reads",
-        Shows.BITS,
-        instead(GpuLanes, "follow_caller", nothing),
-        workload="kept",
-        quick=True,
-    ),
-    Mistake(
-        "forward-before-step",
-        "the caller's stream does not follow the lanes of a step",
-        "forward reads weights that the update is still writing",
-        Shows.BITS,
-        instead(GpuLanes, "lead_caller", nothing),
-        workload="kept-gpu",
-        quick=True,
-    ),
-    Mistake(
-        "module-before-visit",
-        "with overlapped forward, a module does not follow the visit that writes its weights",
-        "forward of that module reads old weights",
-        Shows.BITS,
-        instead(GpuLanes, "lead_caller_to", nothing),
-        workload="forward-departing",
-    ),
-    Mistake(
-        "copy-in-before-copy-out",
-        "state is copied into a staging slot whose owner has not been updated, or has not left",
-        "two subgroups' state mixed",
-        Shows.BITS,
-        left_out("follow", "GpuLanes.copy_in"),
-        unnoticed="a slot is given out again only when its copy-out has been reported, which follows the update",
-    ),
-    Mistake(
-        "update-before-copy-in",
-        "an update does not follow the copy of its state",
-        "updated from what the slot held before",
-        Shows.BITS,
-        left_out("follow", "GpuLanes.run"),
-        workload="kept-gpu",
-        quick=True,
-    ),
-    Mistake(
-        "copy-out-before-update",
-        "state is copied back without following its update",
-        "the state of the step before comes back, and the step is lost",
-        Shows.BITS,
-        left_out("follow", "GpuLanes.copy_out"),
-        workload="kept-gpu",
-        quick=True,
-    ),
-    Mistake(
-        "gradients-leave-before-backward",
-        "copies of gradients to the host do not follow the stream that makes them",
-        "the CPU updates with gradients of another pass, or with half of them",
-        Shows.BITS,
-        left_out("follow", "GpuGradients.leave", LEAVING),
-        workload="departing-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "sums-before-backward",
-        "sums of squares do not follow the stream that makes the gradient",
-        "a wrong norm, so everything is clipped wrongly",
-        Shows.BITS,
-        left_out("follow", "GpuGradients.leave", GRADIENTS),
-        workload="departing-cpu",
-    ),
-    Mistake(
-        "fingerprints-before-backward",
-        "fingerprints of gradients that stay do not follow the stream that makes them",
-        "an update is confirmed that has read other gradients than the step's",
-        Shows.BITS,
-        left_out("follow", "GpuGradients.fingerprints"),
-        workload="backward-kept",
-    ),
-    Mistake(
-        "small-gradients-gathered-before-backward",
-        "the kernel that gathers small gradients does not follow the stream that makes them",
-        "small gradients of another pass",
-        Shows.BITS,
-        left_out("follow", "GpuGradients.leave", PIECES),
-        workload="departing-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "added-before-backward",
-        "a further pass's gradient is added on the device without following the stream that makes it",
-        "what was there before is added",
-        Shows.BITS,
-        left_out("follow", "GpuGradients.arrived"),
-        workload="departing",
-        quick=True,
-    ),
-    Mistake(
-        "kept-sums-before-backward",
-        "sums of squares of gradients that stay in .grad do not follow the caller",
-        "a wrong norm",
-        Shows.BITS,
-        left_out("follow", "GradientStore.norm_sq"),
-        workload="kept",
-    ),
-    Mistake(
-        "backward-before-gradients-are-read",
-        "the caller does not follow lane GRADIENTS where gradients are forgotten",
-        "the next pass writes to memory that is still being read or added to",
-        Shows.BITS,
-        left_out("follow", "GpuGradients.forget"),
-        workload="dropped",
-    ),
-    Mistake(
-        "scattered-before-they-come",
-        "the kernel that scatters small pieces does not follow their copy",
-        "small weights of the step before the last",
-        Shows.BITS,
-        left_out("follow", "PieceCopies.to_device", PIECES),
-        workload="kept-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "sent-before-they-are-gathered",
-        "the copy of small pieces to the host does not follow the kernel that gathers them",
-        "small gradients of the bucket before",
-        Shows.BITS,
-        left_out("follow", "PieceCopies.to_host", D2H, LEAVING),
-        workload="departing-cpu",
-        quick=True,
-    ),
-    Mistake(
-        "piece-buffer-in-use",
-        "the next user of a buffer of pieces does not follow its last",
-        "small pieces of two rounds mixed",
-        Shows.BITS,
-        all_of(left_out("follow", "PieceCopies.to_device", H2D), left_out("follow", "PieceCopies.to_host", PIECES)),
-        workload="departing-cpu",
-    ),
-    Mistake(
-        "weights-fetched-before-they-are-written",
-        "a fetch of weights does not follow the visit that wrote them",
-        "the CPU updates old weights",
-        Shows.BITS,
-        left_out("follow", "GpuLanes.leave_behind_sent"),
-        workload="elsewhere-single",
-    ),
-    Mistake(
-        "state-fetched-before-it-is-updated",
-        "state_dict() and checkpoints copy state on the device without following its updates",
-        "state of the step before, or half of it",
-        Shows.BITS,
-        left_out("follow", "GpuLanes.fetch"),
-        workload="saved",
-    ),
     # Marks
     Mistake(
         "marked-on-another-lane",
@@ -750,15 +561,6 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     # Memory
     Mistake(
-        "not-given-up",
-        "a tensor that is dropped while another stream uses it is not given up",
-        "its memory is somebody else's before it has been read",
-        Shows.BITS,
-        in_device("give_up", lambda right: nothing),
-        workload="streams-departing",
-        quick=True,
-    ),
-    Mistake(
         "dropped-in-transit",
         "gradients are dropped before they have left",
         "their memory is used again by backward: other gradients leave in their place",
@@ -800,27 +602,11 @@ MISTAKES: tuple[Mistake, ...] = (
         workload="borrowing-departing",
     ),
     Mistake(
-        "released-early",
-        "staging slots are given back while lanes work in them",
-        "somebody else's tensor is overwritten with state",
-        Shows.BITS,
-        left_out("wait", "GpuLanes.adopt", of=lambda: GpuLanes),
-        unnoticed="what makes buffers grow makes weight slots grow, and who exchanges those waits for all lanes",
-    ),
-    Mistake(
-        "memory-that-is-taken",
-        "free memory is counted that somebody has",
-        "out of memory, at the first step or in the user's next batch",
-        Shows.ERROR,
-        in_device("free_bytes", sees_memory_that_is_taken),
-        unnoticed="the device is asked for what is planned, or half, until it gives that, and never what is taken",
-    ),
-    Mistake(
         "closed-early",
         "a session ends without waiting for its lanes",
         "weights without the last step; copies to memory that is unmapped",
         Shows.BITS,
-        all_of(left_out("wait", "GpuLanes.close", of=lambda: GpuLanes), in_device("current", not_while_it_is_closed)),
+        closes_at_once,
         workload="ending",
         quick=True,
     ),
@@ -868,14 +654,6 @@ MISTAKES: tuple[Mistake, ...] = (
         in_device("current", leaves_the_device_alone),
         workload="second",
         quick=True,
-    ),
-    Mistake(
-        "thread-of-another-device",
-        "a thread of the session does not adopt the device",
-        "it makes a context on the first device: half a gigabyte that is somebody else's",
-        Shows.ERROR,
-        in_device("adopt_thread", lambda right: nothing),
-        unnoticed="each call makes its device current; only CUDA makes contexts for a thread's first device",
     ),
     # DeepSpeed's transfers
     Mistake(

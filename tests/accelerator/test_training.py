@@ -31,7 +31,6 @@ from offload import backends
 from offload.backends import working_on
 from offload.device import accelerator, pieces
 from offload.plan import budget, planner
-from offload.session import parts
 
 pytestmark = [
     pytest.mark.late(shared=True),
@@ -48,7 +47,7 @@ def _small_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     for module in (pieces, budget):
         monkeypatch.setattr(module, "LEAST_COPY_BYTES", 6000)
     slots = 1 + zlib.crc32(request.node.nodeid.encode()) % 6
-    for module in (budget, planner, parts):
+    for module in (budget, planner):
         monkeypatch.setattr(module, "GPU_STAGING_SLOTS", slots)
     monkeypatch.setitem(budget.make_plan.__kwdefaults__, "gpu_slots", slots)
 

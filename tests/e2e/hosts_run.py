@@ -1,6 +1,6 @@
 """One rank on one of two hosts; see `test_hosts.py`.
 
-    python hosts_run.py KIND FOLDER STEPS [load=FOLDER] [save=FOLDER] [mirror=FOLDER] [waits]
+    python hosts_run.py KIND FOLDER STEPS network=NAME host=LETTER [load=FOLDER] [save=FOLDER] [mirror=FOLDER] [waits]
 
 Writes what became of it to FOLDER/said-<rank>.json: "digest" of weights and state, and "error" of the load. With
 `waits` it saves and trains until somebody kills it, once it has written FOLDER/saving-<rank>.
@@ -8,9 +8,12 @@ Writes what became of it to FOLDER/said-<rank>.json: "digest" of weights and sta
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x0002_0000, 0x0400_0000, 0x4000_0000
+
+
+def move(network: str, letter: str, place: Path) -> None:
+    """Be on a host from now on: on its network, with its disk as `place/disk`, under its name.
+
+    This process has one thread, which is what moves.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as file:
+        for done in (libc.setns(file.fileno(), CLONE_NEWNET), libc.unshare(CLONE_NEWNS | CLONE_NEWUTS)):
+            if done:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for words in (["--make-rprivate", "/"], ["--bind", str(place / f"disk-{letter}"), str(place / "disk")]):
+        subprocess.run(["mount", *words], check=True)
+    socket.sethostname(f"host-{letter}")
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,6 +129,7 @@ def main() -> None:
     kind, folder, steps, *words = sys.argv[1:]
     options = dict(word.split("=", 1) for word in words if "=" in word)
     rank, world, place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(folder)
+    move(options["network"], options["host"], place)
     if kind == "deepspeed":
         import deepspeed
 

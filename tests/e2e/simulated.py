@@ -39,7 +39,7 @@ class OnDevice(offload.AdamW):
 class OnDeviceAdam(OnDevice):
     """The same with Adam's weight decay."""
 
-    rule, kind = ADAM, "Adam"
+    rule, kind, torch_class = ADAM, "Adam", torch.optim.Adam
 
 
 def watch(engine: offload.Engine, device: SimulatedDevice) -> None:

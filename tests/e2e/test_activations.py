@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import activation_programs
 import pytest
 import torch
 from memory_tier import MemoryTier
@@ -27,20 +26,6 @@ ROWS = 256
 SMALL = "1MiB"
 TILE = 64 << 10
 """Buffers: sixteen of 64 KiB."""
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_random_programs(seed: int, tmp_path: Path):
-    activation_programs.compare(activation_programs.make_program(seed), tmp_path / "path")
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(30, 300, 30))
-def test_many_random_programs(first: int, tmp_path: Path):
-    for seed in range(first, first + 30):
-        activation_programs.compare(activation_programs.make_program(seed), tmp_path / str(seed))
 
 
 def model(layers: int = 8) -> nn.Sequential:
@@ -221,7 +206,7 @@ def tiers(monkeypatch: pytest.MonkeyPatch) -> list[MemoryTier]:
 
         def write(self, request: Any) -> None:
             if self.fails == "write" and request.tile.tensor > 1000:
-                self._queue.post(request.op, 28, 0, 0.0, 0.0, request.offset)
+                self._queue.post(request.op, 28, request.offset)
             else:
                 super().write(request)
 

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine, at_every_line
 from limited import limited
 from mirror import same, states
 from simulated import OnDevice, add_early
-from test_interrupts import Interrupted
 from test_lifetime import threads_end
 from test_small_tensors import Counting, vectors
 from world import HazardError, SimulatedDevice
@@ -261,13 +260,6 @@ def test_a_device_that_fails_hangs_nothing(tmp_path: Path, lazy: bool, fail_at: 
     assert threads_end(before)
 
 
-class InterruptedHere(Interrupted):
-    """Not in the simulated device, whose queues an interrupt would tear."""
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return super()._enter(frame, event, argument) if "/sim/" not in frame.f_code.co_filename else None
-
-
 @pytest.mark.slow
 def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,8 +268,8 @@ def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
     monkeypatch.setattr(additions, "MOST_BUFFER_BYTES", 4096)
     parameters, wanted = weights(), expected(2)[: len(SHAPES)]
     begin = [p.detach().clone() for p in parameters]
-    nth, fired = 0, True
-    while fired:
+
+    def program(interrupted: AtLine) -> None:
         for parameter, value in zip(parameters, begin, strict=True):
             parameter.data.copy_(value)
         with OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:
@@ -285,15 +277,13 @@ def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
             for parameter, gradient in zip(parameters, gradients(parameters, 1), strict=True):
                 parameter.grad = gradient
                 optimizer._route.arrived(optimizer._weights.bound[parameter])
-            interrupted = InterruptedHere(nth)
-            try:
-                interrupted(optimizer.engine.gradients.settle)
-            except KeyboardInterrupt:
+            interrupted(optimizer.engine.gradients.settle)
+            if interrupted.has_fired:
                 optimizer.engine.gradients.settle()
-            fired = interrupted.has_fired
             optimizer.step()
             assert same([p.detach() for p in parameters], wanted), interrupted.where
-        nth += 7
+
+    at_every_line(program, 7)
 
 
 def test_the_plan_counts_the_buffers(tmp_path: Path) -> None:
@@ -352,25 +342,23 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
 def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str) -> None:
     """Whatever it came between, gradients that arrive after the next `zero_grad` are the first ones."""
     settings = offload.OffloadConfig(placement=placement, keep_grads=False, gpu_memory=0, threads=1)
-    nth, fired, wanted = 0, True, None
-    while fired:
+    wanted = expected_after_zero_grad()
+
+    def program(interrupted: AtLine) -> None:
         parameters = weights()
         device = SimulatedDevice(lazy=True)
         with OnDevice(parameters, device=device, offload=settings) as optimizer:
             accumulate(parameters, 1)
             optimizer.step()
             accumulate(parameters, 2, first=1)
-            interrupted = InterruptedHere(nth)
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(optimizer.zero_grad)
-            fired = interrupted.has_fired
+            interrupted(optimizer.zero_grad)
             optimizer.zero_grad()
             accumulate(parameters, 2, first=1)
             optimizer.step()
             found = states(optimizer, parameters)
-        wanted = wanted or expected_after_zero_grad()
         assert same(found, wanted), interrupted.where
-        nth += 1
+
+    at_every_line(program)
 
 
 def expected_after_zero_grad() -> list[torch.Tensor]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import random
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine, at_every_line
 from mirror import same, states
 from simulated import OnDevice
-from test_interrupts import Interrupted
 from test_simulated_gpu import backward, config, on_cpu, train, train_behind, weights
 from world import HazardError, SimulatedDevice
 
@@ -61,17 +59,6 @@ def test_bits_are_those_of_the_cpu_and_nothing_is_held_between_steps(
     assert same(found, on_cpu(steps, clip=clip))
 
 
-@pytest.mark.parametrize("keep_grads", [True, False], ids=["kept", "leave"])
-def test_a_lazy_device(tmp_path: Path, keep_grads: bool) -> None:
-    """Memory is given back long before lanes have done with it, and nobody waits for that."""
-    parameters = weights()
-    device = SimulatedDevice(ROOM, lazy=True)
-    with OnDevice(parameters, device=device, offload=borrowing(tmp_path, keep_grads=keep_grads)) as optimizer:
-        train(optimizer, parameters, range(3))
-        assert device.taken_bytes == 0
-        assert same(states(optimizer, parameters), on_cpu(range(3)))
-
-
 def test_memory_that_is_used_after_it_was_given_back_is_found(tmp_path: Path) -> None:
     parameters = weights()
     device = SimulatedDevice(ROOM, lazy=True)
@@ -93,29 +80,6 @@ def test_memory_that_is_used_after_it_was_given_back_is_found(tmp_path: Path) ->
         assert isinstance(caught.value.__cause__ or caught.value, HazardError)
     finally:
         optimizer.close()
-
-
-@pytest.mark.parametrize("passes", [1, 3])
-def test_sums_of_several_backward_passes(tmp_path: Path, passes: int) -> None:
-    """What gradients that leave have been summed to is not lost between passes, nor held meanwhile."""
-    expected, found = weights(), weights()
-    device = SimulatedDevice(ROOM, seed=1, delay_s=1e-4)
-    with (
-        offload.AdamW(expected) as plain,
-        OnDevice(found, device=device, offload=borrowing(tmp_path, keep_grads=False, placement=0.5)) as optimizer,
-    ):
-        for step in range(3):
-            norms = []
-            for each, parameters in ((plain, expected), (optimizer, found)):
-                for number in range(passes):
-                    backward(parameters[:: 1 + number], 10 * step + number)
-                    assert device.taken_bytes == 0 or optimizer._holder.engine_if_open is None
-                norms.append(each.clip_grad_norm_(0.1))
-                assert device.taken_bytes == 0
-                each.step()
-                each.zero_grad()
-            assert torch.equal(*norms)
-        assert same(states(optimizer, found), states(plain, expected))
 
 
 def test_gradients_that_are_dropped_leave_nothing_behind(tmp_path: Path) -> None:
@@ -249,51 +213,6 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_grads", [True, False], ids=["kept", "leave"])
-@pytest.mark.parametrize("seed", range(6))
-def test_anything_else_between_steps(tmp_path: Path, keep_grads: bool, seed: int) -> None:
-    """Parks, reads, saves, loads, added groups: the bits are those of a session that does not borrow."""
-    rng = random.Random(seed)
-    sessions: list[tuple[Any, list[torch.nn.Parameter]]] = []
-    device = SimulatedDevice(ROOM, seed=seed, delay_s=1e-4)
-    for name, gpu in (("one", "borrow"), ("other", 0)):
-        (tmp_path / name).mkdir()
-        settings = borrowing(tmp_path / name, gpu_memory=gpu, keep_grads=keep_grads, placement=0.5)
-        parameters, there = weights(), device if gpu else SimulatedDevice(ROOM)
-        sessions.append((OnDevice(parameters, device=there, offload=settings), parameters))
-    steps, saved = 0, 0
-    for number in range(12):
-        match rng.choice(("train", "train", "train", "park", "read", "save", "load", "add")):
-            case "train":
-                for optimizer, parameters in sessions:
-                    train(optimizer, parameters, range(steps, steps + 1), clip=bool(number % 2))
-                steps += 1
-            case "park":
-                sessions[0][0].park()
-                assert device.taken_bytes == 0
-            case "read":
-                found = [states(optimizer, parameters) for optimizer, parameters in sessions]
-                assert same(*found)
-            case "save" if steps:
-                saved = number
-                for which, (optimizer, _) in enumerate(sessions):
-                    optimizer.save_checkpoint(tmp_path / f"{which} at {number}")
-            case "load" if saved:
-                for which, (optimizer, _) in enumerate(sessions):
-                    optimizer.wait_checkpoint()
-                    optimizer.load_checkpoint(tmp_path / f"{which} at {saved}")
-            case "add" if len(sessions[0][1]) < 6:
-                saved = 0  # of other groups
-                for optimizer, parameters in sessions:
-                    more = torch.nn.Parameter(torch.ones(2000 + number, dtype=torch.bfloat16))
-                    parameters.append(more)
-                    optimizer.add_param_group({"params": [more]})
-        assert device.taken_bytes == 0
-    assert same(*(states(optimizer, parameters) for optimizer, parameters in sessions))
-    for optimizer, _ in sessions:
-        optimizer.close()
-
-
-@pytest.mark.parametrize("keep_grads", [True, False], ids=["kept", "leave"])
 @pytest.mark.parametrize("lazy", [True, False])
 def test_parks_after_amid_and_before_steps(tmp_path: Path, keep_grads: bool, lazy: bool) -> None:
     """A park waits for lanes that still use what was borrowed, and for the step that has it."""
@@ -361,13 +280,6 @@ def test_a_step_that_is_aborted_leaves_nothing_borrowed(tmp_path: Path, nth: int
         assert device.taken_bytes == 0
 
 
-class InterruptedGradients(Interrupted):
-    """At a line of what borrows and gives back on the caller's thread."""
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename in (gradients.__file__, lanes.__file__) else None
-
-
 @pytest.mark.slow
 def test_a_ctrl_c_at_any_line_of_an_iteration_leaves_nothing_borrowed(tmp_path: Path) -> None:
     parameters = weights()
@@ -375,31 +287,17 @@ def test_a_ctrl_c_at_any_line_of_an_iteration_leaves_nothing_borrowed(tmp_path: 
     settings = borrowing(tmp_path, keep_grads=False, placement=0.5)
     with OnDevice(parameters, device=device, offload=settings) as optimizer:
         train(optimizer, parameters, range(1))
-        files = set()
-        for nth in itertools.count():
-            interrupted = InterruptedGradients(nth)
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(lambda: train(optimizer, parameters, range(1)))
-            if not interrupted.has_fired:
-                break
-            files.add(interrupted.where.rpartition(":")[0])
+
+        def program(interrupted: AtLine) -> None:
+            interrupted(lambda: train(optimizer, parameters, range(1)))
             optimizer.zero_grad()
             assert device.taken_bytes == 0, interrupted.where
-        assert files == {gradients.__file__, lanes.__file__}
+
+        files = (gradients.__file__, lanes.__file__)  # what borrows and gives back on the caller's thread
+        assert at_every_line(program, within=files) == {*files}
         train(optimizer, parameters, range(1))
         assert optimizer.metrics()["borrowed_bytes"] > 0
         assert device.taken_bytes == 0
-
-
-def test_updates_during_backward(tmp_path: Path) -> None:
-    parameters = weights()
-    device = SimulatedDevice(ROOM, seed=2, delay_s=1e-4)
-    settings = borrowing(tmp_path, keep_grads=False, placement=0.5, overlap="backward", host_memory=0)
-    with OnDevice(parameters, device=device, offload=settings) as optimizer:
-        for step in range(5):
-            train(optimizer, parameters, range(step, step + 1), clip=False)
-            assert device.taken_bytes == 0
-        assert same(states(optimizer, parameters), on_cpu(range(5), clip=False))
 
 
 def test_memory_is_taken_in_the_order_of_the_callers_own_stream(tmp_path: Path) -> None:

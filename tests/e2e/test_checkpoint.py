@@ -83,29 +83,6 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("copy", [False, True], ids=["held", "copied"])
-def test_resume_is_exact_whatever_the_tiers(
-    tmp_path: Path, paths: list[Path], place: str, copy: bool, dtype: torch.dtype
-) -> None:
-    with Run(dtype, **PLACES[place](paths)) as run:
-        run.train(3)
-        at_save = run.state()
-        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"step": run.step, "rng": torch.arange(3)}, copy=copy)
-        run.train(3)  # while it is written
-        run.optimizer.wait_checkpoint()
-        later = run.state()
-    for subgroup_numel, settings in ((2048, PLACES["half"](paths[1:])), (5000, {})):
-        with Run(dtype, seed=9, subgroup_numel=subgroup_numel, **settings) as other:
-            extra = other.optimizer.load_checkpoint(tmp_path / "ck")
-            assert torch.equal(extra["rng"], torch.arange(3))
-            assert same(other.state(), at_save)
-            other.step = extra["step"]
-            other.train(3)
-            assert same(other.state(), later)
-
-
 def test_what_a_load_will_refuse_is_told_when_it_is_saved(
     tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:

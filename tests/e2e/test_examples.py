@@ -32,7 +32,7 @@ COMMITTED = {
 """What the first run of an example leaves, for the second one to go on from."""
 
 
-def run(example: Path, folder: Path, python: str = sys.executable) -> str:
+def run(example: Path, folder: Path, python: str) -> str:
     ranks = RANKS.get(example.name, 0)
     launcher = prepared.torchrun(ranks) if ranks else ()
     program = [str(example), str(folder)]
@@ -52,12 +52,13 @@ def run(example: Path, folder: Path, python: str = sys.executable) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.full)], ids=["prepared", "fresh"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+def test_an_example_runs(example: Path, fresh: bool, tmp_path: Path) -> None:
     for package in re.findall(r"^(?:import|from) (\w+)", example.read_text(), re.MULTILINE):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    assert "loss" in run(example, tmp_path)
+    assert "loss" in run(example, tmp_path, sys.executable if fresh else prepared.python())
     if example.stem in COMMITTED:
         assert (tmp_path / COMMITTED[example.stem] / "COMMIT").exists()
         assert "loss" in run(example, tmp_path, prepared.python())  # which resumes

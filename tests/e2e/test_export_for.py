@@ -24,6 +24,7 @@ from offload import cli
 from offload.checkpoint.manifest import seal, unseal
 from offload.cli import going_back
 from offload.integrations.shared import POINTER, pointer
+from offload.tiers.filesystem import working_in
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"threads": 1, "subgroup_numel": 4096}
@@ -349,6 +350,40 @@ def test_state_is_written_once_to_where_torch_looks_for_it(tmp_path: Path) -> No
         for number, entry in entries["state"].items():
             assert all(torch.equal(value, state[number][name]) for name, value in entry.items())
     assert torch.equal(found["weights"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("kind", ["torch", "transformers", "distributed", "safetensors"])
+def test_an_export_that_was_killed_leaves_nothing_to_the_next(tmp_path: Path, kind: str) -> None:
+    with offload.AdamW(weights(), lr=0.1, offload=CONFIG) as optimizer:
+        step(optimizer, 0)
+        saved(optimizer, tmp_path / "trainer" / "ck")
+    torch.save({POINTER: "ck"}, tmp_path / "trainer" / "optimizer.pt")
+    source, out = tmp_path / "trainer" / ("" if kind == "transformers" else "ck"), tmp_path / "out"
+    how = ("--for", kind) if kind in ("torch", "transformers") else ("--format", kind)
+    arguments = ["export", str(source), str(out), *how, "--quiet"]
+    killed = (
+        "import os, sys\n"
+        "from offload import cli\n"
+        "from offload.checkpoint.reader import Checkpoint\n"
+        "Checkpoint.read = lambda *_: os.kill(os.getpid(), 9)\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", killed, *arguments], cwd=ROOT, check=False).returncode == -9
+    (left,) = (file for file in tmp_path.iterdir() if file.name != "trainer")
+    assert left.name == ".out.partial"
+    assert cli.main(arguments) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "trainer"]
+
+
+def test_two_exports_to_one_folder_do_not_mix(tmp_path: Path) -> None:
+    with working_in(tmp_path / ".out.partial") as mine:
+        (mine / "made").mkdir()
+        with pytest.raises(OSError, match="somebody else"), working_in(mine):
+            pass
+        assert (mine / "made").is_dir()
+    mine.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="link"), working_in(mine):
+        pass
 
 
 @pytest.fixture

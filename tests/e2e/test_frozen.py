@@ -153,61 +153,6 @@ PLACES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("frozen", [("a",), ("b", "none"), tuple(SHAPES)], ids=["one", "two", "all"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["construction", "load", "save"])
-def test_state_of_what_is_frozen_is_loaded_kept_and_saved(
-    way: str, when: str, frozen: tuple[str, ...], place: str, tmp_path: Path
-) -> None:
-    """Also by a session in between that does not train it, and saves anew."""
-    settings, model, history = PLACES[place](tmp_path), Weights(), History()
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        step(optimizer, model, history)
-        step(optimizer, model, history)
-        if when == "save":
-            freeze(model, *frozen)
-        load = WAYS[way](tmp_path / "first", optimizer, model)
-    if when == "construction":
-        freeze(model, *frozen)
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        freeze(model, *frozen)
-        load(optimizer, model)
-        check("AdamW", optimizer, model, history)
-        assert all(optimizer.state_for(p).keys() == {"master", "exp_avg", "exp_avg_sq"} for p in model.parameters())
-        step(optimizer, model, history)
-        load = WAYS[way](tmp_path / "second", optimizer, model)
-    freeze(model)
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        load(optimizer, model)
-        step(optimizer, model, history)
-        check("AdamW", optimizer, model, history)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("frozen", [("a", "none"), tuple(SHAPES)], ids=["two", "all"])
-def test_a_thawed_layer_that_has_not_stepped_begins_anew(
-    frozen: tuple[str, ...], way: str, place: str, tmp_path: Path
-) -> None:
-    settings, model, history = PLACES[place](tmp_path), Weights(), History()
-    freeze(model, *frozen)
-    if len(frozen) == len(SHAPES) and way == "file":
-        pytest.skip("a file of no state is none")
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        if len(frozen) < len(SHAPES):
-            step(optimizer, model, history)
-        freeze(model)
-        load = WAYS[way](tmp_path / "ck", optimizer, model)
-    with made("AdamW", model.named_parameters(), **settings) as optimizer:
-        load(optimizer, model)
-        check("AdamW", optimizer, model, history)
-        step(optimizer, model, history)
-        check("AdamW", optimizer, model, history)
-        load(optimizer, model)  # once more, over the state that it has by now
-        check("AdamW", optimizer, model, history[:-1])
-
-
 def gradient(parameter: torch.Tensor, value: float = 1.0) -> None:
     parameter.grad = torch.full_like(parameter, value)
 
@@ -316,55 +261,6 @@ def test_what_a_frozen_parameter_without_state_is_told(tmp_path: Path) -> None:
         assert "frozen         32.0 KiB  of the state" in str(optimizer.plan)
         optimizer.add_param_group({"params": [("c", torch.nn.Parameter(torch.ones(8), requires_grad=False))]})
         assert len(optimizer.state_dict()["state"]) == 2
-
-
-@pytest.mark.parametrize("overlap", ["off", "forward", "both"])
-def test_a_thawed_parameter_trains_on_from_its_state(overlap: str, tmp_path: Path) -> None:
-    """By hooks that torch does not let a frozen parameter have, and updates in forward and backward."""
-
-    def model() -> torch.nn.Sequential:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
-
-    def train(optimizer: Any, model: torch.nn.Module, steps: range) -> None:
-        for number in steps:
-            torch.manual_seed(number)
-            model(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def run(resumes: bool) -> list[torch.Tensor]:
-        net = model()
-        settings = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 2048, "overlap": overlap}
-
-        def opened() -> Any:
-            optimizer = offload.AdamW(net.named_parameters(), offload=settings)
-            if overlap != "off":
-                optimizer.overlap_forward(net)
-            return optimizer
-
-        optimizer = opened()
-        train(optimizer, net, range(2))
-        net[0].requires_grad_(False)
-        train(optimizer, net, range(2, 4))
-        if resumes:
-            optimizer.save_checkpoint(tmp_path / "ck")
-            optimizer.wait_checkpoint()
-            optimizer.close()
-            optimizer = opened()
-            optimizer.load_checkpoint(tmp_path / "ck")
-            train(optimizer, net, range(4, 6))
-        else:
-            train(optimizer, net, range(4, 6))
-        net[0].requires_grad_(True)
-        train(optimizer, net, range(6, 9))
-        optimizer.finish()
-        found = [p.detach().clone() for p in net.parameters()]
-        found += [value for p in net.parameters() for value in optimizer.state_for(p).values()]
-        optimizer.close()
-        return found
-
-    assert all(map(torch.equal, run(True), run(False)))
 
 
 def test_what_torch_leaves_out_of_frozen_parameters_is_told(caplog: pytest.LogCaptureFixture) -> None:

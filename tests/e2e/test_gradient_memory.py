@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import gradient_programs
 import pytest
 import torch
 from simulated import OnDevice
@@ -17,20 +16,6 @@ import offload
 from offload import ConfigError, InfeasiblePlanError, OffloadConfig
 
 WIDTH = 128
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_random_programs(seed: int, tmp_path: Path):
-    gradient_programs.compare(gradient_programs.make_program(seed), tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(50, 500, 90))
-def test_many_random_programs(first: int, tmp_path: Path):
-    for seed in range(first, first + 90):
-        gradient_programs.compare(gradient_programs.make_program(seed), tmp_path / str(seed))
 
 
 def model() -> torch.nn.Sequential:
@@ -199,28 +184,6 @@ def test_park_refuses_gradients_that_no_step_has_used(tmp_path: Path):
         backward(layers, 1)
         optimizer.step()
     assert same(weights(layers), trained(tmp_path, None))
-
-
-def test_a_checkpoint_amid_accumulation_changes_nothing_and_is_resumed(tmp_path: Path):
-    (store := tmp_path / "store").mkdir()
-    layers = model()
-    with optimizer_of(layers, store) as optimizer:
-        backward(layers, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(layers, 1)
-        optimizer.save_checkpoint(tmp_path / "save")
-        optimizer.wait_checkpoint()
-        before = weights(layers)
-        optimizer.step()
-    after = weights(layers)
-    for parameter, weight in zip(layers.parameters(), before, strict=True):
-        parameter.data.copy_(weight)
-    with optimizer_of(layers, store) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "save")
-        backward(layers, 1)
-        optimizer.step()
-    assert same(weights(layers), after)
 
 
 def test_another_thread_s_backward(tmp_path: Path):

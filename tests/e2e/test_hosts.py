@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 
 PROGRAM = Path(__file__).with_name("hosts_run.py")
@@ -25,11 +25,12 @@ def ip(*words: str) -> None:
 
 
 class Hosts:
-    """Two network name spaces that see each other; what runs in one has mounts and a host's name of its own."""
+    """Two network name spaces that see each other; what runs in one has mounts and a name of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, mark = folder, uuid.uuid4().hex[:6]
         self.of_host: dict[int, list[subprocess.Popen[bytes]]] = {0: [], 1: []}
+        self.ends: dict[subprocess.Popen[bytes], int] = {}
         self.names = [f"hosts-{mark}-{letter}" for letter in "ab"]
         for name in ("disk", "disk-a", "disk-b"):
             (folder / name).mkdir()
@@ -70,15 +71,15 @@ class Hosts:
                 "RENDEZVOUS": rendezvous,
                 "OMP_NUM_THREADS": "1",
             }
-            inside = (
-                f'mount --bind {self.folder}/disk-{letter} {self.folder}/disk && hostname host-{letter} && exec "$@"'
-            )
-            command = ["ip", "netns", "exec", self.names[host], "unshare", "-m", "-u", "sh", "-c", inside, "sh"]
-            command += [sys.executable, "-W", "ignore", str(PROGRAM), kind, str(self.folder), str(steps), *words]
+            command = [prepared.python(), "-W", "ignore", str(PROGRAM), kind, str(self.folder), str(steps), *words]
+            command += [f"network={self.names[host]}", f"host={letter}"]
+            end, held = os.pipe()  # nobody has the other end any more when the program is gone
             with (self.folder / f"log-{rank}").open("wb") as log:
-                self.of_host[host].append(
-                    subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT)
-                )
+                streams = {"stdin": held, "stdout": log, "stderr": log}
+                process = subprocess.Popen(command, env={**os.environ, **variables}, **streams)
+            os.close(held)
+            self.of_host[host].append(process)
+            self.ends[process] = end
 
     def wait(self) -> list[dict[str, Any]]:
         """Wait until all ranks have ended; return what they say."""
@@ -97,6 +98,9 @@ class Hosts:
             for process in self.of_host[host]:
                 process.kill()
                 process.wait()
+                if process in self.ends:
+                    os.read(self.ends[process], 1)
+                    os.close(self.ends.pop(process))
 
 
 @pytest.fixture

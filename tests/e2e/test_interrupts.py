@@ -1,71 +1,28 @@
 """A Ctrl-C at every line of a constructor, a load, a save and a close: nothing stays behind, and the next try works.
 
-Not by timing: a trace function raises `KeyboardInterrupt` at the n-th line of this package that the main thread runs,
-for every n until the call gets through.
+Not by timing: see `at_line.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import linecache
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine, at_every_line
 
 import offload
 from offload.session.thread import EngineThread
 from offload.tiers.filesystem import read_regular
 
-FILES = os.path.dirname(offload.__file__)
 LONG_S = 60.0
 STRIDE = 13
 """Of `make test`; a prime, so that no loop is always met at the same line."""
-
-
-class Interrupted:
-    """Calls something and interrupts it at its n-th line.
-
-    Not at lines of `with`, to which its block returns: no signal comes between the end of that and what gives a lock
-    back, which would be another thread's for good.
-    """
-
-    def __init__(self, nth: int) -> None:
-        self.nth = nth
-        self.lines = 0
-        self.where = ""
-
-    def __call__(self, call: Callable[[], Any]) -> Any:
-        """Return what the call returns, if it is too short to be interrupted."""
-        sys.settrace(self._enter)
-        try:
-            return call()
-        finally:
-            sys.settrace(None)
-
-    @property
-    def has_fired(self) -> bool:
-        return self.lines > self.nth
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(FILES) else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        if event == "line" and not is_with and not self.has_fired:
-            self.lines += 1
-            if self.has_fired:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._line
 
 
 class Rest:
@@ -107,19 +64,13 @@ def step(optimizer: offload.AdamW) -> None:
     optimizer.step()
 
 
-def every(stride: int) -> Iterator[Interrupted]:
-    """Yield interrupts for ever, at every `stride`-th line; whoever takes them stops when one has not fired."""
-    nth = 0
-    while True:
-        yield Interrupted(nth)
-        nth += stride
-
-
 STRIDES = [
     pytest.param(STRIDE, marks=[pytest.mark.slow]),
     pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]),
 ]
 BACKENDS = pytest.mark.parametrize("backend", ["threads", "asyncio"])
+LOST = r"(?s)Exception ignored in. <function Checkpoint\.__del__.*KeyboardInterrupt"
+"""What is said of an interrupt that comes while a checkpoint is dropped: Python swallows it, and the call goes on."""
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -128,15 +79,15 @@ def test_a_constructor(tmp_path: Path, backend: str, stride: int) -> None:
     make(tmp_path, backend).close()
     gc.collect()
     rest = Rest(tmp_path)
-    for interrupted in every(stride):
-        optimizer = None
-        with contextlib.suppress(KeyboardInterrupt):
-            optimizer = interrupted(lambda: make(tmp_path, backend))
+
+    def program(interrupted: AtLine) -> None:
+        optimizer = interrupted(lambda: make(tmp_path, backend))
         if optimizer is not None:
             optimizer.close()
+        del optimizer
         assert rest.comes(), (interrupted.where, rest.left(), rest.before)
-        if not interrupted.has_fired:
-            break
+
+    at_every_line(program, stride)
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -145,24 +96,16 @@ def test_a_close(tmp_path: Path, backend: str, stride: int) -> None:
     make(tmp_path, backend).close()
     gc.collect()
     rest = Rest(tmp_path)
-    for interrupted in every(stride):
+
+    def program(interrupted: AtLine) -> None:
         optimizer = make(tmp_path, backend)
         step(optimizer)
-        with contextlib.suppress(KeyboardInterrupt):
-            interrupted(optimizer.close)
+        interrupted(optimizer.close)
         optimizer.close()
         del optimizer
         assert rest.comes(), (interrupted.where, rest.left(), rest.before)
-        if not interrupted.has_fired:
-            break
 
-
-class InterruptedRequest(Interrupted):
-    """At a line of the methods that hand a request over."""
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        asks = frame.f_code in (EngineThread.request.__code__, EngineThread._exchange.__code__)
-        return self._line if asks else None
+    at_every_line(program, stride)
 
 
 @pytest.mark.slow
@@ -170,12 +113,13 @@ class InterruptedRequest(Interrupted):
 def test_a_request_leaves_a_session_that_can_be_closed(
     tmp_path: Path, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the lines of the methods that hand a request over."""
     make(tmp_path, "threads").close()
     gc.collect()
     rest = Rest(tmp_path)
     plain = EngineThread.check_usable
-    nth, fired = 0, True
-    while fired:
+
+    def program(interrupted: AtLine) -> None:
         optimizer = make(tmp_path, "threads")
 
         def check(thread: EngineThread, optimizer: offload.AdamW = optimizer) -> None:
@@ -183,18 +127,19 @@ def test_a_request_leaves_a_session_that_can_be_closed(
             if thread.requester is not None:
                 optimizer.close()
 
-        interrupted = InterruptedRequest(nth)
-        with contextlib.suppress(KeyboardInterrupt), monkeypatch.context() as patch:
+        with monkeypatch.context() as patch:
             if closes:
                 patch.setattr(EngineThread, "check_usable", check)
-            interrupted(lambda optimizer=optimizer: step(optimizer))  # type: ignore[misc]
-        fired, nth = interrupted.has_fired, nth + 1
+            interrupted(partial(step, optimizer))
         if not closes:
             optimizer.close()
         del optimizer, check
         assert rest.comes(), (interrupted.where, rest.left(), rest.before)
 
+    at_every_line(program, within=(EngineThread.request.__code__, EngineThread._exchange.__code__))
 
+
+@pytest.mark.filterwarnings(f"ignore:{LOST}:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
@@ -206,30 +151,27 @@ def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
         optimizer.wait_checkpoint()
     gc.collect()
     rest = Rest(path)
-    for interrupted in every(stride):
+
+    def load(interrupted: AtLine) -> None:
         optimizer = make(path, "threads")
-        with contextlib.suppress(KeyboardInterrupt):
-            interrupted(lambda optimizer=optimizer: optimizer.load_checkpoint(folder))
+        interrupted(partial(optimizer.load_checkpoint, folder))
         if optimizer.engine.broken is None:
             optimizer.load_checkpoint(folder)
             step(optimizer)
         optimizer.close()
         del optimizer
         assert rest.comes(), (interrupted.where, rest.left(), rest.before)
-        if not interrupted.has_fired:
-            break
-    for interrupted in every(stride):
-        optimizer = make(path, "threads")
-        step(optimizer)
-        with contextlib.suppress(KeyboardInterrupt):
-            interrupted(lambda optimizer=optimizer: optimizer.save_checkpoint(tmp_path / "other", copy=copy))
-        step(optimizer)
-        optimizer.save_checkpoint(tmp_path / "another", copy=True)
-        optimizer.wait_checkpoint()
-        optimizer.close()
-        del optimizer
-        if not interrupted.has_fired:
-            break
+
+    def save(interrupted: AtLine) -> None:
+        with make(path, "threads") as optimizer:
+            step(optimizer)
+            interrupted(partial(optimizer.save_checkpoint, tmp_path / "other", copy=copy))
+            step(optimizer)
+            optimizer.save_checkpoint(tmp_path / "another", copy=True)
+            optimizer.wait_checkpoint()
+
+    at_every_line(load, stride)
+    at_every_line(save, stride)
 
 
 @pytest.mark.slow
@@ -241,14 +183,14 @@ def test_a_park_and_what_ends_it(tmp_path: Path, stride: int) -> None:
     config = offload.OffloadConfig(paths=[tmp_path], subgroup_numel=1024, threads=1, host_memory="1GiB")
     parameter = torch.nn.Parameter(torch.ones(3000).bfloat16())
     parks = offload.AdamW([parameter], offload=config)
-    for interrupted in every(stride):
+
+    def program(interrupted: AtLine) -> None:
         for optimizer in (never, parks):
             step(optimizer)
-        with contextlib.suppress(KeyboardInterrupt):
-            interrupted(lambda: (parks.park(wait=stride == 1), parks.unpark()))
-        if not interrupted.has_fired:
-            break
+        interrupted(lambda: (parks.park(wait=stride == 1), parks.unpark()))
         assert torch.equal(parameter, twin), interrupted.where
+
+    at_every_line(program, stride)
     state, expected = parks.state_for(parameter), never.state_for(twin)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     parks.close()
@@ -259,30 +201,30 @@ def test_a_file_that_is_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"content")
     rest = Rest(tmp_path)
-    for interrupted in every(1):
-        with contextlib.suppress(KeyboardInterrupt):
-            assert interrupted(lambda: read_regular(file, 7)) == b"content"
+
+    def program(interrupted: AtLine) -> None:
+        assert interrupted(lambda: read_regular(file, 7)) == (None if interrupted.has_fired else b"content")
         assert rest.left() == rest.before, interrupted.where
-        if not interrupted.has_fired:
-            return
+
+    at_every_line(program)
 
 
 @pytest.mark.slow
 def test_an_added_group() -> None:
     """Whatever of it there is already, it can be added again, and is updated."""
-    for interrupted in every(1):
+
+    def program(interrupted: AtLine) -> None:
         first, second = (torch.nn.Parameter(torch.ones(10)) for _ in range(2))
         with offload.AdamW([first], offload=offload.OffloadConfig(threads=1)) as optimizer:
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(lambda optimizer=optimizer, new=second: optimizer.add_param_group({"params": [new]}))
+            interrupted(partial(optimizer.add_param_group, {"params": [second]}))
             if len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": [second]})
             (first + second).sum().backward()
             optimizer.step()
             assert len(optimizer.state) == 2, interrupted.where
             assert first.equal(second), interrupted.where
-        if not interrupted.has_fired:
-            return
+
+    at_every_line(program)
 
 
 @pytest.mark.slow
@@ -291,15 +233,15 @@ def test_a_clip(tmp_path: Path, unscales: bool) -> None:
     """Whatever it leaves is no factor for gradients that it has not seen."""
     parameter = torch.nn.Parameter(torch.ones(3000))
     with offload.AdamW([parameter]) as optimizer:
-        for interrupted in every(1):
+
+        def program(interrupted: AtLine) -> None:
             (parameter * 8).sum().backward()
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(lambda: optimizer.unscale(4.0) if unscales else optimizer.clip_grad_norm_(0.5))
+            interrupted(partial(optimizer.unscale, 4.0) if unscales else partial(optimizer.clip_grad_norm_, 0.5))
             parameter.grad = None
             (parameter * 2).sum().backward()
             optimizer.reset_state()
             optimizer.step()
             assert torch.allclose(optimizer.state_for(parameter)["exp_avg"], torch.full((3000,), 0.2))
             parameter.grad = None
-            if not interrupted.has_fired:
-                return
+
+        at_every_line(program)

@@ -53,81 +53,6 @@ def assert_equal(model: torch.nn.Module, mirror: Mirror) -> None:
         assert same_bits(parameter.detach(), weight)
 
 
-def test_trains_as_the_reference_does(streaming: Any) -> None:
-    model = make_model()
-    mirror = mirror_of(model)
-    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
-        for step in range(4):
-            backward(model, step)
-            gradients = gradients_of(model)
-            norm = optimizer.clip_grad_norm_(0.1)
-            assert float(norm) == mirror.norm(gradients)
-            optimizer.step()
-            optimizer.zero_grad()
-            mirror.step(gradients, min(1.0, 0.1 / (float(norm) + 1e-6)))
-    assert_equal(model, mirror)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_gradients_are_what_they_are_without_us(streaming: Any, dtype: torch.dtype) -> None:
-    ours, plain = make_model(dtype), make_model(dtype)
-    with offload.AdamW(ours.parameters(), offload=streaming()):
-        for seed in range(3):  # accumulated over three backward passes
-            backward(ours, seed)
-            backward(plain, seed)
-    for left, right in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert same_bits(left.grad, right.grad)
-
-
-def test_float32_gradients_accumulate_in_float32(streaming: Any) -> None:
-    model, plain = make_model(), make_model()
-    with offload.AdamW(model.parameters(), offload=streaming(gradient_dtype="float32")) as optimizer:
-        total = [torch.zeros(p.shape) for p in plain.parameters()]
-        for seed in range(3):
-            backward(model, seed)
-            plain.zero_grad()
-            backward(plain, seed)
-            for sum_, parameter in zip(total, plain.parameters(), strict=True):
-                sum_ += parameter.grad.float()
-        for sum_, parameter in zip(total, model.parameters(), strict=True):
-            assert parameter.grad.dtype == torch.float32
-            assert torch.equal(parameter.grad, sum_)
-        mirror = mirror_of(model, lr=1e-3)
-        optimizer.step()
-        mirror.step([total])
-    assert_equal(model, mirror)
-
-
-def test_grad_scaler_unscales_and_skips(streaming: Any) -> None:
-    model = make_model(torch.float32)  # torch's scaler refuses to unscale fp16 gradients
-    mirror = mirror_of(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
-    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
-        for step in range(3):
-            torch.manual_seed(step)
-            with torch.autocast("cpu", torch.float16):
-                loss = model(torch.randn(16, 40)).float().square().mean()
-            scaler.scale(loss).backward()
-            if step == 1:
-                next(model.parameters()).grad[0, 0] = torch.inf
-            scaler.unscale_(optimizer)
-            gradients = gradients_of(model)
-            before = [p.detach().clone() for p in model.parameters()]
-            states = [optimizer.state_for(p) for p in model.parameters()]
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            if step == 1:  # skipped: nothing has changed
-                for parameter, weight, state in zip(model.parameters(), before, states, strict=True):
-                    assert same_bits(parameter.detach(), weight)
-                    for name, tensor in optimizer.state_for(parameter).items():
-                        assert same_bits(tensor, state[name])
-            else:
-                mirror.step(gradients)
-        assert scaler.get_scale() == 2.0**7
-    assert_equal(model, mirror)
-
-
 def test_a_parameter_without_gradient_is_untouched(streaming: Any) -> None:
     model = make_model()
     with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
@@ -223,29 +148,6 @@ def test_schedulers_and_groups(streaming: Any) -> None:
     for number, group in enumerate(groups):
         for index, parameter in enumerate(group["params"]):
             assert same_bits(parameter.detach(), mirror.weights[number][index])
-
-
-@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("host_memory", [0, 12 * 1024 * 3, "1GiB"])
-def test_add_param_group_keeps_what_is_there(streaming: Any, first: torch.dtype, host_memory: Any) -> None:
-    old = torch.nn.Parameter(torch.randn(7000).to(first))
-    new = [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (5000, 10)]
-    settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-    mirror = Mirror([{"params": [old], **settings}, {"params": new, **settings, "lr": 0.1}], decoupled=True)
-    gradients = [[torch.randn(7000).to(first)], [torch.randn(5000).bfloat16(), torch.randn(10).bfloat16()]]
-    config = streaming(host_memory=host_memory, staging_memory=3 * 12 * 1024)
-    with offload.AdamW([old], **settings, offload=config) as optimizer:
-        for step in range(4):
-            if step == 2:
-                optimizer.add_param_group({"params": new, "lr": 0.1})
-            old.grad = gradients[0][0].clone()
-            if step >= 2:
-                new[0].grad, new[1].grad = (gradient.clone() for gradient in gradients[1])
-            optimizer.step()
-            mirror.step([gradients[0], gradients[1] if step >= 2 else [None, None]])
-        assert same_bits(old.detach(), mirror.weights[0][0])
-        for parameter, weight in zip(new, mirror.weights[1], strict=True):
-            assert same_bits(parameter.detach(), weight)
 
 
 def test_frozen_shared_empty_and_strided_parameters(streaming: Any) -> None:
@@ -470,3 +372,24 @@ def test_close_gives_parameters_back_as_they_were(streaming: Any) -> None:
     backward(model, 0)
     assert model[0].weight.grad.dtype == torch.bfloat16
     plain.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.slow
+def test_stays_near_torch_over_200_steps(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Against torch's AdamW on fp32 masters: after 200 steps within 1e-5 of the weights' scale (last bits)."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(5000, generator=generator).to(dtype)
+    ours = torch.nn.Parameter(start.clone())
+    theirs = torch.nn.Parameter(start.float())
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], subgroup_numel=1024)
+    torch_optimizer = torch.optim.AdamW([theirs], **settings)
+    with offload.AdamW([ours], **settings, offload=config) as optimizer:
+        for _ in range(200):
+            gradient = torch.randn(5000, generator=generator).to(dtype)
+            ours.grad, theirs.grad = gradient.clone(), gradient.float()
+            optimizer.step()
+            torch_optimizer.step()
+        master = optimizer.state_for(ours)["master"]
+    assert torch.allclose(master, theirs.detach(), rtol=1e-5, atol=1e-5)

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.errors import ConfigError
-from offload.integrations.shared import hide_steps
 from offload.optim.buckets import attach
+from offload.optim.hiding import hide_steps
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -216,14 +216,13 @@ def run(training: Ranks, kinds: list[Callable[[Ranks], None]]) -> list[torch.Ten
             training.counts["hidden"] += optimizer._overlap.is_pending
             if kind is not not_finite:
                 optimizer.zero_grad()
-            account = ahead.account
             if optimizer.engine.speculates:
-                training.counts["confirmed"] += account.confirmed_bytes
-                training.counts["revoked"] += account.revoked_bytes
-                training.counts[f"revoked by {kind.__name__}"] += account.revoked_bytes
-                if foreseen and not account.revoked_bytes:
+                training.counts["confirmed"] += ahead.confirmed_bytes
+                training.counts["revoked"] += ahead.revoked_bytes
+                training.counts[f"revoked by {kind.__name__}"] += ahead.revoked_bytes
+                if foreseen and not ahead.revoked_bytes:
                     training.counts["foreseen"] += 1
-                    assert account.confirmed_bytes >= 0.9 * optimizer.metrics()["streamed_bytes"] > 0
+                    assert ahead.confirmed_bytes >= 0.9 * optimizer.metrics()["streamed_bytes"] > 0
             before = kind
         return training.everything()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine, at_every_line
 from mirror import same_bits
 from sharded import local, spawn
 from simulated import OnDevice
-from test_interrupts import every
 from torch.utils.checkpoint import checkpoint
 from world import SimulatedDevice
 
@@ -161,38 +160,6 @@ def train(
     return [*losses, *(float(mean.float().sum()) for mean in average)]
 
 
-@pytest.mark.parametrize("state_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bits_are_those_without(
-    config: Callable[..., offload.OffloadConfig], dtype: torch.dtype, state_format: str
-) -> None:
-    found = []
-    for mode in MODES:
-        model = Model(dtype)
-        settings = config(state_format=state_format)
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
-            follow(optimizer, model, mode)
-            losses = train(model, optimizer, 24)
-            found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_all_same(found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_bits_are_those_without_over_300_steps(
-    config: Callable[..., offload.OffloadConfig], state_format: str
-) -> None:
-    found = []
-    for mode in MODES:
-        model = Model()
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=config(state_format=state_format)) as optimizer:
-            follow(optimizer, model, mode)
-            losses = train(model, optimizer, 300)
-            assert optimizer.engine.step_number == 234  # 27 were dropped, 39 more were not finite
-            found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_all_same(found)
-
-
 def rank_of_two(folder: Path, steps: int) -> None:
     """Train beside another rank, and compare modes."""
     rank = torch.distributed.get_rank()
@@ -215,23 +182,6 @@ def rank_of_two(folder: Path, steps: int) -> None:
 @pytest.mark.parametrize("steps", [12, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_bits_are_those_without_on_two_ranks(tmp_path: Path, steps: int) -> None:
     spawn(2, tmp_path, rank_of_two, steps)
-
-
-@pytest.mark.parametrize("settings", [{}, {"host_memory": "1GiB"}, {"host_memory": 12 * 4096 * 4}])
-@pytest.mark.parametrize("gradient_dtype", ["parameter", "float32"])
-def test_bits_are_those_without_wherever_state_lives(
-    config: Callable[..., offload.OffloadConfig], settings: dict[str, Any], gradient_dtype: str
-) -> None:
-    found = []
-    for mode in MODES:
-        model = Model()
-        with offload.AdamW(
-            model.parameters(), lr=1e-2, offload=config(gradient_dtype=gradient_dtype, **settings)
-        ) as optimizer:
-            follow(optimizer, model, mode)
-            losses = train(model, optimizer, 12)
-            found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_all_same(found)
 
 
 @pytest.mark.late(shared=True)
@@ -280,29 +230,6 @@ def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
             loss = loss_of(model, step)
             assert {id(copy) for copy in copies} <= {id(tensor) for tensor in given_up}
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler])
-def test_gradient_scalers(config: Callable[..., offload.OffloadConfig], scaler: Any) -> None:
-    found = []
-    for mode in MODES:
-        model = Model(torch.float32)
-        with offload.AdamW(model.parameters(), lr=1e-3, offload=config()) as optimizer:
-            follow(optimizer, model, mode)
-            scaling = scaler("cpu", init_scale=2.0**127, growth_interval=50)
-            for step in range(12):
-                scaling.scale(64 * loss_of(model, step)).backward()
-                scaling.unscale_(optimizer)
-                if scaler is offload.GradScaler:
-                    optimizer.clip_grad_norm_(1.0)
-                else:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaling.step(optimizer)
-                scaling.update()
-                optimizer.zero_grad()
-            found.append([torch.tensor(scaling.get_scale()), *everything(optimizer, model)])
-            assert 2.0**117 < scaling.get_scale() < 2.0**127  # steps were skipped, and others were not
-    assert_all_same(found)
 
 
 class Held:
@@ -384,6 +311,37 @@ def test_a_gradient_that_nobody_holds_is_not_waited_for(config: Callable[..., of
         held.go_on()
         steps.join(60.0)
         assert has_returned
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "both"])
+def test_no_gradient_is_left_that_could_be_set_to_zero(
+    config: Callable[..., offload.OffloadConfig], overlap: str
+) -> None:
+    """As docs/step.md says: what the second backward pass does not reach is decayed by zeros, or has no gradient."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.rare = (torch.nn.Parameter(torch.ones(4096)) for _ in range(2))
+
+        def forward(self, reaches: bool) -> torch.Tensor:
+            return (self.used + self.rare).sum() if reaches else self.used.sum()
+
+    model = Branches()
+    rare = model.rare
+    with offload.AdamW(model.parameters(), lr=0.1, offload=config(overlap=overlap)) as optimizer:
+        if overlap != "off":
+            optimizer.overlap_forward(model)
+        found = []
+        for reaches in (True, True, False):
+            model(reaches).backward()
+            optimizer.step()
+            assert (rare.grad is None) == (overlap != "off")
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.finish()
+            found.append(rare.detach().clone())
+        assert torch.equal(found[1], found[2]) == (overlap != "off")
+        assert not torch.equal(found[0], found[1])
 
 
 def test_updates_come_in_the_order_of_the_forward_pass(config: Callable[..., offload.OffloadConfig]) -> None:
@@ -512,7 +470,7 @@ def test_a_failure_is_raised_by_whatever_comes_next(
 
     optimizer.step()
     model(torch.ones(3, 64).bfloat16()).sum().backward()
-    optimizer.engine._parts.views.table = fails  # type: ignore[method-assign]
+    optimizer.engine._parts.views.work = fails  # type: ignore[method-assign]
     optimizer.step()
     calls: dict[str, Callable[[], Any]] = {
         "step": optimizer.step,
@@ -594,31 +552,6 @@ def test_weights_are_loaded_while_a_step_goes_on(config: Callable[..., offload.O
         model(torch.ones(3, 64).bfloat16()).sum().backward()
         optimizer.step()
         optimizer.finish()
-
-
-def test_checkpoints_are_of_whole_steps(config: Callable[..., offload.OffloadConfig], tmp_path: Path) -> None:
-    found = []
-    for mode in MODES:
-        model = Model()
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
-            follow(optimizer, model, mode)
-            for step in range(6):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if step == 3:
-                    optimizer.save_checkpoint(tmp_path / mode, copy=True)
-            optimizer.wait_checkpoint()
-        model = Model()
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
-            follow(optimizer, model, mode)
-            optimizer.load_checkpoint(tmp_path / mode)
-            for step in range(4, 6):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(everything(optimizer, model))
-    assert_all_same(found)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -764,7 +697,7 @@ def test_what_is_hidden_can_be_seen(config: Callable[..., offload.OffloadConfig]
         assert [number for number, _, _ in told] == [1, 2, 3, 4, 5]
         assert "the step is hidden in forward" in str(optimizer.plan)
     step_s = told[2][1]["offload/step_s"]
-    assert told[2][1]["offload/hidden_s"] + told[2][1]["offload/waited_s"] >= step_s
+    assert told[2][1]["offload/hidden_s"] + told[2][1]["offload/waited_s"] >= step_s * (1 - 1e-9)  # but for rounding
     assert told[2][1]["offload/predicted_iteration_s"] > told[2][1]["offload/backward_s"] > 0
     labels = [interval.label for interval in told[2][2] if interval.lane == "caller"]
     assert {"forward", "backward"} <= set(labels)
@@ -828,16 +761,16 @@ def test_an_interrupted_step_has_taken_all_gradients_or_none(config: Callable[..
     x = torch.ones(3, 64).bfloat16()
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
         optimizer.overlap_forward(model)
-        for interrupted in every(3):
+
+        def program(interrupted: AtLine) -> None:
             model(x).sum().backward()
             before = optimizer.engine.step_number
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(optimizer.step)
+            interrupted(optimizer.step)
             has_begun = optimizer.engine.step_number > before
             assert [layer.weight.grad is None for layer in model] == [has_begun] * 2, interrupted.where
             optimizer.zero_grad()
-            if not interrupted.has_fired:
-                return
+
+        at_every_line(program, 3)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import subprocess
 import sys
 import threading
@@ -92,70 +91,6 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     made = Pair(tmp_path, **SETTINGS[request.param])
     yield made
     made.close()
-
-
-def test_every_step_after_a_park_has_the_same_bits(pair: Pair) -> None:
-    pair.parking.park()  # fresh
-    for step in range(6):
-        pair.train()
-        pair.parking.park(keep_host=bool(step % 2))
-        assert pair.parking.engine.is_parked
-        if step % 3 == 1:
-            pair.parking.unpark()
-            assert not pair.parking.engine.is_parked
-    pair.check()
-    assert pair.parking.metrics()["park/away_bytes"] == 0
-
-
-def test_the_first_norm_after_a_park_is_that_of_a_session_that_never_parks(pair: Pair) -> None:
-    for wait in (True, False):
-        pair.train()
-        pair.parking.park(wait=wait)
-        norms = []
-        for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
-            for number, weight in enumerate(weights):
-                (weight.float() * (number + 1)).sum().backward()
-            norms.append(float(optimizer.clip_grad_norm_(0.1)))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert norms[0] == norms[1] > 0.1
-        pair.check()
-
-
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 64))])
-def test_random_programs_have_the_bits_of_one_that_never_parks(pair: Pair, seed: int, tmp_path: Path) -> None:
-    """Steps, parks, saves, loads and reads at random, all of them of the parked session."""
-    rng = random.Random(seed)
-    saved: list[tuple[int, Path]] = []
-    pair.train()
-    for number in range(14):
-        match rng.choice(("train", "train", "park", "park", "behind", "save", "load", "read", "unpark")):
-            case "train":
-                pair.train()
-            case "park":
-                pair.parking.park(rng.choice((False, True)))
-            case "behind":
-                pair.parking.park(rng.choice((False, True)), wait=False)
-            case "save":
-                folders = [tmp_path / f"saved {number} {name}" for name in ("parks", "never")]
-                for optimizer, folder in zip(pair.optimizers, folders, strict=True):
-                    optimizer.save_checkpoint(folder)
-                saved = [(pair.steps, folders[0]), (pair.steps, folders[1])]
-            case "load" if saved:
-                for optimizer, (_, folder) in zip(pair.optimizers, saved, strict=True):
-                    optimizer.wait_checkpoint()
-                    optimizer.load_checkpoint(folder)
-                pair.steps = saved[0][0]
-            case "read":
-                weight = rng.randrange(len(NUMELS))
-                mine, others = (
-                    o.state_for(weights[weight]) for o, weights in zip(pair.optimizers, pair.weights, strict=True)
-                )
-                assert all(torch.equal(mine[key], others[key]) for key in others)
-            case "unpark":
-                pair.parking.unpark()
-    pair.train()
-    pair.check()
 
 
 def written_bytes(optimizer: Any) -> float:
@@ -274,46 +209,6 @@ def test_after_close_and_without_memory(tmp_path: Path, monkeypatch: pytest.Monk
         pair.parking.park()
     with pytest.raises(offload.SessionBrokenError, match="closed"):
         pair.parking.unpark()
-
-
-def test_parameters_that_are_added_to_a_parked_session(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, **SETTINGS["half"])
-    pair.train()
-    pair.parking.park()
-    for optimizer, weights in zip(pair.optimizers, pair.weights, strict=True):
-        weights.append(torch.nn.Parameter(torch.ones(2000)))
-        optimizer.add_param_group({"params": [weights[-1]]})
-    pair.train()
-    pair.parking.park()
-    pair.train()
-    pair.check()
-    pair.close()
-
-
-@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
-def test_steps_that_are_hidden_are_awaited_and_made_again(tmp_path: Path, overlap: str) -> None:
-    """Speculation, and steps that go on in forward, with parks that do not wait between them."""
-    ends = []
-    for parks in (True, False):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
-        folder = tmp_path / str(parks)
-        folder.mkdir()
-        config = offload.OffloadConfig(
-            paths=[str(folder)], subgroup_numel=1024, host_memory=0, threads=1, overlap=overlap
-        )
-        with offload.AdamW(model.named_parameters(), lr=0.01, offload=config) as optimizer:
-            if overlap != "backward":
-                optimizer.overlap_forward(model)
-            for step in range(8):
-                model(torch.full((2, 64), float(step % 3))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if parks and step % 3 != 1:
-                    optimizer.park(wait=step % 2 == 0)
-            optimizer.finish()
-            ends.append([weight.detach().clone() for weight in model.parameters()])
-    assert all(map(torch.equal, *ends))
 
 
 def test_a_park_from_another_thread_while_steps_go_on(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from at_line import AtLine, at_every_line
 from faulty import Fault, FaultKind, FaultyTier, faulty_paths
 from s3_server import BUCKET, S3Server
 from sharded import Model, exact_gradients, local, spawn
-from test_interrupts import STRIDES, every
+from test_interrupts import STRIDES
 from test_park import SETTINGS, Pair, parameters, train
 from test_signal_handlers import handled
 from torch.distributed.fsdp import fully_shard
@@ -234,14 +234,14 @@ def test_a_park_behind_its_caller_ends_early_where_the_optimizer_is_used(
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_nothing_says_parked_before_memory_is_gone(pair: Pair, wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, plain = [], HostMemory.park
+    said, plain = [], HostMemory.give_pages_back
 
-    def park(memory: HostMemory, *given: Any) -> int:
+    def give_pages_back(memory: HostMemory, *given: Any) -> int:
         nbytes = plain(memory, *given)
         said.append(pair.parking.engine.is_parked)
         return nbytes
 
-    monkeypatch.setattr(HostMemory, "park", park)
+    monkeypatch.setattr(HostMemory, "give_pages_back", give_pages_back)
     pair.parking.park(wait=wait)
     pair.parking.park()
     assert said[0] is False
@@ -367,14 +367,14 @@ def test_a_ctrl_c_at_any_line_leaves_a_session_that_goes_on(tmp_path: Path, what
             "behind": lambda: pair.parking.park(wait=False),
             "unpark": pair.parking.unpark,
         }
-        for interrupted in every(stride):
+
+        def program(interrupted: AtLine) -> None:
             pair.train()
             if what == "unpark":
                 pair.parking.park()
-            with contextlib.suppress(KeyboardInterrupt):
-                interrupted(calls[what])
-            if not interrupted.has_fired:
-                break
+            interrupted(calls[what])
+
+        at_every_line(program, stride)
         pair.train()
         pair.check()
 
@@ -407,76 +407,6 @@ def test_a_signal_handler_in_a_step_parks_before_it_or_after_it(tmp_path: Path, 
 
 
 # Beside everything else
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("settings", ["streamed", "half"])
-@pytest.mark.parametrize("overlap", ["forward", "backward", "both", "auto"])
-def test_parks_at_any_place_of_an_iteration_have_the_bits_of_none(
-    tmp_path: Path, overlap: str, settings: str, seed: int
-) -> None:
-    rng = random.Random(seed)
-    found = []
-    for overlaps, parks in ((overlap, True), ("off", False)):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(48, 48) for _ in range(4))).bfloat16()
-        (tmp_path / overlaps).mkdir()
-        config = offload.OffloadConfig(
-            paths=[tmp_path / overlaps], overlap=overlaps, subgroup_numel=1024, threads=1, **SETTINGS[settings]
-        )
-        with offload.AdamW(model.parameters(), lr=0.01, offload=config) as optimizer:
-            if overlaps in ("forward", "both", "auto"):
-                optimizer.overlap_forward(model, check=True)
-
-            def park(optimizer: Any = optimizer, parks: bool = parks) -> None:
-                if parks and rng.random() < 0.5:
-                    optimizer.park(rng.choice((False, True)), wait=rng.random() < 0.4)
-
-            for step in range(10):
-                park()
-                inputs = torch.randn(4, 48, generator=torch.Generator().manual_seed(step)).bfloat16()
-                loss = model(inputs).float().pow(2).mean()
-                park()
-                loss.backward()
-                optimizer.step()
-                park()
-                optimizer.zero_grad()
-            weights = [*model.parameters()]
-            found.append(weights + [t for w in weights for _, t in sorted(optimizer.state_for(w).items())])
-    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
-
-
-def test_groups_loads_and_state_dicts_of_a_parked_session(pair: Pair, tmp_path: Path) -> None:
-    saved = []
-    for number, optimizer in enumerate(pair.optimizers):
-        parks = (lambda **options: optimizer.park(**options)) if not number else lambda **options: None  # noqa: B023
-        weights = pair.weights[number]
-        parks()
-        weights.append(torch.nn.Parameter(torch.ones(2500)))
-        optimizer.add_param_group({"params": weights[-1:]})
-        train(optimizer, weights, 1)
-        parks()
-        optimizer.save_checkpoint(tmp_path / f"copy {number}", copy=True)
-        parks(wait=False)
-        saved.append(optimizer.state_dict())
-        parks()
-        train(optimizer, weights, 2)
-        parks()
-        optimizer.load_state_dict(saved[0])
-        parks(wait=False)
-        train(optimizer, weights, 3)
-    pair.check()
-    for optimizer in pair.optimizers:
-        optimizer.wait_checkpoint()
-    for number, optimizer in enumerate(pair.optimizers):
-        if not number:
-            optimizer.park()
-        optimizer.load_checkpoint(tmp_path / f"copy {1 - number}")
-        if not number:
-            optimizer.park()
-        train(optimizer, pair.weights[number], 4)
-    pair.check()
 
 
 def test_an_object_store_takes_what_leaves(s3: S3Server, tmp_path: Path) -> None:

@@ -190,24 +190,6 @@ def test_near_torch_over_many_steps(kind: Any, settings: dict[str, Any]) -> None
 
 
 @every_optimizer
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(kind: Any, settings: dict[str, Any], tmp_path: Path) -> None:
-    config = {"host_memory": "10KiB", "paths": [str(tmp_path / "path")], "subgroup_numel": 1024}
-    (tmp_path / "path").mkdir()
-    parameters = weights(torch.bfloat16)
-    with kind(parameters, **settings, offload=config) as optimizer:
-        train(optimizer, parameters, 0, 2)
-        optimizer.save_checkpoint(tmp_path / "saved", copy=True)
-        optimizer.wait_checkpoint()
-        train(optimizer, parameters, 2, 3)
-        wanted = state_of(optimizer, parameters)
-    again = weights(torch.bfloat16, seed=1)
-    with kind(again, **settings, offload=config) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "saved")
-        train(optimizer, again, 2, 3)
-        assert_same(state_of(optimizer, again), wanted)
-
-
-@every_optimizer
 def test_state_of_torchs_own_comes_in(kind: Any, settings: dict[str, Any]) -> None:
     parameters = weights(torch.float32)
     other = THEIRS[kind](parameters, **settings)

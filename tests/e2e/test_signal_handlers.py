@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from at_line import AtLine
 
 import offload
 from offload.checkpoint.reader import Checkpoint, Range
@@ -26,26 +24,9 @@ def make(path: Path) -> tuple[torch.nn.Parameter, offload.AdamW]:
     return parameter, offload.AdamW([parameter], lr=1e-2, offload=config)
 
 
-@contextlib.contextmanager
-def handled(asked: Any, line: int, handler: Callable[[], None]) -> Iterator[None]:
+def handled(asked: Any, line: int, handler: Callable[[], None]) -> AtLine:
     """Call a handler before the n-th line of a function runs, once, as a signal might."""
-    left = line
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if frame.f_code is not asked.__code__:
-            return None
-        left -= event == "line"
-        if event == "line" and left == 0:
-            sys.settrace(None)
-            handler()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
+    return AtLine(line - 1, (asked.__code__,), handler)
 
 
 @pytest.mark.parametrize("line", range(1, 9))

@@ -9,7 +9,6 @@ import itertools
 import mmap
 import os
 import signal
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,17 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from limited import limited
-from mirror import Mirror, same, states
-from simulated import OnDevice, OnDeviceAdam, add_early, hung_commit
-from test_placement_bits import GROUPS, make_groups
+from mirror import same, states
+from simulated import OnDevice, add_early, hung_commit
 from world import HazardError, SimulatedDevice
 
 import offload
 from offload._native import CompletionQueue
 from offload.device import pinning
+from offload.device.host import HostMemory
 from offload.device.lanes import GpuLanes
 from offload.device.none import NO_LANES
 from offload.dtypes import DtypeCode
@@ -40,86 +37,6 @@ from offload.predict.streams import Order
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.schedule.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.session import setup
-
-
-@settings(max_examples=80, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
-@given(
-    specs=GROUPS,
-    decoupled=st.booleans(),
-    subgroup_numel=st.sampled_from([1024, 2048, 5000]),
-    host_share=st.floats(0, 1),
-    gpu_share=st.one_of(st.none(), st.floats(0, 1)),
-    placement=st.one_of(st.sampled_from(["auto", "cpu", "gpu"]), st.floats(0, 1)),
-    keep_grads=st.booleans(),
-    gradient_dtype=st.sampled_from(["parameter", "float32"]),
-    passes=st.integers(1, 3),
-    lazy=st.booleans(),
-    pins=st.booleans(),
-    clip=st.booleans(),
-    seed=st.integers(0, 1 << 30),
-    steps=st.integers(1, 4),
-)
-def test_engine_equals_reference_whatever_the_gpu_does(
-    specs: list[dict[str, Any]],
-    decoupled: bool,
-    subgroup_numel: int,
-    host_share: float,
-    gpu_share: float | None,
-    placement: str | float,
-    keep_grads: bool,
-    gradient_dtype: str,
-    passes: int,
-    lazy: bool,
-    pins: bool,
-    clip: bool,
-    seed: int,
-    steps: int,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    groups = make_groups(specs, generator)
-    mirror = Mirror(groups, decoupled=decoupled)
-    numel = sum(p.numel() for group in groups for p in group["params"])
-    slots_bytes = 12 * subgroup_numel * 4
-    room = int(12 * numel * (gpu_share or 0.3)) + 2 * slots_bytes + (1 << 20)
-    device = SimulatedDevice(room, seed=seed, lazy=lazy, delay_s=0.0 if lazy else 2e-4, pins=pins)
-    with tempfile.TemporaryDirectory() as folder:
-        config = offload.OffloadConfig(
-            host_memory=int(12 * numel * host_share),
-            gpu_memory="auto" if gpu_share is None else int(12 * numel * gpu_share),
-            paths=[folder],
-            subgroup_numel=subgroup_numel,
-            placement=placement,
-            keep_grads=keep_grads,
-            gradient_dtype=gradient_dtype,
-            threads=1,
-        )
-        kind = OnDevice if decoupled else OnDeviceAdam
-        with kind(groups, device=device, offload=config) as optimizer:
-            for _ in range(steps):
-                gradients = [[None] * len(group["params"]) for group in groups]
-                used = [(n, i) for n, group in enumerate(groups) for i in range(len(group["params"]))]
-                used = [place for place in used if torch.rand((), generator=generator) >= 0.2]
-                for _ in range(passes):
-                    for which in torch.randperm(len(used), generator=generator).tolist():  # arrive in any order
-                        number, index = used[which]
-                        parameter = groups[number]["params"][index]
-                        drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-                        torch.autograd.backward([parameter], [drawn.clone()])
-                        drawn = drawn.float() if gradient_dtype == "float32" else drawn
-                        before = gradients[number][index]
-                        gradients[number][index] = drawn if before is None else before + drawn
-                factor = 1.0
-                if clip:
-                    norm = float(optimizer.clip_grad_norm_(0.5))
-                    assert norm == mirror.norm(gradients)
-                    factor = min(1.0, 0.5 / (norm + 1e-6))
-                optimizer.step()
-                optimizer.zero_grad()
-                mirror.step(gradients, factor)
-            mirror.assert_same(optimizer, groups)
-        assert not list(Path(folder).iterdir())
-        assert not device.pinned
-
 
 SIZES = ((70, 40), (3000,), (17,), (2500,))
 
@@ -305,53 +222,18 @@ def test_the_order_of_a_step_and_of_forward_and_backward(
     assert any(isinstance(cause, HazardError) for cause in (raised.value, raised.value.__cause__))
 
 
-@pytest.mark.parametrize("copy", [False, True], ids=["held", "copied"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_checkpoints_go_from_the_gpu_and_back(tmp_path: Path, dtype: torch.dtype, copy: bool) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    parameters = weights(dtype=dtype)
-    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=config(store)) as optimizer:
-        train(optimizer, parameters, range(3))
-        optimizer.save_checkpoint(tmp_path / "checkpoint", copy=copy)
-        train(optimizer, parameters, range(3, 5))  # while it is written
-        optimizer.wait_checkpoint()
-        assert same(states(optimizer, parameters), on_cpu(range(5), dtype))
-    for share in (0.0, 1.0):
-        again = weights(seed=5, dtype=dtype)
-        settings = config(store, placement=share, gpu_memory=int(60_000 * share))
-        with OnDevice(again, device=SimulatedDevice(lazy=True), offload=settings) as optimizer:
-            optimizer.load_checkpoint(tmp_path / "checkpoint")
-            assert same(states(optimizer, again), on_cpu(range(3), dtype))
-            train(optimizer, again, range(3, 5))
-            assert same(states(optimizer, again), on_cpu(range(5), dtype))
-    there = weights(seed=5, dtype=dtype)
-    with offload.AdamW(there) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "checkpoint")
-        train(optimizer, there, range(3, 5))
-        assert same(states(optimizer, there), on_cpu(range(5), dtype))
-
-
-def test_state_dicts_and_added_groups(tmp_path: Path) -> None:
-    parameters = weights()
-    with OnDevice(parameters[:2], device=SimulatedDevice(lazy=True), offload=config(tmp_path)) as optimizer:
-        optimizer.add_param_group({"params": parameters[2:]})
+@pytest.mark.parametrize("gpu_memory", [0, 60_000])
+def test_a_checkpoint_takes_buffers_only_for_state_in_gpu_memory(
+    tmp_path: Path, gpu_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = [], HostMemory.checkpoint_buffers
+    monkeypatch.setattr(HostMemory, "checkpoint_buffers", lambda *of: asked.append(of) or ask(*of))
+    parameters, chosen = weights(dtype=torch.bfloat16), config(tmp_path, gpu_memory=gpu_memory)
+    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=chosen) as optimizer:
         train(optimizer, parameters, range(2))
-        saved = optimizer.state_dict()
-        torch.nn.init.zeros_(parameters[1])
-        train(optimizer, parameters, range(2, 4))
-        found = states(optimizer, parameters)
-    again = weights()
-    twins = weights()
-    with offload.AdamW(twins) as optimizer:
-        train(optimizer, twins, range(2))
-        for twin, parameter in zip(twins, again, strict=True):
-            parameter.data.copy_(twin.data)
-    with offload.AdamW([{"params": again[:2]}, {"params": again[2:]}]) as optimizer:
-        optimizer.load_state_dict(saved)
-        torch.nn.init.zeros_(again[1])
-        train(optimizer, again, range(2, 4))
-        assert same(states(optimizer, again), found)
+        optimizer.save_checkpoint(tmp_path / "checkpoint")
+        optimizer.wait_checkpoint()
+    assert bool(asked) == (gpu_memory > 0)
 
 
 @pytest.mark.parametrize("keep_grads", [False, True])

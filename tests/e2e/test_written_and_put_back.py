@@ -219,47 +219,6 @@ def test_what_is_changed_counts_where_it_is(
             assert same([loaded_into.state_for(parameter)["master"] for parameter in others], expected)
 
 
-def test_masters_of_weights_without_gradients_wait(tmp_path: Path) -> None:
-    """What was written to a weight is neither settled by another's update nor forgotten; all lie in one subgroup."""
-    parameters = parameters_of()
-    config = {"host_memory": 0, "paths": [tmp_path]}
-    with offload.AdamW(named(parameters), lr=1e-3, offload=config) as optimizer, torch.no_grad():
-        for step in range(STEPS):
-            gradients(parameters, step)
-            optimizer.step()
-        first, second, _ = parameters
-        master, kept = optimizer.state_for(first)["master"], first.clone()
-
-        def others() -> None:
-            gradients(parameters, 9)
-            first.grad = None
-            optimizer.step()
-
-        first.add_(1)
-        others()
-        assert same_bits(optimizer.state_for(first)["master"], matched(master, first.detach()))
-        optimizer.state[second]["exp_avg"] = torch.zeros_like(second).float()
-        optimizer.reset_state([second])
-        first.copy_(kept)
-        others()
-        assert same_bits(optimizer.state_for(first)["master"], master)
-        first.data.fill_(7)  # which nobody sees
-        optimizer.refresh_masters()
-        others()
-        assert bool((optimizer.state_for(first)["master"] == 7).all())
-
-
-def test_all_masters_are_taken_whole_where_that_is_asked_for() -> None:
-    parameters = parameters_of()
-    with offload.AdamW(named(parameters), lr=1e-3) as optimizer:
-        for step in range(STEPS):
-            gradients(parameters, step)
-            optimizer.step()
-        optimizer.refresh_masters()
-        for parameter in parameters:
-            assert same_bits(optimizer.state_for(parameter)["master"], parameter.detach().float())
-
-
 @pytest.mark.parametrize("form", ["exact", "compact8"])
 def test_masters_that_a_reset_leaves_are_in_state_dicts(form: str) -> None:
     found = []

@@ -39,7 +39,7 @@ from offload.checkpoint.stores import find_stores
 from offload.protocols import Tier, TileRequest
 from offload.session import setup
 from offload.tiers import SLOT_HEADER_BYTES, open_tier
-from offload.tiers.remote import crc32c_of
+from offload.tiers.common import digest_of
 
 NAMES = ("first", "second", "third")
 
@@ -362,7 +362,7 @@ def test_a_manifest_that_names_no_rule_is_adam_s() -> None:
         '"metadata":{"groups":[{"lr":0.1,"eps":NaN,"params":[0,1]}]},'
         '"extra":["extra-3ceb8586a91642c2b6b6bec387fc0452-0.bin",10,3000000000]}'
     ).encode()
-    head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {crc32c_of(body)}, "nbytes": {len(body)}}}'
+    head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {digest_of(body)}, "nbytes": {len(body)}}}'
     content = head.encode() + b"\n" + body
     manifest = decode(content, "the manifest")
     places = [(p.start, p.unsharded_numel, p.shape) for p in manifest.layout.parameters]
@@ -372,7 +372,7 @@ def test_a_manifest_that_names_no_rule_is_adam_s() -> None:
     assert manifest.layout.rule.name == "adam"
     formats = '{"master":"fp32","exp_avg":"fp32","exp_avg_sq":"fp32"}'
     newer = body[:-1] + b',"rule":"later"}'
-    head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {crc32c_of(newer)}, "nbytes": {len(newer)}}}'
+    head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {digest_of(newer)}, "nbytes": {len(newer)}}}'
     with pytest.raises(offload.CheckpointError, match=r"state of the rule 'later', and .*: use a newer one"):
         decode(head.encode() + b"\n" + newer, "the manifest")
     written = json.loads(encode(manifest).partition(b"\n")[2])
@@ -389,7 +389,7 @@ def test_json_that_python_cannot_read(checkpoint: Path, content: bytes) -> None:
         kind = "commit" if name == COMMIT_NAME else "manifest"
         kept = (checkpoint / name).read_bytes()
         head = json.loads(seal(kind, {}).partition(b"\n")[0])
-        checksum = {"nbytes": len(content), "crc32c": crc32c_of(content)}
+        checksum = {"nbytes": len(content), "crc32c": digest_of(content)}
         for whole in (content, json.dumps({**head, **checksum}).encode() + b"\n" + content):
             (checkpoint / name).write_bytes(whole)
             refuse(checkpoint)
@@ -469,7 +469,7 @@ def test_a_write_for_a_checkpoint_that_fails_is_tried_again_and_then_elsewhere(
             if self in armed:
                 if not lasting:
                     armed.clear()
-                self._queue.post(request.op, code, 0, 0.0, 0.0, request.offset)
+                self._queue.post(request.op, code, request.offset)
                 return
             super().write(request)
 
@@ -688,7 +688,7 @@ def test_a_session_that_breaks_while_a_copy_is_written_says_why(
     class Failing(Wrapped):
         def write(self, request: TileRequest) -> None:
             if failing:
-                self.queue.post(request.op, errno.EIO, 0, 0.0, 0.0, request.offset)
+                self.queue.post(request.op, errno.EIO, request.offset)
             else:
                 self.inner.write(request)
 
@@ -704,7 +704,7 @@ def test_a_session_that_breaks_while_a_copy_is_written_says_why(
 
         def close(self) -> None:
             while self.held:
-                self.queue.post(self.held.pop(), errno.ENOSPC, 0, 0.0, 0.0, 0)
+                self.queue.post(self.held.pop(), errno.ENOSPC)
             self.inner.close()
 
     def opened(kind: type) -> Any:

@@ -358,7 +358,7 @@ def fuse(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
         try:
             while not os.path.ismount(point):
                 if server.poll() is not None:
-                    pytest.skip("no FUSE here")
+                    (pytest.fail if "OFFLOAD_NO_SKIPS" in os.environ else pytest.skip)("no FUSE here")
             yield point, partial(send_signal, server)
         finally:
             server.send_signal(signal.SIGCONT)

@@ -51,8 +51,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return tiers[-1]
             return tier
 
-        def probed(*arguments: Any) -> Rates:
-            rates = quick_probe(*arguments)
+        def probed(*arguments: Any, **how: Any) -> Rates:
+            rates = quick_probe(*arguments, **how)
             for tier in tiers:  # how many operations the probe takes depends on time
                 tier.plant(Fault(operation, kind, nth, errno=code))
             return rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from accelerator import late
@@ -22,7 +24,7 @@ from offload import Engine, InfeasiblePlanError, OffloadConfig
 from offload.gradients import gpu as gpu_gradients
 from offload.integrations.deepspeed import gradients as gradients_module
 from offload.integrations.deepspeed import shard as shard_module
-from offload.integrations.deepspeed.gradients import Transfers
+from offload.integrations.deepspeed.gradients import Transfers, transit_bytes
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
 from offload.limits import Limits
@@ -118,13 +120,47 @@ def test_gradients_outlast_memory_that_is_given_back_between_steps() -> None:
     shard = on_device(0, torch.bfloat16, None)
     shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
     before = shard.gradient(0).tolist()
-    shard.park(wait=True)
+    shard.forget_used()
+    shard.engine.park(keep_host=True)
     assert shard.engine.is_parked
     assert shard.gradient(0).tolist() == before
     shard.accumulate(0, drawn(5000, 0).bfloat16(), final=True)
     assert not shard.engine.is_parked
     assert shard.gradient(0).tolist() == [2 * value for value in before]
     shard.close()
+
+
+def test_a_gradient_that_is_not_there_takes_no_memory_while_that_is_given_back() -> None:
+    numel = 1 << 23
+    pieces = (Piece("there", 0, 0, 64, 0), Piece("missing", 0, 64, numel, 0))
+    weights = [torch.zeros(numel + 64, dtype=torch.bfloat16)]
+    with contextlib.closing(Shard(pieces, weights, OffloadConfig(host_memory="128MiB", threads=1))) as shard:
+        shard.accumulate(0, torch.ones(64, dtype=torch.bfloat16), final=False)
+        shard.step(GROUPS, 1.0)
+        shard.close_window()
+        shard.engine.park(keep_host=True)
+        before = psutil.Process().memory_info().rss
+        assert not shard.gradient(1).any()
+        assert psutil.Process().memory_info().rss - before < numel  # of 2 bytes each
+        assert shard.engine.is_parked
+        shard.accumulate(1, torch.ones(numel, dtype=torch.bfloat16), final=False)
+        shard.close_window()
+        shard.accumulate(0, torch.ones(64, dtype=torch.bfloat16), final=False)  # of another window
+        assert not shard.gradient(1).any()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_the_plan_counts_the_memory_that_gradients_pass_through(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.zeros(8, dtype=torch.bfloat16)]
+    config = OffloadConfig(host_memory="1MiB", threads=1)
+    found = []
+    for from_far in (False, far):
+        with contextlib.closing(Shard(PIECES, weights, config, from_far=from_far)) as shard:
+            found.append(shard.engine.plan.host_bytes)
+    assert found[1] - found[0] == far * 16
+    assert transit_bytes([10, 6]) == 16
+    monkeypatch.setattr(gradients_module, "IN_TRANSIT_BYTES", 5)
+    assert transit_bytes([10, 6]) == 15
 
 
 @pytest.mark.late(shared=True)
@@ -333,7 +369,7 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
         plans.add(self._parts.plan.placements)
         self._parts.rates, self.placement_review.due = next(shown), True
 
-    monkeypatch.setattr(parts, "quick_probe", lambda *arguments: next(shown))
+    monkeypatch.setattr(parts, "quick_probe", lambda *arguments, **how: next(shown))
     monkeypatch.setattr(visits.Visits, "learn", learn)
     monkeypatch.setattr(placement_review, "WORTH_A_CHANGE", 0.0)
     chosen = random.Random(seed)

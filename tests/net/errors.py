@@ -31,9 +31,6 @@ DEPTH = 3
 
 PREFIXES = {"PathConfig": "paths[{_}]."}
 """How errors name the settings of a class: those of an entry of `paths`."""
-LOOPED = ("host_memory", "staging_memory", "subgroup_numel", "threads", "checkpoints_kept", "stall_timeout_s")
-LOOPED = (*LOOPED, "lock_timeout_s", "checksum", "keep_grads", "shard")
-"""Settings whose checks are recorded without their names: they were made in a loop over several then."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -74,7 +71,7 @@ class Module:
         """Take a setting's declaration, which names its check, as a call of the check with the setting's name."""
         name, owner = name_of(node.target), self.parent[node]
         prefix = PREFIXES.get(owner.name, "") if isinstance(owner, ast.ClassDef) else ""
-        given = ast.parse(f"f'{prefix}{'{_}' if name in LOOPED else name}'", mode="eval").body
+        given = ast.parse(f"f'{prefix}{name}'", mode="eval").body
         for used in ast.walk(node.value or node):
             if isinstance(used, ast.Name):
                 call = ast.Call(used, [given], [])
@@ -220,7 +217,8 @@ def lines_of(module: Module, classes: set[str]) -> Iterator[str]:
 
 def row_of(call: ast.Call) -> str | None:
     """Return which row of the table a call refuses by; None if it names none."""
-    owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) and call.func.attr == "refuse" else ""
+    refuses = isinstance(call.func, ast.Attribute) and call.func.attr in ("refuse", "check")
+    owner = name_of(call.func.value) if refuses else ""
     return owner if owner in TABLE else None
 
 

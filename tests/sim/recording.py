@@ -18,14 +18,12 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import backwards
-import forwards
-import saves
-import swarm
+from callers import CHOICES
+from world.driver import run_seed
 
 from offload.schedule import operations as ops
 from offload.schedule.machine import Machine
@@ -33,15 +31,7 @@ from offload.schedule.machine import Machine
 FILE = Path(__file__).with_name("recording.json")
 HUNDRED = 100
 SEEDS = {"sweeps": 2000, "changing": 1000, "saves": 2500, "forwards": 2500, "backwards": 2000}
-"""How many seeds of each driver are recorded."""
-
-RUNS: dict[str, Callable[[int, type[Machine]], object]] = {
-    "sweeps": lambda seed, machine: swarm.run_scenario(swarm.make_scenario(seed), machine),
-    "changing": lambda seed, machine: swarm.run_scenario(swarm.make_changing_scenario(seed), machine),
-    "saves": saves.run_seed,
-    "forwards": forwards.run_seed,
-    "backwards": backwards.run_seed,
-}
+"""How many seeds of each actor are recorded."""
 
 
 def place(record: Any) -> tuple[object, ...]:
@@ -54,7 +44,8 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
     """Return an operation in neutral words."""
     match operation:
         case ops.Run():
-            visit, slots = operation.visit, (operation.slot, operation.gpu_slot, operation.weight_slot)
+            visit, through = operation.visit, (operation.through, None)
+            slots = operation.slot, *(through if visit.gpu else through[::-1])
             return "run", visit.subgroup, operation.sweep, operation.fresh, *slots, *neutral_visit(visit)
         case ops.ReadTile():
             return "tile", "fetch", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
@@ -70,7 +61,7 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
         case ops.Transfer():
             return "weights", operation.lane, operation.subgroup, operation.through, operation.nbytes
         case ops.AwaitPush():
-            return "weights", "left", operation.subgroup, operation.weight_slot
+            return "weights", "left", operation.subgroup, operation.through
         case ops.GiveBack():
             return "give back", operation.subgroup
         case ops.Sync():
@@ -91,8 +82,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
     match event:
         case ops.Begin(sweep):
             return "begin", sweep.number, sweep.step, sweep.is_open, [neutral_visit(visit) for visit in sweep.visits]
-        case ops.Done(op, checksum):
-            return "done", op, checksum
+        case ops.Done(op, record):
+            return "done", op, 0 if record is None else record.checksum
         case ops.Failed(op, error):
             return "failed", op, type(error).__name__
         case ops.Admit(subgroups):
@@ -103,8 +94,8 @@ def neutral_event(event: Any) -> tuple[object, ...]:
             return "begin save", save.number, save.sink, save.empty
         case ops.Taken(ended):
             return "taken", ended.number
-        case ops.Lend(gpu_slots):
-            return "lend", gpu_slots
+        case ops.Lend(count):
+            return "lend", count
         case ops.Reshare(shares):
             return "reshare", shares
         case ops.TakeOver():
@@ -144,7 +135,7 @@ def lines_of(driver: str, seed: int) -> Iterator[str]:
             lines.extend(f"{self.number} -> {operation.op} {neutral_operation(operation)}" for operation in out)
             return out
 
-    RUNS[driver](seed, Recorded)
+    run_seed(CHOICES[driver], seed, Recorded)
     yield from lines
 
 

@@ -152,7 +152,7 @@ def test_bytes_go_out_and_come_back():
     executor = SimExecutor(PLAN, RATES, data=data)
     executor.submit([write(1)])
     (done,) = executor.wait()
-    executor.submit([read(2, slot=1, checksum=done.checksum)])
+    executor.submit([read(2, slot=1, checksum=done.record.checksum)])
     assert data.staging[1][0] == 0xDEADBEEF, "a buffer is worth nothing while it is read into"
     executor.wait()
     assert (data.staging[1][:1024] == data.staging[0][:1024]).all()
@@ -175,7 +175,7 @@ def test_records_that_are_not_what_was_written(faults, detail):
     (done,) = executor.wait()
     executor.submit([write(2, offset=2 * SECTOR_BYTES, tile=1, step=2)])
     executor.wait()
-    executor.submit([read(3, checksum=done.checksum if faults else done.checksum ^ 1)])
+    executor.submit([read(3, checksum=done.record.checksum ^ (not faults))])
     (failed,) = executor.wait()
     assert isinstance(failed.error, CorruptRecordError)
     assert detail in str(failed.error)

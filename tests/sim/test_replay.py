@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-import saves
-import swarm
+from callers import CHOICES
 from recorded import Recorded, assert_replays
+from world.driver import run_seed
 
-from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     Begin,
     BeginSave,
@@ -23,15 +20,9 @@ from offload.schedule.operations import (
     TakeOver,
 )
 
-RUNS: dict[str, Callable[[int, type[Machine]], object]] = {
-    "sweeps": lambda seed, machine: swarm.run_scenario(swarm.make_scenario(seed), machine),
-    "plans that change": lambda seed, machine: swarm.run_scenario(swarm.make_changing_scenario(seed), machine),
-    "saves": saves.run_seed,
-}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "first"), [("sweeps", 0), ("plans that change", 200), ("saves", 400)])
+@pytest.mark.parametrize(("what", "first"), [("sweeps", 0), ("changing", 200), ("saves", 400)])
 def test_a_machine_that_is_given_the_same_events_decides_the_same(what: str, first: int) -> None:
     met: set[type] = set()
     for seed in range(first, first + 50):
@@ -42,9 +33,9 @@ def test_a_machine_that_is_given_the_same_events_decides_the_same(what: str, fir
                 super().__init__(*arguments)
                 made.append(self)
 
-        RUNS[what](seed, Noted)
+        run_seed(CHOICES[what], seed, Noted)
         for machine in made:
             assert_replays(machine)
             met |= {type(event) for event in machine.events}
-    also = {"sweeps": {Stop}, "plans that change": {Extend, Reshare}, "saves": {BeginSave, Release, TakeOver}}
+    also = {"sweeps": {Stop}, "changing": {Extend, Reshare}, "saves": {BeginSave, Release, TakeOver}}
     assert {Begin, Done, Failed, Taken} | also[what] <= met

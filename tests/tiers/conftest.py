@@ -34,7 +34,7 @@ def tmpfs() -> Iterator[Path]:
 
 @pytest.fixture
 def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Makes a harness of a kind: `build(kind, max_bytes=..., checksum=..., ...)`; closed at the end."""
+    """Makes a harness of a kind: `build(kind, max_bytes=..., ...)`; closed at the end."""
     with contextlib.ExitStack() as stack:
 
         def make(kind: str, *, store: uuid.UUID | None = None, **options: object) -> Harness:

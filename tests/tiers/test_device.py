@@ -129,7 +129,7 @@ def test_marks_are_reported_once_each_and_in_order(device: Device, host: Arena) 
     for op in range(10, 30):
         device.copy(DeviceLane.D2H, host.address, memory, 1 << 16)
         device.report(device.mark(DeviceLane.D2H), queue, op)
-    seen: list[tuple[int, int, int, float, float, int]] = []
+    seen: list[tuple[int, int, int, float, float]] = []
     while len(seen) < 20:
         seen += queue.wait(10.0)
     assert [record[0] for record in seen] == list(range(10, 30))

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,7 +171,7 @@ def test_file_systems_have_names(tmp_path: Path, tmpfs: Path) -> None:
 
 def test_open_tier_chooses_by_scheme(tmp_path: Path) -> None:
     for path in (str(tmp_path), f"file://{tmp_path}"):
-        options = StoreOptions(max_bytes=1 << 20, depth=1, checksum=False)
+        options = StoreOptions(max_bytes=1 << 20, depth=1)
         tier = open_tier(path, uuid.uuid4(), CompletionQueue(), options=options)
         assert isinstance(tier, FileTier)
         assert tier.free_bytes() == 1 << 20
@@ -290,7 +289,7 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
 def test_waiting_leaves_the_interpreter_free(build: Build) -> None:
     harness = build("file-buffered")
     queue = harness.queue
-    arrived: list[list[tuple[int, int, int, float, float, int]]] = []
+    arrived: list[list[tuple[int, int, int, float, float]]] = []
     waiter = threading.Thread(target=lambda: arrived.append(queue.wait(60.0)))
     waiter.start()
     harness.fill(4096)
@@ -304,12 +303,12 @@ def test_checksums_are_the_callers_where_it_has_them(build: Build, nbytes: int) 
     """What an update takes in the processor's cache is not taken again from memory."""
     harness = build("file-direct")
     harness.fill(nbytes)
-    assert harness.write(harness.request(0, nbytes, checksum=5)).checksum == 5
+    assert harness.write(harness.request(0, nbytes, checksum=5)).detail == 5
     request = harness.request(0, nbytes, at=TARGET, checksum=5)
     assert harness.read(request).error == ERROR_CHECKSUM
-    completion = harness.read(replace(request, verify=False))
-    assert (completion.error, completion.checksum) == (0, 0)
-    assert harness.read(replace(request, verify=False, checksum=6)).error == ERROR_CHECKSUM
+    completion = harness.read(request._replace(verify=False))
+    assert (completion.error, completion.detail) == (0, 0)
+    assert harness.read(request._replace(verify=False, checksum=6)).error == ERROR_CHECKSUM
 
 
 # Growth
@@ -552,10 +551,10 @@ def test_threads_never_need_the_interpreter(tmp_path: Path) -> None:
     queue, memory, store = CompletionQueue(), Arena(1 << 20), uuid.uuid4()
     descriptor = os.open(tmp_path / "tiles", os.O_RDWR | os.O_CREAT)
     file = StoreFile(descriptor, False, store.bytes, 0, 1 << 20)
-    engine = IoThreads(queue, 4, 64 << 10, True)
+    engine = IoThreads(queue, 4, 64 << 10)
     for index in range(50):
         where = index * slot_bytes(64 << 10), memory.address, 64 << 10
-        engine.write(file, index, 0, 0, index, 7, *where, None)
+        engine.write(file, index, (0, 0, index), 7, *where)
     del file
     del engine  # the destructor joins, and keeps the interpreter meanwhile
     done: list[Completion] = []

@@ -30,7 +30,7 @@ TARGET = 4 << 20
 
 def test_one_engine_moves_two_stores(tmp_path: Path) -> None:
     queue = CompletionQueue()
-    engine = IoThreads(queue, 4, 64 << 10, True)
+    engine = IoThreads(queue, 4, 64 << 10)
     stores = [uuid.uuid4().bytes for _ in range(2)]
     descriptors = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT) for number in range(2)]
     files = [StoreFile(fd, False, store) for fd, store in zip(descriptors, stores, strict=True)]
@@ -38,10 +38,10 @@ def test_one_engine_moves_two_stores(tmp_path: Path) -> None:
     arena.numpy(0, 4096, np.uint8)[:] = 1
     arena.numpy(4096, 4096, np.uint8)[:] = 2
     for number, file in enumerate(files):
-        engine.write(file, 1, 0, 0, 0, 1, 0, arena.address + number * 4096, 4096)
+        engine.write(file, 1, (0, 0, 0), 1, 0, arena.address + number * 4096, 4096)
         assert queue.wait(60.0)[0][:2] == (1, 0)
     for number, file in enumerate(files):
-        engine.read(file, 2, 0, 0, 0, 1, 0, arena.address + 8192, 4096)
+        engine.read(file, 2, (0, 0, 0), 1, 0, arena.address + 8192, 4096)
         assert queue.wait(60.0)[0][:2] == (2, 0)
         assert (arena.numpy(8192, 4096, np.uint8) == number + 1).all()
     engine.close()

@@ -19,7 +19,7 @@ def test_lanes_are_apart_and_wait_for_what_comes_later() -> None:
 
 
 def transfer(op: int, submitted_s: float, seconds: float) -> _Transfer:
-    return _Transfer(Completion(op, 0, 0, 0.0, 0.0, 0), submitted_s, seconds)
+    return _Transfer(Completion(op, 0, 0, 0.0, 0.0), submitted_s, seconds)
 
 
 def test_transfers_of_a_shared_device_take_as_long_as_one_after_the_other() -> None:

@@ -11,7 +11,9 @@ import pytest
 from world import HazardError, SimulatedDevice
 
 from offload.device import pieces as module
+from offload.device.memory import Block, DeviceMemory
 from offload.device.pieces import PieceCopies, as_pieces
+from offload.errors import OffloadError
 from offload.memory.arenas import Arena
 from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import DeviceLane, Mark
@@ -49,10 +51,15 @@ def device(request: pytest.FixtureRequest, host: Arena) -> Iterator[Counting]:
     made.close()
 
 
+def taken(device: SimulatedDevice, buffer_bytes: int) -> Block:
+    nbytes = PIECE_BUFFERS * buffer_bytes
+    return Block(nbytes, device.allocate(nbytes))
+
+
 def copies_of(device: SimulatedDevice, buffer_bytes: int = BUFFER_BYTES) -> PieceCopies:
     made = PieceCopies(device, device)
     if buffer_bytes:
-        made.adopt(device.allocate(PIECE_BUFFERS * buffer_bytes), buffer_bytes)
+        made.adopt(taken(device, buffer_bytes))
     return made
 
 
@@ -233,12 +240,55 @@ def test_buffers_that_have_been_used_are_given_back_as_they_were_taken(host: Are
     memory = device.allocate(1 << 16)
     rows = as_pieces([(memory + 256 * n, host.address + 256 * n, 64) for n in range(8)])
     for times in range(PIECE_BUFFERS):
-        taken = device.allocate(PIECE_BUFFERS * BUFFER_BYTES)
+        block = taken(device, BUFFER_BYTES)
         copies = PieceCopies(device, device)
-        assert copies.adopt(taken, BUFFER_BYTES) == 0
+        assert copies.adopt(block).nbytes == 0
         for _ in range(times):
             copies.to_host(rows)
         wait(device)
-        larger = device.allocate(PIECE_BUFFERS * 2 * BUFFER_BYTES)
-        assert copies.adopt(larger, 2 * BUFFER_BYTES) == taken
+        assert copies.adopt(taken(device, 2 * BUFFER_BYTES)) is block
+    device.close()
+
+
+def test_buffers_that_have_gone_are_used_again_where_they_have_come(host: Arena) -> None:
+    """While they are away every piece is copied alone."""
+    device = Counting(lazy=True)
+    memory, places = DeviceMemory(device), device.allocate(1 << 16)
+    rows = as_pieces([(places + 256 * n, host.address + 256 * n, 64) for n in range(8)])
+    (block,), copies = memory.take(PIECE_BUFFERS * BUFFER_BYTES), PieceCopies(device, device)
+    copies.adopt(block)
+    found = []
+    for change in (lambda: None, memory.give_back, memory.take_again):
+        change()
+        device.calls.clear()
+        before, block_address = device.taken_bytes, block.address
+        copies.to_host(rows)
+        wait(device)
+        found.append((device.calls["kernel"], block_address > 0, before))
+    assert found == [(1, True, found[0][2]), (0, False, found[0][2] - block.nbytes), (1, True, found[0][2])]
+    memory.free(block)
+    assert device.taken_bytes == found[1][2]
+    device.close()
+
+
+def test_blocks_come_together_or_not_at_all() -> None:
+    device = SimulatedDevice(1 << 16)
+    memory = DeviceMemory(device)
+    kept, none = memory.take(1 << 15, 0)
+    assert kept.address > 0
+    assert none.address == 0
+    with pytest.raises(OffloadError):
+        memory.take(1 << 12, 1 << 16)
+    assert device.taken_bytes == 1 << 15
+    memory.give_back()
+    memory.give_back()
+    assert device.taken_bytes == kept.address == 0
+    other = device.allocate(1 << 16)
+    with pytest.raises(OffloadError):
+        memory.take_again()
+    assert kept.address == 0
+    device.release(other)
+    memory.take_again()
+    assert kept.address > 0
+    assert device.taken_bytes == 1 << 15
     device.close()

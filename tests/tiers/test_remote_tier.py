@@ -231,7 +231,7 @@ def test_faults_that_pass_are_ridden_out(
     planted = proxy.add(method=method, match="/1-2-3-", **fault)
     written = harness.write(harness.request(0, NBYTES))
     assert written.error == 0
-    assert harness.read(harness.request(0, NBYTES, at=TARGET, checksum=written.checksum)).error == 0
+    assert harness.read(harness.request(0, NBYTES, at=TARGET, checksum=written.detail)).error == 0
     assert harness.bytes_at(TARGET, NBYTES) == data
     assert planted.hits == planted.times
 

@@ -59,6 +59,18 @@ def test_a_turn_of_the_other_direction_was_not_waited_for_the_engine() -> None:
     assert observe(known, timeline).reaction_s == pytest.approx((0.0 + 0.2 + 0.3) / 3, abs=1e-9)
 
 
+def test_what_a_checkpoint_writes_shows_no_reaction() -> None:
+    """It waits for its turn; and what waits for it was not waited for the engine."""
+    timeline = [
+        Interval("read:0", "", 0.1, 1.0, 100 * MB, due_s=0.0),
+        Interval("save:0", "", 3.0, 4.0, 100 * MB, due_s=1.5),
+        Interval("copy:0", "", 6.0, 7.0, 100 * MB, due_s=5.0),
+        Interval("write:0", "", 7.0, 8.0, 100 * MB, due_s=6.5),
+        Interval("read:0", "", 9.3, 9.5, 100 * MB, due_s=9.0),
+    ]
+    assert observe(rates_of(), timeline).reaction_s == pytest.approx((0.1 + 0.3) / 2)
+
+
 def test_a_lane_that_did_little_keeps_its_rate() -> None:
     known = rates_of()
     assert observe(known, []) == known

@@ -15,7 +15,7 @@ from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, Home, PathBudget, Placement, Plan, make_plan, visit_order
 from offload.protocols import SECTOR_BYTES
 from offload.schedule.index import TileIndex
-from offload.schedule.machine import Machine, update_visits
+from offload.schedule.machine import Machine
 from offload.schedule.operations import (
     Admit,
     Allocated,
@@ -38,6 +38,7 @@ from offload.schedule.operations import (
     Visit,
     WriteTile,
 )
+from offload.schedule.runs import update_visits
 from offload.schedule.staging import Phase, Staging
 
 SUBGROUP_BYTES = 3 * SECTOR_BYTES
@@ -125,9 +126,10 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
     assert [type(write) for write in writes] == [WriteTile] * 3
     assert [write.buffer_offset for write in writes] == [0, SECTOR_BYTES, 2 * SECTOR_BYTES]
     assert {write.record.step for write in writes} == {1}
-    assert not give(machine, Done(writes[0].op, 10), Done(writes[2].op, 12))
+    records = [replace(write.record, checksum=10 + number) for number, write in enumerate(writes)]
+    assert not give(machine, Done(writes[0].op, records[0]), Done(writes[2].op, records[2]))
     assert machine.index.get(writes[0].tile) is None, "a version is committed before all of it is there"
-    (run,) = give(machine, Done(writes[1].op, 11))
+    (run,) = give(machine, Done(writes[1].op, records[1]))
     assert (run.visit.subgroup, run.fresh) == (1, True)
     give(machine, Done(run.op))
     machine.take_finished_sweep()
@@ -135,7 +137,7 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
     writes = give(machine, sweep(2, 0))
     reads = give(machine, *(Done(write.op) for write in writes))
     assert [type(read) for read in reads] == [ReadTile] * 3
-    assert [read.record.checksum for read in reads] == [10, 11, 12]
+    assert [read.record for read in reads] == records
     assert not give(machine, Done(reads[2].op), Done(reads[0].op))
     assert machine.phases[0] is Phase.FETCHING
     (run,) = give(machine, Done(reads[1].op))
@@ -420,7 +422,7 @@ def step(machine: Machine, number: int) -> Begin:
 def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     machine = make_gpu([True])
     (run,) = give(machine, step(machine, 1))  # fresh: there is nothing to copy in
-    assert run == Run(run.op, 1, Visit(0, gpu=True), None, fresh=True, gpu_slot=0)
+    assert run == Run(run.op, 1, Visit(0, gpu=True), None, fresh=True, through=0)
     (out,) = give(machine, Done(run.op))
     assert out == Transfer(out.op, 0, "state", "flush", 0, SUBGROUP_BYTES)
     assert machine.take_finished_sweep().number == 1, "the update has ended; the copy out is behind the step"
@@ -430,7 +432,7 @@ def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     (copy,) = give(machine, Done(out.op))
     assert copy == Transfer(copy.op, 0, "state", "fetch", 0, SUBGROUP_BYTES)
     (run,) = give(machine, Done(copy.op))
-    assert run == Run(run.op, 2, Visit(0, gpu=True), None, fresh=False, gpu_slot=0)
+    assert run == Run(run.op, 2, Visit(0, gpu=True), None, fresh=False, through=0)
     (out,) = give(machine, Done(run.op))
     give(machine, Done(out.op))
     assert machine.phases[0] is Phase.RESIDENT
@@ -441,7 +443,7 @@ def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
     cpu, gpu = give(machine, step(machine, 1))
     assert (cpu.visit.gpu, gpu.visit.gpu) == (False, True)
     (push,) = give(machine, Done(cpu.op))
-    assert (cpu.weight_slot, push) == (0, Transfer(push.op, 0, "weights", "flush", 0, 2 * 1024))
+    assert (cpu.through, push) == (0, Transfer(push.op, 0, "weights", "flush", 0, 2 * 1024))
     (out,) = give(machine, Done(gpu.op))
     assert not machine.finished_sweep, "the weights are not there yet"
     give(machine, Done(push.op))
@@ -456,7 +458,7 @@ def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_
     fetches = give(machine, step(machine, 1))
     assert fetches == [Transfer(f.op, n, "weights", "fetch", n, 4 * 1024) for n, f in enumerate(fetches)]
     runs = give(machine, *(Done(fetch.op) for fetch in fetches[:2]))
-    assert [(run.visit.subgroup, run.weight_slot) for run in runs] == [(0, 0), (1, 1)]
+    assert [(run.visit.subgroup, run.through) for run in runs] == [(0, 0), (1, 1)]
     (push,) = give(machine, Done(runs[0].op))
     (waiting,) = give(machine, Done(push.op))
     assert waiting == AwaitPush(waiting.op, 0, 0)
@@ -514,7 +516,7 @@ def test_gpu_slots_follow_the_plan_between_steps():
     budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
     give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
     operations = finish(machine, give(machine, step(machine, 2)))
-    assert {o.through if isinstance(o, Transfer) else o.gpu_slot for o in operations} == {0}, "one is left"
+    assert {o.through for o in operations} == {0}, "one is left"
 
 
 def test_a_step_has_the_gpu_slots_that_are_lent_to_it():
@@ -525,10 +527,11 @@ def test_a_step_has_the_gpu_slots_that_are_lent_to_it():
         first = give(machine, Lend(lent), step(machine, number))
         assert [copy.through for copy in first] == list(range(lent))
         operations = finish(machine, first)
-        assert {o.through if isinstance(o, Transfer) else o.gpu_slot for o in operations} <= set(range(lent))
+        assert {o.through for o in operations} <= set(range(lent))
         assert machine.take_finished_sweep().number == number
     give(machine, Lend(0))
-    cpu = update_visits(machine.plan, range(3), lent=False)
+    borrowing = replace(machine.plan, budgets=replace(machine.plan.budgets, borrows=True))
+    cpu = update_visits(borrowing.unborrowed, range(3))
     assert not any(visit.gpu for visit in cpu)
     finish(machine, give(machine, Begin(Sweep(5, 5, cpu))))
     assert machine.take_finished_sweep().number == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -91,7 +92,7 @@ def test_a_config_of_nodes_is_read_back() -> None:
     config = offload.OffloadConfig(host_memory={"node2": "2GiB", "node0": 0})
     assert config.node_bytes == {2: 2 << 30, 0: 0}
     assert config.host_bytes == 2 << 30
-    assert offload.OffloadConfig.from_dict(json.loads(config.to_json())) == config
+    assert offload.OffloadConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert offload.OffloadConfig(host_memory={"node0": 0}).host_bytes == 0
     assert offload.OffloadConfig(host_memory="1GiB").node_bytes == {}
     assert offload.OffloadConfig(host_memory="1GiB").host_bytes == 1 << 30

@@ -67,26 +67,20 @@ def test_ranks_share_numa_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("cpus", "gpu_node", "cpu_updates", "expected"),
+    ("cpus", "reader", "expected"),
     [
-        (range(12), 1, True, {0, 1}),  # the CPU needs what both give
-        (range(12), 1, False, {1}),  # only the GPU reads it
-        (range(12), None, False, {0, 1}),
-        (range(12), 2, False, {0, 1}),  # no CPU of it
-        ((0, 8), 1, False, set()),  # one node: nothing to choose
-        ((0, 8), 0, True, set()),
+        (range(12), None, {0, 1}),  # as where the CPU needs what both give
+        (range(12), 1, {1}),
+        (range(12), 2, {0, 1}),  # no CPU of it
+        ((0, 8), 1, set()),  # one node: nothing to choose
+        ((0, 8), None, set()),
     ],
 )
 def test_which_nodes_memory_is_to_lie_on(
-    cpus: range,
-    gpu_node: int | None,
-    cpu_updates: bool,
-    expected: set[int],
-    nodes: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cpus: range, reader: int | None, expected: set[int], nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow(monkeypatch, set(cpus))
-    assert set(nodes_for(gpu_node, cpu_updates)) == expected
+    assert set(nodes_for(reader)) == expected
 
 
 @pytest.mark.parametrize("refused", [False, True])

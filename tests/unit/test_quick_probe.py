@@ -347,9 +347,9 @@ def test_a_path_is_probed_with_tiles_of_the_session_where_no_state_is_streamed(
     sizes: list[int] = []
 
     class Slots(workbench.Slots):
-        def __init__(self, tier: Any, nbytes: int) -> None:
-            sizes.append(nbytes)
-            super().__init__(tier, nbytes)
+        def load(self, *arguments: Any) -> Any:
+            sizes.append(self.tile_bytes)
+            return super().load(*arguments)
 
     monkeypatch.setattr(probe, "Slots", Slots)
     queue = CompletionQueue()

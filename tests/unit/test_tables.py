@@ -131,7 +131,7 @@ def test_a_speculative_version_goes_to_its_image(subgroup: int, name: str) -> No
         tables.take_master(position, SegmentFlag.LOAD_MASTER)
     rows, sums = tables.rows(GROUPS, 1.0, 1.0, ACTIVE), np.zeros((2, 2), np.uint64)
     run = Run(0, 0, Visit(subgroup, speculative=True), 0, fresh=False)
-    table = tables.fill(run, 1 << 33, rows, version=(1 << 36, sums))
+    table = tables.fill(run, 1 << 33, rows, apart=(1 << 36, sums))
     nbytes = 4096 * (2, 4)[subgroup]
     assert table[name].tolist() == [1 << 36, (1 << 36) + nbytes]
     assert table["read"].tolist() == [sums.ctypes.data, sums.ctypes.data + 16]

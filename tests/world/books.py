@@ -357,7 +357,7 @@ class DeviceBook:
 
     def take_weight_slot(self, operation: Transfer | Run, stage: str) -> None:
         """Verify that a weight slot is free, and take it."""
-        slot, number = _weight_slot(operation), subgroup_of(operation)
+        slot, number = weight_slot_of(operation), subgroup_of(operation)
         self._require(
             slot is not None and 0 <= slot < self.ground.plan.weight_slots, "11: there is no such weight slot"
         )
@@ -367,7 +367,7 @@ class DeviceBook:
 
     def next_stage(self, operation: Transfer | AwaitPush | Run, before: str, after: str, rule: str) -> None:
         """Verify that a weight slot is a subgroup's and at a stage, and bring it to another."""
-        number = _weight_slot(operation)
+        number = weight_slot_of(operation)
         slot = None if number is None else self.weight_slots.get(number)
         known = slot is not None and slot.subgroup == subgroup_of(operation) and slot.stage == before
         self._require(known, rule)
@@ -381,7 +381,7 @@ class DeviceBook:
                 self.weight_slots[slot].stage = "fetched"
             case Transfer(through=slot):
                 self.weight_slots[slot].stage = "pushed"
-            case AwaitPush(weight_slot=slot):
+            case AwaitPush(through=slot):
                 del self.weight_slots[slot]
 
     def issued_copy(self, copy: Transfer) -> None:
@@ -591,7 +591,7 @@ class SaveBook:
         self._require(0 <= location.path < len(self.storage.extents), "13: there is no such path")
         self.storage.take(location)
 
-    def done(self, operation: SaveTile | CopyTile | Sync | Commit, checksum: int) -> None:
+    def done(self, operation: SaveTile | CopyTile | Sync | Commit, written: Record | None) -> None:
         """Take in that an operation of a save has ended."""
         save = self.now
         if save is None:
@@ -601,7 +601,7 @@ class SaveBook:
                 save.unlanded[record.location.path] -= 1
                 save.dirty.add(record.location.path)
                 save.unwritten[tile.subgroup].discard(tile)
-                save.named[tile] = Record(record.location, record.step, checksum)
+                save.named[tile] = written or record
                 if record.location.path < len(self.storage.extents):
                     self.storage.hold(record.location)
                     self.storage.orphans[record.location] = None
@@ -815,7 +815,7 @@ class ScratchBook:
         self.storage.take(operation.record.location, lent=not self.buffers.is_promised)
         data.writes[tile] = operation.op
 
-    def done(self, operation: ReadTile | WriteTile, checksum: int) -> None:
+    def done(self, operation: ReadTile | WriteTile, written: Record | None) -> None:
         """Take in that a transfer has ended."""
         owner, location = known(operation.owner, "a transfer of state").number, operation.record.location
         data = self.of(owner)
@@ -827,7 +827,7 @@ class ScratchBook:
             self.storage.extents[location.path].leave(location.offset)
         else:
             del data.writes[operation.tile]
-            data.arriving[operation.tile] = Record(location, operation.record.step, checksum)
+            data.arriving[operation.tile] = written or operation.record
             if len(data.arriving) == len(self.places(owner)):
                 data.stored, data.stored_version, data.arriving = data.arriving, data.version, {}
 
@@ -953,5 +953,11 @@ def subgroup_of(operation: Transfer | AwaitPush | Run) -> int:
     return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup
 
 
-def _weight_slot(operation: Transfer | AwaitPush | Run) -> int | None:
-    return operation.through if isinstance(operation, Transfer) else operation.weight_slot
+def weight_slot_of(operation: Transfer | AwaitPush | Run) -> int | None:
+    """Return the weight slot of an operation, where what passes through a slot are weights."""
+    return None if isinstance(operation, Run) and operation.visit.gpu else operation.through
+
+
+def gpu_slot_of(run: Run) -> int | None:
+    """Return the staging slot on the GPU of a run there, if it has one."""
+    return run.through if run.visit.gpu else None

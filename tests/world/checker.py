@@ -150,7 +150,9 @@ from world.books import (
     SaveBook,
     ScratchBook,
     StorageBook,
+    gpu_slot_of,
     subgroup_of,
+    weight_slot_of,
 )
 
 
@@ -234,8 +236,8 @@ class CheckedExecutor:
         match event:
             case Begin(sweep):
                 self._begin(sweep)
-            case Done(op, checksum):
-                self._done(self._land(op), checksum)
+            case Done(op, written):
+                self._done(self._land(op), written)
             case Failed(op, error):
                 self._failed(self._land(op), error)
             case Stop(error):
@@ -260,8 +262,8 @@ class CheckedExecutor:
                     self._begin(rest)
             case Extend(plan):
                 self._extend(plan)
-            case Lend(gpu_slots):
-                self._device.lent_slots = gpu_slots
+            case Lend(count):
+                self._device.lent_slots = count
             case Allocated(ends):
                 self._storage.allocated(ends)
             case Reshare():
@@ -431,7 +433,7 @@ class CheckedExecutor:
         if visit is None or found is None:
             return
         place, where = found
-        staged = isinstance(operation, Run) and operation.gpu_slot is not None
+        staged = isinstance(operation, Run) and gpu_slot_of(operation) is not None
         of_scratch = isinstance(operation, ReadTile) and operation.owner is not None
         alike = where, type(operation), visit.gpu, staged or of_scratch
         self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
@@ -456,14 +458,14 @@ class CheckedExecutor:
         if slot is not None and 0 <= slot < len(self._owners) and subgroup.slot != slot:
             self._take_slot(run.visit.subgroup, slot)  # before one on the GPU: then the subgroup is busy
         self._require(run.visit.gpu or not at_home, "10: state at home on the GPU is visited elsewhere")
-        if run.gpu_slot is None:
+        if (gpu_slot := gpu_slot_of(run)) is None:
             self._require(at_home or not run.visit.gpu, "10: a visit on the GPU of what is not there")
             self._require(subgroup.gpu_slot is None, "10: a visit in host memory of what lies on the GPU")
         else:
-            self._require(run.visit.gpu and not at_home, "10: a GPU slot for a visit that needs none")
+            self._require(not at_home, "10: a GPU slot for a visit that needs none")
             if subgroup.gpu_slot is None:
-                self._device.take_gpu_slot(run.visit.subgroup, run.gpu_slot)
-            self._require(subgroup.gpu_slot == run.gpu_slot, "10: a visit in another's GPU slot")
+                self._device.take_gpu_slot(run.visit.subgroup, gpu_slot)
+            self._require(subgroup.gpu_slot == gpu_slot, "10: a visit in another's GPU slot")
             filled = run.fresh or run.visit.overwrites
             self._require(filled or subgroup.gpu_holds, "10: a visit before the newest state is on the GPU")
         if self._plan.is_resident(run.visit.subgroup):
@@ -473,7 +475,7 @@ class CheckedExecutor:
         else:
             self._require(run.slot is not None and 0 <= run.slot < len(self._owners), "4: no staging slot")
             self._require(not subgroup.reads and not subgroup.writes, "4: a visit amid transfers of its slot")
-            if not run.fresh and not run.visit.overwrites and run.gpu_slot is None:
+            if not run.fresh and not run.visit.overwrites and gpu_slot is None:
                 whole = len(subgroup.held) == len(self._places[run.visit.subgroup])
                 self._require(whole, "3: a visit before all of the newest state is there")
         if run.visit.fetches:
@@ -481,7 +483,7 @@ class CheckedExecutor:
         elif run.visit.weight_bytes:
             self._device.take_weight_slot(run, "running")
         else:
-            self._require(run.weight_slot is None, "11: a weight slot for a visit that needs none")
+            self._require(weight_slot_of(run) is None, "11: a weight slot for a visit that needs none")
         subgroup.run = run.op
 
     def _issued_speculative_run(self, run: Run, subgroup: KnownSubgroup) -> None:
@@ -749,14 +751,14 @@ class CheckedExecutor:
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
-    def _done(self, operation: Operation, checksum: int) -> None:
+    def _done(self, operation: Operation, written: Record | None) -> None:
         if isinstance(operation, WriteTile | SaveTile):
             self._storage.written(operation.record.location)
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
-                self._saves.done(operation, checksum)
+                self._saves.done(operation, written)
             case ReadTile(owner=Owner() as owner) | WriteTile(owner=Owner() as owner):
-                self.scratch[owner.kind].done(operation, checksum)
+                self.scratch[owner.kind].done(operation, written)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -772,7 +774,7 @@ class CheckedExecutor:
                     return
                 if subgroup.beside is not None and tile in subgroup.beside.writes:
                     del subgroup.beside.writes[tile]
-                    subgroup.beside.arrived[tile] = Record(record.location, record.step, checksum)
+                    subgroup.beside.arrived[tile] = written or record
                     return
                 if tile.subgroup in self._leaves.given_up:
                     self._storage.extents[record.location.path].leave(record.location.offset)
@@ -782,7 +784,7 @@ class CheckedExecutor:
                     self._storage.extents[record.location.path].leave(record.location.offset)
                     self._saves.end_given_up(tile.subgroup)
                     return
-                subgroup.arriving[tile] = Record(record.location, record.step, checksum)
+                subgroup.arriving[tile] = written or record
                 self._arrived(tile.subgroup)
             case Run(visit=visit) if visit.speculative:
                 subgroup = self._subgroups[visit.subgroup]
@@ -794,11 +796,12 @@ class CheckedExecutor:
                 subgroup.run = None
                 if visit.reads is not None:
                     self.scratch[visit.reads.kind].discard(visit.reads.number)
-                pushes = operation.weight_slot is not None and visit.changes
-                if operation.weight_slot is not None and pushes:
-                    self._device.weight_slots[operation.weight_slot].stage = "made"
-                elif operation.weight_slot is not None:
-                    del self._device.weight_slots[operation.weight_slot]
+                weight_slot = weight_slot_of(operation)
+                pushes = weight_slot is not None and visit.changes
+                if weight_slot is not None and pushes:
+                    self._device.weight_slots[weight_slot].stage = "made"
+                elif weight_slot is not None:
+                    del self._device.weight_slots[weight_slot]
                 if (
                     not pushes
                     and operation.sweep in self._steps
@@ -806,9 +809,9 @@ class CheckedExecutor:
                     and operation.sweep == self._sweep.number
                 ):
                     self._unended.pop(visit.subgroup, None)
-                if operation.gpu_slot is not None and visit.changes:
+                if gpu_slot_of(operation) is not None and visit.changes:
                     subgroup.gpu_holds = subgroup.gpu_ahead = True
-                elif operation.gpu_slot is not None:
+                elif gpu_slot_of(operation) is not None:
                     self._device.leave_gpu(visit.subgroup)
                 if visit.changes:
                     self.moved.append(visit.subgroup)

@@ -303,6 +303,6 @@ class SimData:
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup
         words = self.plan.layout.subgroups[subgroup].state_bytes // FP32.item_bytes
-        if run.gpu_slot is not None:
-            return self.gpu[run.gpu_slot][:words]
+        if run.visit.gpu and run.through is not None:
+            return self.gpu[run.through][:words]
         return self.resident[subgroup] if run.slot is None else self.staging[run.slot][:words]

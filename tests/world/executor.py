@@ -15,7 +15,7 @@ import errno
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop
 
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
@@ -252,7 +252,7 @@ class SimExecutor(VirtualLanes):
             case WriteTile() | SaveTile():
                 flip_bit, misdirect = isinstance(fault, CorruptPayload), isinstance(fault, MisdirectedWrite)
                 checksum = self.data.end_write(operation, flip_bit=flip_bit, misdirect=misdirect)
-                return Done(operation.op, checksum)
+                return Done(operation.op, replace(operation.record, checksum=checksum))
             case Run():
                 self.data.end_run(operation)
             case Transfer():

@@ -145,13 +145,18 @@ def update(segment: SegmentTensors) -> None:
         g = g + p * s.decay
     state = state_of(segment)
     p = p - _CHANGES[segment.rule.name](s, g, state)
-    random = None
-    if segment.state_format.rounds:
-        random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel(), segment.master.device)
+    random = random_of(segment)
     store_state(segment, state, random)
     p = store_master(segment, p, random)
     if segment.weight is not None:
         segment.weight.copy_(round_weight(p, segment.weight.dtype))
+
+
+def random_of(segment: SegmentTensors) -> torch.Tensor | None:
+    """Return the `random_bits` of a segment's update; None where its format does not round."""
+    if not segment.state_format.rounds:
+        return None
+    return random_bits(segment.rounding_key, segment.first_index, segment.master.numel(), segment.master.device)
 
 
 def master_of(segment: SegmentTensors) -> torch.Tensor:

@@ -18,9 +18,8 @@ from offload.checkpoint.contents import (
     some_of,
 )
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import COMMIT_NAME, RELEASED_NAME, encode, manifest_name, seal_released
+from offload.checkpoint.manifest import COMMIT_NAME, RELEASED_NAME, FileRef, encode, manifest_name, seal_released
 from offload.errors import CheckpointError
-from offload.tiers.remote import crc32c_of
 
 MANIFESTS = [manifest_of(layout_of(), rank=rank, ranks=2) for rank in range(2)]
 SECOND = manifest_name("a" * 32, 1)
@@ -94,7 +93,7 @@ def test_manifests_that_are_not_of_one_checkpoint(
 def test_what_else_a_caller_gave(tmp_path: Path) -> None:
     folder, content = open_folder(tmp_path), b"anything"
     assert read_extra(folder, MANIFESTS[0]) is None
-    manifest = replace(MANIFESTS[0], extra=("x.bin", len(content), crc32c_of(content)))
+    manifest = replace(MANIFESTS[0], extra=FileRef.of("x.bin", content))
     with pytest.raises(CheckpointError, match=r"x\.bin is missing"):
         read_extra(folder, manifest)
     (tmp_path / "x.bin").write_bytes(content)

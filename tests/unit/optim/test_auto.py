@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.optim.auto import DRIFT, LEAST_GAIN, MODES, MOST_TRIAL, TRIAL, AutoOverlap
+from offload.optim.hiding import DRIFT, LEAST_GAIN, MODES, MOST_TRIAL, TRIAL, AutoOverlap
 
 SECONDS = {"off": 10.0, "forward": 9.0, "backward": 7.0, "both": 6.0}
 

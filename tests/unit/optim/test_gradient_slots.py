@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,6 @@ HOLDS: dict[str, Callable[[torch.Tensor], Callable[[], Any]]] = {
 }
 
 
-@pytest.fixture
-def quick_collector() -> Iterator[None]:
-    """Have the collector look at what a test makes alone, not at all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("quick_collector")
 @pytest.mark.parametrize("hold", HOLDS)
 def test_a_slot_is_free_once_nobody_holds_its_gradient(hold: str) -> None:
     flat, read = torch.zeros(100), None

@@ -1,22 +1,27 @@
-"""`overlap="auto"`: hides steps in forward, in backward, in both or nowhere, by what iterations have taken.
+"""How steps are hidden: where, with "auto" by what iterations have taken; what updates in backward are told.
 
-Public for those who drive an `offload.Engine` themselves, as the DeepSpeed integration does.
+Public for integrations, and for those who drive an `offload.Engine` themselves, as the DeepSpeed integration does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import statistics
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from offload.config import OVERLAPS
+from offload.errors import ConfigError
 from offload.optim.pace import Pace
 from offload.session.engine import Engine
+from offload.session.gradients import Gradients
 from offload.units import format_seconds
 
 log = logging.getLogger("offload")
@@ -37,6 +42,35 @@ DRIFT = 0.2
 
 LATEST = 64
 """Iterations that are remembered."""
+
+UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
+"""What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
+
+
+def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iterable[torch.nn.Module]) -> None:
+    """Give an optimizer the models by which steps are hidden where its `overlap` says.
+
+    Args:
+        optimizer: One of this package; with "auto" it is not given models that it refuses.
+        called: Modules as they are called, into whose next forward pass steps may go on; those without parameters of
+            the optimizer are left out.
+        reducing: Modules of which those that are DDP's say which buckets they have reduced, for updates in backward;
+            one that has a communication hook, say, is left out.
+
+    Raises:
+        ConfigError: A module that is called cannot be given, with "forward" and "both".
+    """
+    config, is_auto = optimizer.config, optimizer.config.overlap == "auto"
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = (ConfigError,) if is_auto else ()
+    for model in called if is_auto or config.overlaps_forward else ():
+        if not updated.isdisjoint(model.parameters()):
+            with contextlib.suppress(*left_out):
+                optimizer.overlap_forward(model)
+    for model in reducing if is_auto or config.overlaps_backward else ():
+        if isinstance(model, DistributedDataParallel):
+            with contextlib.suppress(ConfigError):
+                optimizer.overlap_backward(model)
 
 
 def trial_steps(iteration_s: float) -> int:
@@ -69,6 +103,10 @@ class AutoOverlap:
     def goes_on(self) -> bool:
         """Whether steps go on into the next forward pass, where that is possible."""
         return MODES[self.mode][0]
+
+    def hidden_in(self, engine: Engine, *, forward: bool) -> tuple[str, ...]:
+        """Return where steps of an engine are hidden now: in "forward", where they can go on there, in "backward"."""
+        return ("forward",) * (forward and self.goes_on) + ("backward",) * engine.speculates
 
     def after_step(
         self,
@@ -112,8 +150,7 @@ class AutoOverlap:
         before, self.mode = self.mode, [*MODES][number]
         if self.mode != before:
             self._latest_s.clear()
-        _, in_backward = MODES[self.mode]
-        engine.speculate(in_backward)
+        engine.speculate(MODES[self.mode][1])
 
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
         """Return the number of the mode to use from now on, and the step after which it is chosen again."""
@@ -133,3 +170,63 @@ class AutoOverlap:
             found = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in tried_s.items())
             log.info('overlap="auto": "%s" from now on, by what an iteration has taken: %s', now, found)
         return names.index(now), 2 * self._seen
+
+
+class BoundWeights(Protocol):
+    """Knows where weights are bound: `Weights`, or DeepSpeed's shard."""
+
+    def read_by_updates(self) -> Sequence[torch.Tensor] | None:
+        """Return what updates in backward read that is not the engine's: fp32 weights, and gradients in no slot.
+
+        None: a weight is not where it is bound, so nobody can tell what the step will read.
+        """
+
+
+class Announcer:
+    """Says of each gradient that arrives of which pass it is, and as a pass begins, what the step would do then.
+
+    Args:
+        optimizer: Has the groups whose hyperparameters count; it is not kept alive.
+        values: Returns what `Engine.step` is told of an optimizer's groups now.
+        weights: Its weights.
+        pace: Is told that gradients arrive.
+
+    Attributes:
+        is_last_pass: Returns whether the backward pass under way is the last before a step; None where nobody knows.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        values: Callable[[Any], Sequence[Any]],
+        weights: BoundWeights,
+        pace: Pace,
+    ) -> None:
+        self.is_last_pass: Callable[[], bool] | None = None
+        self._optimizer = weakref.ref(optimizer)
+        self._values = values
+        self._weights = weights
+        self._pace = pace
+
+    def arrives(
+        self, gradients: Gradients, position: int, *, is_last: bool | None = None, scale: float | None = None
+    ) -> None:
+        """Say that a gradient is about to be given to an engine; call this first.
+
+        Args:
+            gradients: Those of the engine.
+            position: Of the gradient's parameter.
+            is_last: Whether its pass is the last before the step; by default `is_last_pass` says so.
+            scale: Of the loss, where it is known; else the last step's is expected.
+        """
+        self._pace.arrived()
+        if not gradients.begins_pass(position, self.is_last_pass if is_last is None else is_last):
+            return
+        optimizer, kept = self._optimizer(), self._weights.read_by_updates()
+        if optimizer is None or kept is None:
+            return
+        try:
+            groups = self._values(optimizer)
+        except UNREADABLE:  # the caller may mend them before the step, which raises it else
+            return
+        gradients.foresee(groups, kept, scale)

@@ -1,0 +1,85 @@
+"""Random training programs, beside a plain loop: see `programs`."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import prepared
+import programs
+import pytest
+
+import offload
+
+pytestmark = [
+    pytest.mark.not_overlapped("steps go on where programs say so"),
+    pytest.mark.not_ahead("updates are made in backward where programs say so"),
+]
+
+
+REACHED = {"confirmed", "revoked", "activations written", "park", "resume", "load", "dict", "add", "state", "reset"}
+"""What programs do, and what comes of it."""
+
+
+@pytest.mark.slow
+def test_programs_reach_what_they_are_for(tmp_path: Path) -> None:
+    told = Counter[str]()
+    for seed in range(100):
+        told.update(programs.run(programs.make_program(seed), tmp_path / str(seed)))
+        if seed >= 39 and all(told[what] for what in REACHED):
+            break
+    assert {what for what in REACHED if told[what]} == REACHED
+
+
+@pytest.mark.parametrize("seed", range(40, 300))
+def test_programs(seed: int) -> None:
+    programs.check(programs.make_program(seed))
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(300, 5300, 100))
+def test_many_programs(first: int) -> None:
+    for seed in range(first, first + 100):
+        programs.check(programs.make_program(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(20, 500, 20))])
+def test_programs_that_are_killed(first: int) -> None:
+    """In a process of its own, which forks while it has one thread."""
+    command = [prepared.python(), str(Path(programs.__file__)), "--kills", "--programs", "20", "--from", str(first)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+TRAINS: list[tuple[str, Any]] = [("pass", (1, [0, 1], "", False)), ("step", (None, "ours"))]
+CALM: list[tuple[str, Any]] = [("park", (False, True)), ("unpark", 0), ("check", "state_for"), ("read", 0)]
+
+
+@pytest.mark.parametrize("planted", ["gives up masters", "forgets moments"])
+def test_what_is_lost_is_found_and_the_program_is_made_smaller(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"overlap": "forward", "threads": 2, "told": True}
+    program = programs.Program(0, settings, [*CALM, *TRAINS, *CALM, *TRAINS, *CALM])
+    programs.check(program)
+    step, reset = offload.AdamW.step, offload.AdamW.reset_state
+
+    def gives_up(optimizer: Any, *arguments: Any) -> None:
+        optimizer.refresh_masters()
+        step(optimizer, *arguments)
+
+    def forgets(optimizer: Any, *arguments: Any) -> None:
+        reset(optimizer)
+        step(optimizer, *arguments)
+
+    monkeypatch.setattr(offload.AdamW, "step", gives_up if planted == "gives up masters" else forgets)
+    with pytest.raises(AssertionError, match=r"def test_program_0\(tmp_path"):
+        programs.check(program)
+    small = programs.shrink(program)
+    assert {name for name, value in small.settings.items() if value != programs.PLAIN[name]} <= {"kinds"}
+    assert {what for what, _ in small.actions} == {"pass", "step"}
+    assert len(small.actions) <= 4
