@@ -12,6 +12,8 @@ from typing import NoReturn
 from offload.errors import ConfigError
 
 CONFIG, MADE = ("when the config is made",), ("when the optimizer is made",)
+FORWARD, BACKWARD = ("forward", "both"), ("backward", "both")
+"""Values of `overlap` that hide steps there."""
 ATTACHED, CALLED = ("when the framework begins",), ("when it is called",)
 
 
@@ -21,15 +23,17 @@ class Row:
 
     Attributes:
         known: When it is refused; several where each place knows a part.
-        one: What is given, in the words of docs/limits.md; values of settings stand in quotes.
+        one: What is given, in the words of docs/limits.md.
         other: What it is not combined with.
         advice: What users are told to do; what stands in braces is known only then.
+        values: Those of the setting that are refused, for whoever checks one.
     """
 
     known: tuple[str, ...]
     one: str
     other: str
     advice: str
+    values: tuple[str, ...] = ()
 
     def refuse(self, field: str, value: object, **words: object) -> NoReturn:
         """Refuse the combination.
@@ -45,8 +49,8 @@ class Row:
         raise ConfigError(field, value, self.advice.format(**words))
 
     def names(self, value: object) -> bool:
-        """Return whether a setting's value is one of those in `one`."""
-        return f'"{value}"' in self.one
+        """Return whether a setting's value is one of those that are refused."""
+        return value in self.values
 
     def check(self, field: str, value: object, **words: object) -> None:
         """Refuse the combination if it `names` the value; see `refuse`."""
@@ -65,7 +69,7 @@ NONE_KEPT = Row(CALLED + ATTACHED, "`checkpoints_kept` 0, with `paths`",
     'keep at least 1, or save with copy=True (under DeepSpeed with the layout "stock")')
 UPDATES_IN_BACKWARD = Row(CONFIG, '`overlap` "backward", "both"', "`gradient_memory`",
     'use "off", "forward" or "auto" with gradient_memory: updates during backward keep new weights in memory, as '
-    'many bytes as the gradients')
+    'many bytes as the gradients', values=BACKWARD)
 BORROWED = Row(CONFIG + CALLED, '`gpu_memory` "borrow"',
     '`overlap` "forward", "both"; `overlap_forward`; `Engine.step` with `pending`',
     'use "auto" or a size where steps go on in forward: what is borrowed goes back before that')
@@ -116,12 +120,12 @@ WHOLE_PARAMETERS = Row(MADE, "`shard`; `DTensor`s; pieces of parameters",
 DEALT_GRADIENTS = Row(MADE, "`gradient_memory`", "`Muon` of sharded matrices",
     "leave it out: gradients of sharded matrices go to the ranks that these were dealt to")
 DEALT_FORWARD = Row(MADE + CALLED, '`overlap` "forward", "both"; `overlap_forward`', "`Muon` of sharded matrices",
-    'use overlap "off" or "backward": shards of matrices come back from the ranks that update them')
+    'use overlap "off" or "backward": shards of matrices come back from the ranks that update them', values=FORWARD)
 DEALT_STATE = Row(CALLED, "`state_dict`, `optimizer.state`",
     "`Muon` on several ranks, with sharded matrices or `shard`",
     "save_checkpoint instead: a whole matrix and its state lie on the rank that it was dealt to")
 FSDP1_BACKWARD = Row(MADE, '`overlap` "backward", "both"', "FSDP1 on several ranks",
-    'use "off": no hook sees gradients of FSDP1 on several ranks')
+    'use "off": no hook sees gradients of FSDP1 on several ranks', values=BACKWARD)
 FSDP1_FORWARD = Row(CALLED, "`overlap_forward`", "FSDP1",
     "have whole weights on each rank, or DTensors: FSDP1 gathers before a module's turn")
 FSDP1_CLIPS = Row(CALLED, "`clip_grad_norm_`", "FSDP1 on several ranks",
@@ -131,14 +135,15 @@ FSDP1_MODEL = Row(CALLED, "`model` of a checkpoint", "FSDP1",
 
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
-    "call optimizer.overlap_forward(model) before the first step: its modules wait for weights")
+    "call optimizer.overlap_forward(model) before the first step: its modules wait for weights", values=FORWARD)
 IMAGES_OF_MAPPED = Row(MADE, '`overlap` "backward", "both"', "`weights_in_file`",
-    'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory')
+    'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory',
+    values=BACKWARD)
 SCRIPTED = Row(CALLED, "`overlap_forward`", "models with a `ScriptModule`",
     "give a model that is not scripted: that runs no hooks")
 COPIED_GRADIENTS = Row(CALLED, '`overlap` "backward", "both"',
     "FSDP2 with `CPUOffloadPolicy` and a GPU, without `overlap_backward`",
-    "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients")
+    "call optimizer.overlap_backward(model) before the first step: FSDP2 copies gradients", values=BACKWARD)
 NOT_REDUCED = Row(CALLED, "`overlap_backward` with `comm_hook`", "one process, or gradients that leave",
     "leave it out: it is for DDP on several ranks, with keep_grads=True and no gradient_memory")
 HOOKED = Row(CALLED, "`overlap_backward`", "a communication hook that DDP has already",
@@ -164,16 +169,16 @@ DEEPSPEED_FORWARD = Row(CALLED, "`overlap_forward`", "DeepSpeed",
 DEEPSPEED_MUON = Row(ATTACHED, "Muon", "DeepSpeed",
     "use AdamW, Adam or Lion: ZeRO cuts parameters anywhere, and Muon updates whole matrices")
 ZERO_1_REDUCES = Row(ATTACHED, '`overlap` "backward", "both"', "ZeRO-1 without `overlap_comm`",
-    'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended')
+    'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended', values=BACKWARD)
 SAVED_APART = Row(ATTACHED, '`"layout": "in_place"`', "DeepSpeed's `use_node_local_storage`",
     'use "stock", or a folder that all ranks see: its checkpoints are of all ranks together')
 AVERAGED = Row(ATTACHED, '`overlap` "forward", "both"',
     "Lightning's `StochasticWeightAveraging`, `WeightAveraging`, or a module that is compiled as a whole",
-    'use "off" or "backward" beside {averaging}, and where all of it is compiled')
+    'use "off" or "backward" beside {averaging}, and where all of it is compiled', values=FORWARD)
 VERL_CLIPS = Row(ATTACHED, "`gradient_memory`; `keep_grads` false", "verl",
     "use true, and no gradient_memory: verl clips gradients itself, after backward")
 VERL_GENERATES = Row(ATTACHED, '`overlap` "forward", "both"', "verl",
-    'use "off" or "backward": verl gives new weights to generation after its step')
+    'use "off" or "backward": verl gives new weights to generation after its step', values=FORWARD)
 # fmt: on
 
 TABLE = {name: row for name, row in globals().items() if isinstance(row, Row)}

@@ -392,6 +392,12 @@ def test_each_row_is_asked_for() -> None:
     assert asked | IN_ITS_TESTS == {*TABLE}
 
 
+def test_values_that_are_refused_are_those_that_pages_show() -> None:
+    rows = [row for row in TABLE.values() if row.values]
+    assert rows
+    assert all(", ".join(f'"{value}"' for value in row.values) in row.one for row in rows)
+
+
 VALUES = {
     'placement | use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1',
     'placement | use "auto", "cpu", "gpu", a share from 0 to 1, or "stride:<k>"',
