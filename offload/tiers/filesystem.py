@@ -337,6 +337,9 @@ def _known(path: str | os.PathLike[str]) -> _LockFile | None:
 
 
 def _entry(descriptor: int) -> _LockFile:
+    for known in _files.values():
+        if known.pid == os.getpid() and descriptor in known.descriptors:
+            return known  # a server may have nothing to say of a file that is gone
     status = os.fstat(descriptor)
     key = status.st_dev, status.st_ino
     entry = _files.get(key)

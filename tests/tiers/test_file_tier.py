@@ -38,7 +38,7 @@ from offload.tiers import (
     slot_bytes,
     tier_error,
 )
-from offload.tiers.filesystem import UNLIMITED_BYTES
+from offload.tiers.filesystem import UNLIMITED_BYTES, hold_lock, release_lock
 
 TARGET = 4 << 20
 NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
@@ -193,6 +193,17 @@ def test_the_lock_is_held_until_close(tmp_path: Path) -> None:
     assert lock_holder(tier.store_path) is None
     assert holder_seen_by_another(tier.store_path) is None
     assert lock_holder(tmp_path) is None  # no store at all
+
+
+def test_a_lock_goes_that_its_server_does_not_know_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may have an error for whoever asks about a file that somebody has deleted."""
+    lock = hold_lock(tmp_path / "lock")
+    (tmp_path / "lock").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda descriptor: os.stat(tmp_path / "lock"))
+        release_lock(lock)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lock)
 
 
 def holder_seen_by_another(store: Path) -> int | None:
