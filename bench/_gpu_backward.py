@@ -131,6 +131,9 @@ class VirtualDevice:
     def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         return self._memory.arena(nbytes).address
 
+    def release(self, address: int) -> None:
+        pass
+
     def give_up(self, gradient: Any) -> None:
         pass
 

@@ -231,5 +231,7 @@ def test_deciding_code_cannot_observe_the_world():
 
 def test_no_assert_in_the_package():
     for module, source in sources():
+        if layer_of(module) == "world":
+            continue  # of the tests
         asserts = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
         assert not asserts, f"{module} asserts in lines {asserts}; use offload.errors.invariant"
