@@ -197,7 +197,7 @@ def one_rank_fails(folder: Path, begins: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
             if begins:
-                patched.setattr(optimizer.engine._parts.views, "table", fail)
+                patched.setattr(optimizer.engine._parts.views, "work", fail)
             else:
                 patched.setattr(optimizer.engine, "step", fail)
         error = None
