@@ -410,7 +410,8 @@ VALUES = {
 """What is wrong with one value, beside what `parse_bytes` and the like say."""
 
 PARSED = re.compile(
-    r"\w+ \| (use \{\}|use true or false|give an integer .*|give bytes .*|give it a unit.*|write .*B\" \(powers of 1000\))"
+    r"\w+ \| (use \{\}|use true or false|"
+    r"give an integer .*|give bytes .*|give it a unit.*|write .*B\" \(powers of 1000\))"
 )
 
 
