@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from offload.errors import ConfigError
+
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -36,8 +38,13 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
 
     Returns:
         In the order of `model.modules()`, the modules of each, first the one whose turn it is. None is in two.
+
+    Raises:
+        ConfigError: A layer is not in the model.
     """
     chosen = {*(find_layers(model) if layers is None else layers)}
+    if strange := chosen - {*model.modules()}:
+        raise ConfigError("layers", type(next(iter(strange))).__name__, "give modules of this model")
     taken, found = set[nn.Module](), list[list[nn.Module]]()
     for module in model.modules():
         if module in taken:

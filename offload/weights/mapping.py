@@ -39,7 +39,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-_files: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+_files: list[weakref.ref[MappedFile]] = []
+"""Those that were made, also such as are gone; only ever added to, as several threads look."""
 
 
 class MappedFile:
@@ -82,7 +83,7 @@ class MappedFile:
         except OSError as error:
             raise TierError("map", tier="file", path=self.folder, errno=error.errno) from error
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
-        _files.add(self)
+        _files.append(weakref.ref(self))
 
     def ask(self, offset: int, nbytes: int) -> None:
         """Have the kernel begin to read a range; nobody waits."""
@@ -186,11 +187,12 @@ def visit_of(table: npt.NDArray[Any]) -> Visit | None:
     Args:
         table: Of the update: rows of `offload.protocols.SEGMENT_DTYPE`.
     """
-    if not _files:
+    files = _living()
+    if not files:
         return None
     addresses, sizes = weights_at(table)
     ranges: list[tuple[MappedFile, int, int]] = []
-    for file in _files:
+    for file in files:
         offsets = addresses - np.uint64(file.address)  # of those before it they are huge
         inside = np.flatnonzero((offsets < np.uint64(file.nbytes)) & (sizes > 0))
         for start, nbytes in sorted((int(offsets[i]), int(sizes[i])) for i in inside):
@@ -203,7 +205,11 @@ def visit_of(table: npt.NDArray[Any]) -> Visit | None:
 
 def is_mapped(address: int) -> bool:
     """Return whether an address lies in a mapped file."""
-    return any(file.address <= address < file.address + file.nbytes for file in _files)
+    return any(file.address <= address < file.address + file.nbytes for file in _living())
+
+
+def _living() -> list[MappedFile]:
+    return [file for reference in [*_files] if (file := reference()) is not None]
 
 
 def _pages(offset: int, nbytes: int) -> tuple[int, int]:

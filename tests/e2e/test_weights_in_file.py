@@ -261,6 +261,8 @@ def test_what_cannot_lie_there_is_refused(tmp_path: Path) -> None:
         with pytest.raises(offload.ConfigError, match="path"):
             offload.weights_in_file(model, folder)
     assert [weight.data_ptr() for weight in model.parameters()] == addresses
+    with pytest.raises(offload.ConfigError, match="layers"):
+        offload.weights_in_file(model, tmp_path, layers=[nn.Linear(2, 2)])
     model.register_parameter("sparse", nn.Parameter(torch.eye(3).to_sparse()))
     with pytest.raises(offload.ConfigError, match=r"sparse: .*torch\.sparse_coo"):
         offload.weights_in_file(model, tmp_path)
