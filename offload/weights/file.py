@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from offload.errors import ConfigError
 from offload.units import format_bytes
 from offload.weights.layers import own_parameters, units
-from offload.weights.mapping import PAGE_BYTES, MappedFile
+from offload.weights.mapping import PAGE_BYTES, MappedFile, joined
 from offload.weights.safetensors import tensors_in
 
 log = logging.getLogger("offload")
@@ -116,8 +116,8 @@ class WeightsInFile:
         self._read(model, safetensors)
         for number, modules in enumerate(parts):
             self._handles += [
-                modules[0].register_forward_pre_hook(partial(_begins, self._begin, number), prepend=True),
-                modules[0].register_forward_hook(partial(_ends, self._begin, number)),
+                modules[0].register_forward_pre_hook(partial(self._begins, number), prepend=True),
+                modules[0].register_forward_hook(partial(self._ends, number)),
             ]
         said = format_bytes(self.nbytes), os.fspath(path), len(moved), len(parts)
         log.info("%s of weights lie in a file in %s: %d weights, used in %d layers", *said)
@@ -152,12 +152,7 @@ class WeightsInFile:
                 places.append((offset, weight.nbytes))
                 full_name = f"{names[module]}.{name}".lstrip(".")
                 weights.append((weakref.ref(module), name, full_name, self.file.address + offset))
-        ranges = list[tuple[int, int]]()
-        for offset, nbytes in sorted(places):
-            if ranges and offset <= sum(ranges[-1]) + PAGE_BYTES:
-                ranges[-1] = ranges[-1][0], max(offset + nbytes, sum(ranges[-1])) - ranges[-1][0]
-            else:
-                ranges.append((offset, nbytes))
+        ranges = joined(places)
         for offset, nbytes in ranges:
             self.file.let_go(offset, nbytes, was_written=True)
         return _Unit(ranges, weights)
@@ -192,6 +187,16 @@ class WeightsInFile:
                 if 0 <= (offset := target.data_ptr() - self.file.address) < self.nbytes:
                     self.file.let_go(offset, target.nbytes, was_written=True)
 
+    def _begins(self, number: int, *of_forward: Any) -> None:
+        self._begin(number)
+
+    def _ends(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Have a layer be brought again when its backward pass begins: with the gradient of what it returned."""
+        for each in _pytree.tree_leaves(outputs):
+            if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
+                each.register_hook(lambda gradient: self._begin(number))  # type: ignore[no-untyped-call]
+                return
+
     def _begin(self, number: int) -> None:
         """Bring a layer, ask for what came after it last time, and let go of the one before."""
         if not self._units:
@@ -220,18 +225,6 @@ def _of_a_copy() -> WeightsInFile:
     made = WeightsInFile.__new__(WeightsInFile)
     made._units, made._handles, made.nbytes = [], [], 0
     return made
-
-
-def _begins(begin: Callable[[int], None], number: int, module: nn.Module, inputs: Any) -> None:
-    begin(number)
-
-
-def _ends(begin: Callable[[int], None], number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Have a layer be brought again when its backward pass begins: with the gradient of what it returned."""
-    for each in _pytree.tree_leaves(outputs):
-        if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
-            each.register_hook(lambda gradient: begin(number))  # type: ignore[no-untyped-call]
-            return
 
 
 def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:

@@ -16,7 +16,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,12 +195,20 @@ def visit_of(table: npt.NDArray[Any]) -> Visit | None:
     for file in files:
         offsets = addresses - np.uint64(file.address)  # of those before it they are huge
         inside = np.flatnonzero((offsets < np.uint64(file.nbytes)) & (sizes > 0))
-        for start, nbytes in sorted((int(offsets[i]), int(sizes[i])) for i in inside):
-            if ranges and ranges[-1][0] is file and start <= (end := sum(ranges[-1][1:])) + PAGE_BYTES:
-                ranges[-1] = file, ranges[-1][1], max(start + nbytes, end) - ranges[-1][1]
-            else:
-                ranges.append((file, start, nbytes))
+        ranges += [(file, *each) for each in joined((int(offsets[i]), int(sizes[i])) for i in inside)]
     return Visit(ranges) if ranges else None
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return offset and size of the runs that ranges make, in their order; those less than a page apart are one."""
+    runs: list[tuple[int, int]] = []
+    for offset, nbytes in sorted(ranges):
+        if runs and offset <= sum(runs[-1]) + PAGE_BYTES:
+            begin, size = runs[-1]
+            runs[-1] = begin, max(offset + nbytes - begin, size)
+        else:
+            runs.append((offset, nbytes))
+    return runs
 
 
 def is_mapped(address: int) -> bool:
