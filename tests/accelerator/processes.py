@@ -29,11 +29,12 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from skips import cannot_run
 
 from accelerator import build, late
 
-REPORTS, NO_SKIPS = "LATE_REPORTS", "OFFLOAD_NO_SKIPS"
-"""Variables: the file that a test's own process writes its reports to; whether a test that cannot run has failed."""
+REPORTS = "LATE_REPORTS"
+"""Variable: the file that a test's own process writes its reports to."""
 SHARED = "LATE_SHARED"
 """Variable: the socket at which a shared process is told of tests, and tells of them."""
 MOST_US = 100
@@ -119,8 +120,7 @@ def _prepare(item: pytest.Item) -> None:
     try:
         build.library()
     except build.CannotBuild as error:
-        end = pytest.fail if NO_SKIPS in os.environ else pytest.skip
-        end(f"no test accelerator: {error}")
+        cannot_run(f"no test accelerator: {error}")
 
 
 def _folder(item: pytest.Item) -> Path:

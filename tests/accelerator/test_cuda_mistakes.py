@@ -9,10 +9,10 @@ from pathlib import Path
 
 import prepared
 import pytest
+from skips import NO_SKIPS
 
 from accelerator import build
 from accelerator.cuda_mistakes import CUDA_MISTAKES, CudaMistake
-from accelerator.processes import NO_SKIPS
 
 FAILED = 1
 """How pytest ends where a test has failed, and not itself."""

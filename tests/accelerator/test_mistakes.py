@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 
 import pytest
+from skips import NO_SKIPS
 
 from accelerator import build, leave_out, mistakes, runner
 from accelerator.mistakes import MISTAKES, Mistake, Shows
-from accelerator.processes import NO_SKIPS
 from accelerator.runner import Outcome, Task
 from accelerator.workloads import WORKLOADS
 

@@ -6,12 +6,13 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import in_a_thread
 from simulated import OnDevice
 from world import SimulatedDevice
 
@@ -247,22 +248,6 @@ def test_a_park_from_another_thread_while_steps_go_on(tmp_path: Path) -> None:
     pair.close()
 
 
-def in_another_thread(call: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("is_used", [True, False])
 def test_another_threads_park_leaves_gradients_as_they_are(tmp_path: Path, is_used: bool) -> None:
     """It may come amid a backward pass, while torch changes `.grad`, which two threads may not touch."""
@@ -275,7 +260,7 @@ def test_another_threads_park_leaves_gradients_as_they_are(tmp_path: Path, is_us
         optimizer.step()
     before = [weight.grad for weight in pair.weights[0]]
     assert None not in before
-    in_another_thread(pair.parking.park)
+    in_a_thread(pair.parking.park)
     assert pair.parking.engine.is_parked
     assert all(weight.grad is gradient for weight, gradient in zip(pair.weights[0], before, strict=True))
     for optimizer in pair.optimizers:
@@ -301,7 +286,7 @@ def test_another_threads_park_amid_a_backward_pass_changes_no_bit(tmp_path: Path
                 nonlocal seen
                 seen += 1
                 if parks and seen % 3:
-                    in_another_thread(lambda: optimizer.park(wait=seen % 2 == 0))
+                    in_a_thread(lambda: optimizer.park(wait=seen % 2 == 0))
 
             weight = list(model.parameters())[{"first": -1, "between": 2, "last": 0}[place]]
             if place == "first":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from accelerator import build, processes
+from accelerator import build
+from skips import cannot_run
 from test_deepspeed import OTHERS, SKIPPED, start
 
 NAME = "alone_on_an_accelerator"
@@ -23,8 +23,7 @@ def _built() -> None:
     try:
         build.library()
     except build.CannotBuild as error:
-        end = pytest.fail if processes.NO_SKIPS in os.environ else pytest.skip
-        end(f"no test accelerator: {error}")
+        cannot_run(f"no test accelerator: {error}")
 
 
 @pytest.fixture(scope="module", params=[1, 2])
