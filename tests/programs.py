@@ -90,6 +90,7 @@ SESSION: dict[str, Any] = {
     "checksum": True,
     "activations": None,
     "device": None,
+    "weights": "memory",
 }
 """Settings of one session, as simple as can be."""
 PLAIN: dict[str, Any] = {
@@ -235,6 +236,8 @@ def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
             drawn["device"] |= {"placement": "cpu", "gpu_memory": 0, "keep_grads": False}
     if fixed["body"] and "device" not in drawn and rng.random() < 0.6:
         drawn["activations"] = (rng.choice((1 << 20, 1 << 20, 3 << 20)), rng.choice((1, 10_000, 50_000)))
+    if drawn["overlap"] not in ("backward", "both"):  # which is refused then
+        drawn["weights"] = rng.choice(("memory", "memory", "file"))
     return drawn
 
 
@@ -372,6 +375,8 @@ class Session:
             for each in (parameter, twin):
                 each.requires_grad_(name not in frozen and not name.startswith("body.frozen"))
             twin.grad_dtype = torch.float32 if settings["gradient_dtype"] == "float32" else twin.dtype
+        if settings["weights"] == "file":
+            offload.weights_in_file(self.model, self.folder)
         device, more = settings["device"] or {}, dict[str, Any]()
         kind = OPTIMIZERS[self.fixed["rule"]]
         self.borrows = device.get("gpu_memory") == "borrow"
@@ -580,7 +585,7 @@ class Session:
     def put(self, name: str, weight: torch.Tensor, how: str) -> None:
         if name in self.unsettled:
             return
-        if how == "data":
+        if how == "data" and self.settings["weights"] == "memory":  # else it would leave its file
             self.parameters[name].data = weight.clone()
         else:
             self.parameters[name].copy_(weight)
