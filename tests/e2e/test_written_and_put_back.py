@@ -320,36 +320,3 @@ def test_ranks_with_one_state_settle_it_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", [True, False], ids=["ddp", "fsdp2"])
 def test_shards_that_are_written_and_put_back(shard: bool, tmp_path: Path) -> None:
     spawn(2, tmp_path, shards, shard)
-
-
-def test_an_fp32_weight_that_was_written_to_is_in_the_next_checkpoint(tmp_path: Path) -> None:
-    """It is its master: the version that the checkpoint before holds is old."""
-    weight, loaded = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
-    settings = {"host_memory": 0, "paths": [str(tmp_path)], "checkpoints_kept": 2}
-    with offload.AdamW([("w", weight)], offload=settings) as optimizer:
-        for value in (0.0, 7.0):
-            with torch.no_grad():
-                weight.fill_(value)
-            optimizer.save_checkpoint(tmp_path / "checkpoint")
-            optimizer.wait_checkpoint()
-    with offload.AdamW([("w", loaded)], offload=settings) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "checkpoint")
-        assert loaded.tolist() == weight.tolist()
-
-
-def test_a_resume_keeps_masters_that_a_reset_has_left_for_state_dicts(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(64).bfloat16())
-    settings = {"host_memory": 0, "paths": [str(tmp_path)]}
-    with offload.AdamW([("w", weight)], lr=1e-3, offload=settings) as optimizer:
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        optimizer.reset_state()
-        master = optimizer.state_for(weight)["master"].clone()
-        optimizer.save_checkpoint(tmp_path / "checkpoint")
-        optimizer.wait_checkpoint()
-    assert not torch.equal(master, weight.detach().float())
-    with offload.AdamW([("w", weight)], lr=1e-3, offload=settings) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "checkpoint")
-        saved = optimizer.state_dict()["state"][0]
-        assert saved["step"] == 0
-        assert torch.equal(saved["master"], master)
