@@ -152,30 +152,6 @@ def test_each_way_to_put_weights_back(way: Callable[[Parameters], None]) -> None
     assert same(run(made, {}, torch.bfloat16, lambda parameters, _: way(parameters)), expected)
 
 
-@pytest.mark.late(shared=True)
-@pytest.mark.parametrize("placement", ["cpu", "gpu"])
-@pytest.mark.parametrize("form", ["exact", "compact8"])
-def test_on_an_accelerator_too(form: str, placement: str, tmp_path: Path) -> None:
-    """Beside changes of some rows, which count: the bits of a run in host memory where nothing else is written."""
-    found = []
-    common = {"state_format": form, "exact_names": [], "subgroup_numel": 8192}
-    streamed = {**common, "host_memory": 0, "paths": [tmp_path], "placement": placement}
-    for device, config in (("cpu", common), ("late", streamed)):
-        parameters = parameters_of(device=device)
-        with offload.AdamW(named(parameters), lr=1e-3, offload=config) as optimizer:
-            for step in range(STEPS):
-                gradients(parameters, step)
-                with torch.no_grad():
-                    if device == "late":
-                        sharpness_aware(parameters)
-                        between_looks(parameters, optimizer.state_dict)
-                    parameters[0][step : step + 5] = 0.25
-                optimizer.step()
-            found.append([tensor for p in parameters for tensor in optimizer.state_for(p).values()])
-            found[-1] += [parameter.detach().cpu() for parameter in parameters]
-    assert same(*found)
-
-
 @pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
 @pytest.mark.parametrize(
     ("dtype", "piece"), [(torch.bfloat16, 1 << 20), (torch.float16, 1 << 20), (torch.bfloat16, 100)]
