@@ -16,7 +16,7 @@ import torch.distributed as dist
 from at_line import AtLine, at_every_line
 from faulty import Fault, FaultKind, FaultyTier, faulty_paths
 from s3_server import BUCKET, S3Server
-from sharded import Model, exact_gradients, local, spawn
+from sharded import Model, exact_gradients, local, on_ranks
 from test_interrupts import STRIDES
 from test_park import SETTINGS, Pair, parameters, train
 from test_signal_handlers import handled
@@ -390,7 +390,9 @@ def test_an_object_store_takes_what_leaves(s3: S3Server, tmp_path: Path) -> None
             assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def one_rank_parks(folder: Path, shard: bool) -> None:
+@pytest.mark.parametrize("shard", [True, False], ids=["DDP", "FSDP2"])
+@on_ranks(2)
+def test_ranks_do_not_wait_for_one_that_parks(folder: Path, shard: bool) -> None:
     """Ranks do not wait for each other: one parks, and the step of both goes on."""
     rank, found = dist.get_rank(), []
     for parks in (True, False):
@@ -411,9 +413,3 @@ def one_rank_parks(folder: Path, shard: bool) -> None:
                 optimizer.zero_grad()
             found.append([local(parameter.detach()).clone() for parameter in model.parameters()])
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", [True, False], ids=["DDP", "FSDP2"])
-def test_ranks_do_not_wait_for_one_that_parks(tmp_path: Path, shard: bool) -> None:
-    spawn(2, tmp_path, one_rank_parks, shard)

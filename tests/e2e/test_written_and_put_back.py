@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import same, same_bits
-from sharded import spawn
+from sharded import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
@@ -238,7 +238,8 @@ def gone_on(optimizer: Any, parameters: Parameters) -> list[torch.Tensor]:
 # Ranks
 
 
-def replicas(folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_one_state_settle_it_together(folder: Path) -> None:
     """One rank saves for both amid an evaluation of averaged weights: both go on with the same masters."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 70, bias=False).bfloat16()
@@ -261,7 +262,9 @@ def replicas(folder: Path) -> None:
         assert same_bits(both[0], both[1])
 
 
-def shards(folder: Path, shard: bool) -> None:
+@pytest.mark.parametrize("shard", [True, False], ids=["ddp", "fsdp2"])
+@on_ranks(2)
+def test_shards_that_are_written_and_put_back(folder: Path, shard: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     found = []
@@ -285,14 +288,3 @@ def shards(folder: Path, shard: bool) -> None:
             states = [optimizer.state_for(parameter)["master"] for parameter in model.parameters()]
             found.append([getattr(state, "_local_tensor", state) for state in states])
     assert same(*found)
-
-
-@pytest.mark.slow
-def test_ranks_with_one_state_settle_it_together(tmp_path: Path) -> None:
-    spawn(2, tmp_path, replicas)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", [True, False], ids=["ddp", "fsdp2"])
-def test_shards_that_are_written_and_put_back(shard: bool, tmp_path: Path) -> None:
-    spawn(2, tmp_path, shards, shard)
