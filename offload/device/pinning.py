@@ -119,5 +119,5 @@ class PinnedMemory:
                 "(said once; metrics()['unpinned_bytes'] counts all)",
                 nbytes,
                 arena_bytes,
-                error,
+                str(error),  # whoever keeps the record does not keep our frames
             )

@@ -32,6 +32,9 @@ from offload.weights.mapping import is_mapped
 
 log = logging.getLogger("offload")
 
+OUTSIDE = -1
+"""Torch's number of a backward pass, where there is none."""
+
 ALIGNMENT_BYTES = 64
 """Of each weight in its arena."""
 
@@ -105,7 +108,9 @@ class WeightsInHostMemory:
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
         said = format_bytes(self.nbytes), len(self._places), len(sizes), format_bytes(self.window_bytes), self.device
-        log.info("%s of weights lie in host memory: %d weights in %d layers, of which %s are on %s at a time", *said)
+        log.info(
+            "%s of weights lie in host memory: %d, in %d layers and the rest, of which %s are on %s at a time", *said
+        )
 
     def __deepcopy__(self, memo: object) -> WeightsInHostMemory:
         """Return this: torch refuses to copy such a model, and copies of its parts have no hook to be brought by."""
@@ -191,14 +196,24 @@ class WeightsInHostMemory:
 
     @_disable_dynamo
     def _before_forward(self, model: Any, inputs: object) -> None:
-        """Have what a pass without a backward pass has left on the device be brought again: it may have changed."""
-        if _state_of(model)._training_state.name == "IDLE":
-            model.reshard()
+        """Have what a pass without a backward pass has left on the device be brought again: it may have changed.
+
+        After a pass that has raised FSDP2 goes on in the middle of it, with gradients that it has not reduced.
+        """
+        if torch._C._current_graph_task_id() != OUTSIDE:  # recomputed
+            return
+        context = _state_of(model)._state_ctx
+        if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
+            model.reset_iter_state()
+            for each in (each for group in self._groups for each in group.fsdp_params):
+                if (gathered := getattr(each, "_unsharded_param", None)) is not None:
+                    gathered.grad = None
+        model.reshard()
 
     @_disable_dynamo
     def _after_forward(self, model: Any, inputs: object, outputs: object) -> None:
         """Let go of the model's own weights where no backward pass will; weights may be written from then on."""
-        if not torch.is_grad_enabled() and _state_of(model)._training_state.name == "IDLE":
+        if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == OUTSIDE:
             model.reshard()
             self._wait()
 
@@ -278,7 +293,7 @@ def _check_free(model: nn.Module) -> None:
         taker = "DeepSpeed" if hasattr(weight, "ds_id") else ""
         if shards.is_sharded(weight):
             taker = "torch.distributed"
-        elif weight.device.type == "cpu" and is_mapped(weight.data_ptr()):
+        elif weight.device.type == "cpu" and weight.layout == torch.strided and is_mapped(weight.data_ptr()):
             taker = "weights_in_file"
         if taker:
             combinations.HOST_TAKEN.refuse(name, str(tuple(weight.shape)), taker=taker)
