@@ -19,7 +19,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from offload import combinations
-from offload.backends import working_on
 from offload.device.driver import Driver
 from offload.device.pinning import PinnedMemory
 from offload.errors import ConfigError
@@ -120,9 +119,9 @@ class WeightsInHostMemory:
         """Have the weights of a group lie in an arena of their own; return its size."""
         weights = [originals[each._module_info.module, each._module_info.param_name] for each in managed]
         ends = [*accumulate(map(_up, (weight.nbytes for _, weight in weights)))]
-        if not ends or not ends[-1]:
+        if not ends:
             return 0
-        arena = Arena(ends[-1])
+        arena = Arena(max(1, ends[-1]))
         self._arenas.append(arena)
         places = []
         for each, (name, weight), offset in zip(managed, weights, [0, *ends], strict=False):
@@ -136,13 +135,14 @@ class WeightsInHostMemory:
             each.reset_sharded_param()
             self._places[each] = name, place.data_ptr()
             places.append((place.data_ptr(), place.nbytes))
+        before = self._pinned.pinned_bytes
         self._pinned.pin(arena)
         if any(len([*self._pinned.whole_copies(*place)]) > 1 for place in places):
             self._pinned.unpin(arena)  # a copy lies in one registration, or in none
-        elif not self._pinned.unpinned_bytes:
-            for each in managed:
-                each.pin_memory = True  # gradients come by themselves, to memory that torch pins
-        return arena.nbytes
+        for each in managed:
+            # Gradients come beside other work then, to memory that torch pins; it copies no weight that is pinned.
+            each.pin_memory = self._pinned.pinned_bytes - before == arena.nbytes
+        return ends[-1]
 
     def _hook(self, model: nn.Module) -> None:
         for group in self._groups:
@@ -172,7 +172,7 @@ class WeightsInHostMemory:
             if name and each._sharded_param_data.data_ptr() != address:
                 _refuse_left(name, each.sharded_param)
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-        with working_on(stream):
+        with group.device_handle.stream(stream):
             copies = [each._sharded_param_data.to(self.device, non_blocking=True) for each in group.fsdp_params]
             self._last_copy = stream.record_event()
         self._coming[group] = copies, self._last_copy
@@ -184,7 +184,7 @@ class WeightsInHostMemory:
             wait_for_unshard()
             return
         copies, event = coming
-        torch.accelerator.current_stream().wait_event(event)
+        group.device_handle.current_stream().wait_event(event)
         hosts = [each._sharded_param_data for each in group.fsdp_params]
         try:
             for each, copy in zip(group.fsdp_params, copies, strict=True):
@@ -327,6 +327,9 @@ def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: to
         if type(weight) is not nn.Parameter or weight.layout != torch.strided:
             what = f"{type(weight).__name__}, {weight.layout}"
             raise ConfigError(name, what, "have dense tensors of torch's own; name others, if frozen, in on_device")
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks or weight.grad is not None:
+            what = "a weight with a gradient, or hooks"
+            raise ConfigError(name, what, "take gradients and register hooks behind it: weights are new objects then")
         if not weight.dim():
             raise ConfigError(name, "a scalar", "have one element in one dimension: FSDP2 takes no scalars")
         if not weight.is_contiguous():

@@ -89,6 +89,7 @@ def adapted(model: Model) -> None:
 
 
 def partly_frozen(model: Model) -> None:
+    model.layers[3].register_parameter("nothing", nn.Parameter(torch.ones(0, 3, dtype=model.norm.weight.dtype)))
     for part in (model.layers[:2], model.norm):
         part.requires_grad_(False)
 
@@ -345,7 +346,9 @@ def test_an_average_is_kept_of_the_state_dict(tmp_path: Path) -> None:
                 averages.append(loss_of(each, 0).cpu())
             each.load_state_dict(before)
             averages += (tensor.cpu() for tensor in (loss_of(each, 0), *average.values()))
-    assert all(torch.equal(a, b) for a, b in zip(averages[: len(averages) // 2], averages[len(averages) // 2 :]))
+    assert all(
+        torch.equal(a, b) for a, b in zip(averages[: len(averages) // 2], averages[len(averages) // 2 :], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -537,6 +540,7 @@ def test_a_group_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
             "dtype",
         ),
         (lambda model: model.register_parameter("sparse", nn.Parameter(torch.eye(3).to_sparse())), "sparse_coo"),
+        (lambda model: model.norm.weight.register_hook(print), "norm.weight: .*hooks"),
         (lambda model: offload.weights_in_host_memory(model), "HOST_TAKEN"),
     ],
 )

@@ -70,7 +70,7 @@ class TestGroups:
         model.words.half()  # and so the head
         model.gate = nn.Linear(20, 20).double()
         with pytest.raises(
-            offload.ConfigError, match="words: .*float16.*give trainable weights of a layer one dtype"
+            offload.ConfigError, match=r"words: .*float16.*give trainable weights of a layer one dtype"
         ):
             groups(model)
         model.gate.half()
