@@ -380,7 +380,7 @@ def simulated(parts: Parts, model: Published) -> Callable[[int, str], float]:
     staging_bytes = SLOTS * model.subgroup_bytes
     rates = find_rates(MACHINE).rates
     scenario = Scenario.of(
-        Model(params=model.params, weights_on_gpu=True),
+        Model(params=model.params, weights_on="gpu"),
         Node(rates=replace(rates, paths=rates.paths[: 1 + parts.second_path]), ranks=RANKS),
         host_memory=model.cached_bytes - staging_bytes if parts.resident else 0,
         staging_memory=staging_bytes,

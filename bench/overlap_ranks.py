@@ -208,7 +208,7 @@ def train(rank: int, ranks: int, kind: str, folder: Path, sizes: dict[str, int],
 def simulated(billions: int, tokens: int) -> dict[str, float]:
     """Return seconds of an iteration on a published node, by where its step is hidden, and the least it can take."""
     rates = find_rates(MACHINE).rates
-    model = Model(params=billions * 10**9, weights_on_gpu=True, tokens=tokens)
+    model = Model(params=billions * 10**9, weights_on="gpu", tokens=tokens)
     answer = ask(Scenario.of(model, Machine(rates=rates, ranks=8, gpus=8), host_memory=4 << 30))
     if answer.forward_s is None or answer.backward_s is None:
         raise RuntimeError(f"nothing is known of forward and backward on {MACHINE}")

@@ -728,6 +728,7 @@ class Session:
 
     def kill(self, changes: int) -> None:
         """Save, and die at some change of the file system, or when it is done."""
+        self.optimizer.wait_checkpoint()  # the one before is whole
         snapshot = self.snapshot()
         (self.folder / "kept").write_bytes(pickle.dumps((snapshot, self.saved)))
         kill_at(changes)
@@ -935,7 +936,7 @@ def simpler(program: Program) -> Iterator[Program]:
         if program.settings.get(name, value) != value:
             yield dataclasses.replace(program, settings={**program.settings, name: value})
     kinds = program.settings.get("kinds", PLAIN["kinds"])
-    for number in range(len(kinds) if len(kinds) > 1 else 0):
+    for number in range(len(kinds) if len(kinds) > 2 else 0):
         yield dataclasses.replace(
             program, settings={**program.settings, "kinds": kinds[:number] + kinds[number + 1 :]}
         )

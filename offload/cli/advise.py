@@ -25,6 +25,7 @@ from offload.cli.scenario import (
     unknown_words,
     use,
 )
+from offload.cli.streamed import path_of
 from offload.cli.values import in_columns, in_options, option_of
 from offload.errors import ConfigError, InfeasiblePlanError, PlanError
 from offload.units import format_bytes, format_seconds
@@ -64,6 +65,11 @@ MEMORY_WORTH = 0.01
 
 RECOMPUTE_ASKS = 3
 """How much recomputation asks of the user, beside what settings do (`offload.config.Tried`)."""
+PLACE_ASKS = {"host": 8, "path": 200}
+"""Likewise weights that lie elsewhere than where they are computed."""
+
+ON_GPU = frozenset(name for name, one in ADVISED.items() if one.metadata["advised"].weights_on == "gpu")
+"""Settings of weights on a GPU: who gives one has them there."""
 
 COMPUTED = frozenset(name for name, one in ADVISED.items() if not one.metadata["advised"].values)
 """Settings whose values are computed, and not tried."""
@@ -75,43 +81,56 @@ class Choices:
 
     Attributes:
         computed: Settings that are to be computed: budgets, and what the GPU updates.
-        tried: Other settings, with the values that are to be tried in their order.
-        recompute: Likewise whether activations are recomputed.
+        given: Settings that stay as they are.
+        recompute: Whether activations are recomputed: what is to be tried.
+        places: Likewise where weights lie.
     """
 
     computed: frozenset[str]
-    tried: Mapping[str, tuple[Any, ...]]
+    given: frozenset[str]
     recompute: tuple[bool, ...]
+    places: tuple[str, ...]
 
     @classmethod
-    def of(cls, scenario: Scenario, given: Mapping[str, Any]) -> Choices:
+    def of(cls, scenario: Scenario, given: Mapping[str, Any], weights_on: str | None = None) -> Choices:
         """Return what is left open.
 
         Args:
             scenario: What is asked.
             given: The settings that it was given.
+            weights_on: Where its weights are to lie; None if that is left open.
         """
-        computed, tried = set(), {}
-        for name, one in ADVISED.items():
-            if name in COMPUTED:
-                computed |= {name} if given.get(name, "auto") == "auto" else set()
-            elif name not in given and scenario.tries(name):
-                tried[name] = tuple(value for value in one.metadata["advised"].values if scenario.admits(name, value))
-            else:
-                tried[name] = (scenario.value(name),)
+        computed = {name for name in COMPUTED if given.get(name, "auto") == "auto"}
         recompute = (False, True) if scenario.beside and not scenario.model.recompute else (scenario.model.recompute,)
-        return cls(frozenset(computed - scenario.decided), tried, recompute)
+        places = [scenario.model.weights_on]
+        if weights_on is None and not ON_GPU & given.keys():
+            places += ["host"] * bool(scenario.machine.rates.gpu.lanes)
+            places += ["path"] * (bool(scenario.machine.rates.paths) and scenario.machine.all_ranks == 1)
+        return cls(frozenset(computed - scenario.decided), frozenset(given), recompute, tuple(places))
+
+    def _tried(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
+        """Return settings that are not computed, with the values that are to be tried in their order."""
+        tried = {}
+        for name, one in ADVISED.items():
+            if name not in COMPUTED and name not in self.given and scenario.tries(name):
+                tried[name] = tuple(value for value in one.metadata["advised"].values if scenario.admits(name, value))
+            elif name not in COMPUTED:
+                tried[name] = (scenario.value(name),)
+        return tried
 
     def variants(self, scenario: Scenario) -> list[Scenario]:
         """Return all switches, those first that ask least of the user."""
         found = []
-        for *chosen, recompute in itertools.product(*self.tried.values(), self.recompute):
-            settings = dict(zip(self.tried, chosen, strict=True))
-            asks = RECOMPUTE_ASKS * recompute
-            for name, value in settings.items():
-                asks += ADVISED[name].metadata["advised"].asks * self.tried[name].index(value)
-            other = replace(scenario, model=replace(scenario.model, recompute=recompute))
-            found.append((asks, other.given(**settings)))
+        for place in self.places:
+            lying = scenario.lying(place)
+            tried = self._tried(lying)
+            for *chosen, recompute in itertools.product(*tried.values(), self.recompute):
+                settings = dict(zip(tried, chosen, strict=True))
+                asks = RECOMPUTE_ASKS * recompute + PLACE_ASKS.get(place, 0)
+                for name, value in settings.items():
+                    asks += ADVISED[name].metadata["advised"].asks * tried[name].index(value)
+                other = replace(lying, model=replace(lying.model, recompute=recompute))
+                found.append((asks, other.given(**settings)))
         return [other for _, other in sorted(found, key=lambda each: each[0])]
 
     def fitting(
@@ -131,6 +150,8 @@ class Choices:
         variants, lacking, fits = self.variants(scenario), [], False
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
+            if fits and variant.model.weights_on == "path":
+                continue  # slower, and a drive is worn
             try:
                 other = self.settle(variant)
                 answer = ask(other, simulate=False)
@@ -138,7 +159,7 @@ class Choices:
                 memory = other.machine.memory_bytes if "host_memory" in self.computed else None
                 if memory is not None and not (leaves or other.machine.rates.paths):  # else less state were at home
                     memory -= reserved_bytes(memory, other.machine.ranks)
-                check_fits(memory, other.machine.ranks, answer.use, answer.rates, leaves=leaves)
+                check_fits(other, memory, answer.use, leaves=leaves)
             except InfeasiblePlanError as error:
                 lacking.append((error.needed_bytes - sum(error.available_bytes.values()), other, error))
             else:
@@ -154,14 +175,15 @@ class Choices:
         Gradients of what the GPU updates stay there until the step.
         """
         size = scenario.machine.rates.gpu.memory_bytes
-        if not (size and scenario.model.weights_on_gpu):
+        if not (size and scenario.computes_on_gpu):
             return self._with_budgets(scenario)
         if size < scenario.least_gpu_bytes:
             least = 0 if scenario.machine.rates.paths else scenario.state_bytes
             leanest = scenario.given(placement="cpu") if "placement" in self.computed else scenario
             return leanest.given(host_memory=least) if "host_memory" in self.computed else leanest
         taken: dict[int, Scenario] = {}
-        for placement in (scenario.config.placement, *(*SHARES, "cpu") * ("placement" in self.computed)):
+        has_choice = "placement" in self.computed and scenario.model.weights_on_gpu
+        for placement in (scenario.config.placement, *(*SHARES, "cpu") * has_choice):
             settled = self._with_budgets(scenario.given(placement=placement))
             try:
                 nbytes = use(settled).gpu_bytes
@@ -254,6 +276,9 @@ def what_fits(scenario: Scenario, choices: Choices) -> str:
 def switches(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
     """Return how to come from one scenario to another, each switch by its setting and its option."""
     asked: list[tuple[int, str]] = []
+    if after.model.weights_on != before.model.weights_on:
+        where = {"host": "host memory", "path": "a file on a drive"}[after.model.weights_on]
+        asked.append((98, f"weights in {where} (--weights-on {after.model.weights_on}, docs/weights.md)"))
     if after.model.recompute != before.model.recompute:
         asked.append((99, "recomputation of activations (--recompute, gradient checkpointing)"))
     for name, one in ADVISED.items():
@@ -446,12 +471,13 @@ def table(settings: list[Setting]) -> str:
 
 def to_paste(setting: Setting) -> str:
     """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
-    config, model, checkpointing = setting.config, setting.answer.scenario.model, _checkpointing()
+    answer, config, checkpointing = setting.answer, setting.config, _checkpointing()
+    model = answer.scenario.model
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
     # Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows.
     trainer = (
         'output_dir="out", optim="offload_adamw", save_total_limit=1'
-        + ", use_cpu=True" * (not model.weights_on_gpu)
+        + ", use_cpu=True" * (not answer.scenario.computes_on_gpu)
         + f", {checkpointing}=True" * model.recompute
     )
     if model.tokens is not None:
@@ -461,6 +487,7 @@ def to_paste(setting: Setting) -> str:
     lines = [
         f"Python{on_gpu}:",
         *([f"    model.{checkpointing}_enable()"] if model.recompute else []),
+        *_lying(answer),
         f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({python}))",
     ]
     if setting.overlap in ("forward", "both"):
@@ -477,6 +504,16 @@ def to_paste(setting: Setting) -> str:
         f"    arguments = TrainingArguments({trainer})",
     ]
     return "\n".join(lines)
+
+
+def _lying(answer: Answer) -> list[str]:
+    """Return the line that has weights lie elsewhere than where they are computed."""
+    if answer.scenario.model.weights_on == "host":
+        return ["    offload.weights_in_host_memory(model)"]
+    if answer.scenario.model.weights_on == "path":
+        place = answer.scenario.machine.path_place(path_of(answer.rates))
+        return [f"    offload.weights_in_file(model, {json.dumps(place)})"]
+    return []
 
 
 def _checkpointing() -> str:
@@ -521,6 +558,7 @@ def as_dict(setting: Setting) -> dict[str, Any]:
     return {
         "config": setting.config,
         "recompute": answer.scenario.model.recompute,
+        "weights_on": answer.scenario.model.weights_on,
         "computes": answer.forward_s is not None,
         "iteration_s": setting.iteration_s,
         "step_s": answer.step_s,

@@ -16,16 +16,17 @@ from offload.cli.machine import add_words, machine_of
 from offload.cli.progress import Progress
 from offload.cli.scenario import (
     GPU,
-    STREAMED_WEIGHTS,
     Answer,
     Scenario,
     ask,
+    computed_s,
     least,
     node_lines,
     shares,
     unknown_words,
 )
 from offload.cli.shapes import MODELS, model_of, parse_model
+from offload.cli.streamed import path_of
 from offload.cli.values import (
     MAX_RANKS,
     add_output,
@@ -112,8 +113,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--weights-on",
-        choices=("cpu", "gpu"),
-        help="where they lie, and are computed (default: gpu, if there is one)",
+        choices=("cpu", "gpu", "host", "path"),
+        help="where they lie: host, in host memory, computed on the GPU; path, in a file on a drive; cpu, where the "
+        "CPU computes (default: gpu, if there is one)",
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
     add_value(node, "--node-memory", parse_bytes, "host memory that all ranks have together")
@@ -234,16 +236,19 @@ def _asked(arguments: argparse.Namespace) -> tuple[Scenario, advise.Choices]:
     machine, given = machine_of(arguments), given_settings(arguments, "plan")
     rates, known_nodes = machine.rates, [f"node{each.node}" for each in machine.rates.nodes]
     if arguments.weights_on == "cpu" and rates.gpu.weights_on == "gpu":
-        allowed = f"{STREAMED_WEIGHTS}; for training on the CPU leave --gpu out, or give --gpus 0, and its --flops"
+        allowed = (
+            "give host for weights in host memory that the GPU computes; for training on the CPU leave --gpu out, or "
+            "give --gpus 0, and its --flops"
+        )
         raise ConfigError("--weights-on", "cpu", allowed)
     for name in arguments.host_memory if isinstance(arguments.host_memory, dict) else ():
         if name not in known_nodes:
             allowed = f"the rates have {', '.join(known_nodes) or 'no memory nodes'}; `offload probe` measures them"
             raise ConfigError("--host-memory", name, allowed)
-    model = model_of(arguments, weights_on_gpu=(arguments.weights_on or rates.gpu.weights_on) == "gpu")
+    model = model_of(arguments, weights_on=arguments.weights_on or rates.gpu.weights_on)
     settings = {"keep_grads": machine.all_ranks == 1, **given}
     scenario = Scenario.of(model, machine, arguments.path_bytes, arguments.gpu_staging, **settings)
-    return scenario, advise.Choices.of(scenario, given)
+    return scenario, advise.Choices.of(scenario, given, arguments.weights_on)
 
 
 def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.Choices) -> None:
@@ -306,7 +311,8 @@ def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) ->
     lanes = answer.prediction.lane_bytes if answer.prediction else {}
     for number, share in enumerate(answer.plan.shares(answer.rates)):
         gradients = round(share * answer.plan.left_gradient_bytes)  # in backward
-        written = answer.scenario.machine.ranks * (lanes.get(f"write:{number}", 0) + gradients)
+        weights = answer.passes.written_bytes * (number == path_of(answer.rates)) if answer.passes is not None else 0
+        written = answer.scenario.machine.ranks * (lanes.get(f"write:{number}", 0) + gradients + weights)
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)
@@ -370,6 +376,10 @@ def _as_dict(
         "config": advise.config_of(answer),
         "parked": figures["parked"],
         "activations_on_paths": activations_on_paths(answer),
+        "weights": {
+            "on": answer.scenario.model.weights_on,
+            **(answer.passes.as_dict() if answer.passes is not None else {}),
+        },
         "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
@@ -389,6 +399,8 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines.append(
             f"forward {format_seconds(answer.forward_s)}, backward {format_seconds(answer.backward_s or 0.0)}"
         )
+    if answer.passes is not None:
+        lines += answer.passes.lines(answer.rates, computed_s(answer.scenario, answer.rates))
     gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
     lines.append(
         f"step {format_seconds(answer.step_s)}{mark}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offload import combinations
 from offload.cli.machine import Machine
 from offload.cli.shapes import Model
+from offload.cli.streamed import GRADIENT_BYTES, WEIGHT_BYTES, Passes, gradients_bytes, path_of, window_bytes
 from offload.cli.values import settings_of
 from offload.config import OffloadConfig, PathConfig, Size
 from offload.errors import ConfigError, InfeasiblePlanError
@@ -22,11 +23,8 @@ from offload.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from offload.layout import Layout
-    from offload.plan import Budgets, Estimate, Plan, Rates
+    from offload.plan import Budgets, Estimate, GpuRates, Plan, Rates
     from offload.predict import Prediction
-
-WEIGHT_BYTES = GRADIENT_BYTES = 2
-"""Of each parameter: 16-bit training."""
 
 GPU = "the GPU"
 """How an error names what is short."""
@@ -37,11 +35,9 @@ PROCESS_BYTES = 3 << 29
 """Of host memory, for what a rank takes beside a plan: Python, torch, the host's side of a GPU's driver."""
 GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
 """Of a GPU's memory, left free, as `gpu_memory="auto"` leaves it."""
-STREAMED_WEIGHTS = (
-    "weights in host memory that a GPU computes run under FSDP2's CPUOffloadPolicy and ZeRO-3's offload_param, which "
-    "is not predicted yet"
-)
-"""What errors say of weights that do not fit a GPU; docs/modes.md says more."""
+STREAMED_WEIGHTS = "use more ranks on more GPUs, or have weights in host memory (--weights-on host; docs/weights.md)"
+FEWER_TOKENS = "take tokens in more micro-steps (--accumulate), or use more ranks on more GPUs"
+"""What errors say of what does not fit a GPU."""
 DRIVER_BYTES = 1 << 29
 """Of GPU memory: a context and its kernels."""
 
@@ -115,6 +111,14 @@ class Scenario:
             size = machine.path_bytes(number)
             most = path_bytes if size is None else min(path_bytes, size // machine.ranks)
             paths.append(PathConfig(path=machine.path_place(number), max_bytes=most))
+        if model.is_streamed:
+            has_place = machine.rates.paths if model.weights_on == "path" else machine.rates.gpu.lanes
+            if not has_place:
+                needed = "a path (--drive)" if model.weights_on == "path" else "a GPU that computes them (--gpu)"
+                raise ConfigError("--weights-on", model.weights_on, f"have {needed}")
+            for name, usual_ones in (("placement", ("auto", "cpu", 0)), ("gpu_memory", ("auto", 0))):
+                if settings.get(name, 0) not in usual_ones:
+                    combinations.WEIGHTS_ON_CPU.refuse(name, settings[name])
         usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "checkpoints_kept": 0, "keep_grads": False}
         placement = settings.get("placement", "auto")
         if model.weights_on_gpu and settings.get("gradient_memory") is not None:  # the CPU updates all then
@@ -140,6 +144,16 @@ class Scenario:
             return self
         cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels)
         return self.at_rates(replace(self.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
+
+    def lying(self, weights_on: str) -> Scenario:
+        """Return this with weights elsewhere; see `Model`."""
+        if weights_on == self.model.weights_on:
+            return self
+        model = replace(self.model, weights_on=weights_on)
+        if not self.model.weights_on_gpu:
+            return replace(self, model=model)
+        config = replace(self.config, keep_grads=True, placement="auto", gpu_memory=0)  # the CPU updates all
+        return replace(self, model=model, config=config, stride=0)
 
     def at_rates(self, rates: Rates) -> Scenario:
         """Return this with a machine of other rates."""
@@ -234,6 +248,9 @@ class Scenario:
             words.append(f"gradient_memory {budget_text(self.gradient_memory or 0)}")
         if self.model.recompute:
             words.append("recomputation")
+        if self.model.is_streamed:
+            where = "in host memory" if self.model.weights_on == "host" else "in a file"
+            words.append(f"weights {where}")
         return ", ".join(words)
 
     @property
@@ -272,24 +289,62 @@ class Scenario:
         return self.gradient_memory is not None and self.gradient_memory < GRADIENT_BYTES * self.numel
 
     @property
+    def computes_on_gpu(self) -> bool:
+        """Whether a GPU computes forward and backward."""
+        return self.model.weights_on != "cpu" and bool(self.machine.rates.gpu.lanes)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of weights that are together where they are computed, of a model whose weights lie elsewhere."""
+        return window_bytes(self.model.shape) if self.model.shape is not None else 0
+
+    @property
     def beside(self) -> dict[str, int]:
-        """Bytes that forward and backward take where the weights lie, by what for; empty where that is not known."""
+        """Bytes that forward and backward take where they compute, by what for; empty where that is not known."""
         model = self.model
         if model.shape is None or model.tokens is None:
             return {}
         tokens = math.ceil(model.tokens / model.accumulate)
         found = {"activations": model.shape.activation_bytes(tokens, recompute=model.recompute)}
-        if self.machine.all_ranks > 1:
+        if model.is_streamed and self.computes_on_gpu:
+            found["gathered weights"] = self.window_bytes
+        elif self.machine.all_ranks > 1:
             found["gathered weights"] = model.shape.gathered_bytes
-        if model.weights_on_gpu:
+        if self.computes_on_gpu:
             found["driver"] = DRIVER_BYTES
-            if not self.config.keep_grads:  # the largest gradient leaves when all of it is there
+            if not model.weights_on_gpu:
+                found["gradients on their way"] = gradients_bytes(model.shape)
+            elif not self.config.keep_grads:  # the largest gradient leaves when all of it is there
                 found["gradients on their way"] = GRADIENT_BYTES * model.shape.largest_params
         return found
 
+    def passes(self, use: Use) -> Passes | None:
+        """Return what passes move of weights that lie elsewhere than where they are computed; None of others.
+
+        Args:
+            use: What a rank takes. What is left of the node is where the kernel keeps weights of a file.
+        """
+        model, machine, kept = self.model, self.machine, None
+        if not model.is_streamed:
+            return None
+        if model.weights_on == "path":
+            left = 0
+            if machine.memory_bytes is not None:
+                left = machine.memory_bytes - reserved_bytes(machine.memory_bytes, machine.ranks)
+            kept = max(0, left // machine.ranks - use.host_bytes) + use.host["weights"]
+        rest = math.ceil(model.shape.rest_params / machine.all_ranks) if model.shape is not None else 0
+        return Passes(self.numel, rest, model.accumulate, self.card if self.computes_on_gpu else None, kept)
+
+    @property
+    def card(self) -> GpuRates:
+        """A rank's GPU and its part of the links, also where it updates nothing."""
+        return self.machine.rates.shared_by(self.machine.ranks).gpu
+
     @property
     def least_gpu_bytes(self) -> int:
-        """Bytes of GPU memory that a rank takes whose weights lie there, wherever its state does."""
+        """Bytes of GPU memory that a rank takes whose weights are computed there, wherever its state lies."""
+        if not self.model.weights_on_gpu:
+            return sum(self.beside.values())
         return (WEIGHT_BYTES + self.config.keep_grads * GRADIENT_BYTES) * self.numel + sum(self.beside.values())
 
 
@@ -326,22 +381,20 @@ def gpu_room(memory_bytes: int) -> int:
     return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
 
 
-def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
-    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3.
-
-    Args:
-        plan: Its plan.
-        beside: Bytes that forward and backward take where the weights lie, by what for, as far as they are known.
-    """
+def use_of(plan: Plan, scenario: Scenario) -> Use:
+    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3."""
     from offload.plan import Home
     from offload.plan.budget import PIECE_BUFFERS
 
-    numel = sum(parameter.numel for parameter in plan.layout.parameters)
+    numel, beside = sum(parameter.numel for parameter in plan.layout.parameters), scenario.beside
     weights, gradients = WEIGHT_BYTES * numel, plan.budgets.gradient_bytes
     state = plan.home_bytes[Home.HOST]
     host = {"state": state, "gradients": gradients, "buffers and tables": plan.host_bytes - state - gradients}
+    if scenario.model.weights_on == "path":
+        weights = min(weights, scenario.window_bytes)
     if not plan.weights_on_gpu:
-        return Use({"weights": weights, **host, **beside}, {})
+        host = {"weights": weights, **host}
+        return Use(host, beside) if scenario.computes_on_gpu else Use({**host, **beside}, {})
     left = 0 if plan.budgets.gradients_on_gpu else gradients  # during backward
     left = GRADIENT_BYTES * numel if plan.gradient_buffers else left
     gpu = {
@@ -354,19 +407,19 @@ def use_of(plan: Plan, beside: Mapping[str, int]) -> Use:
     return Use(host, {**gpu, **beside})
 
 
-def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates, *, leaves: bool = False) -> None:
+def check_fits(scenario: Scenario, node_memory: int | None, use: Use, *, leaves: bool = False) -> None:
     """Refuse a plan that takes more memory than the node has.
 
     Args:
+        scenario: What is to be predicted.
         node_memory: Bytes of host memory; None if that is not known.
-        ranks: How many there are.
-        use: What each takes.
-        rates: Of one rank; know the size of its GPU.
+        use: What each rank takes.
         leaves: Whether it has to leave the part of both that is the system's, and that is for estimates.
 
     Raises:
         InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
     """
+    ranks, rates = scenario.machine.ranks, scenario.machine.rates
     if node_memory is not None:
         room = node_memory - reserved_bytes(node_memory, ranks) if leaves else node_memory
         if ranks * use.host_bytes > room:
@@ -380,12 +433,12 @@ def check_fits(node_memory: int | None, ranks: int, use: Use, rates: Rates, *, l
     if size := rates.gpu.memory_bytes:
         room = gpu_room(size) if leaves else size
         if use.gpu_bytes > room:
-            less = "lower --gpu-memory, or " if use.gpu["state"] else ""
+            less = "lower --gpu-memory, or " if use.gpu.get("state") else ""
             raise InfeasiblePlanError(
                 f"a rank's GPU memory ({shares(use.gpu)})",
                 use.gpu_bytes,
                 {f"{GPU}{', less what has to stay free' * leaves}": room},
-                f"{less}use more ranks on more GPUs; {STREAMED_WEIGHTS}",
+                f"{less}{STREAMED_WEIGHTS if use.gpu.get('weights') else FEWER_TOKENS}",
             )
 
 
@@ -409,6 +462,7 @@ class Answer:
         prediction: The simulated step, or None.
         forward_s: Seconds of forward, or None where nothing is known of it.
         backward_s: Seconds of backward, gradients on their way out included, or None.
+        passes: What moves of weights that lie elsewhere than where they are computed; None of others.
         overlapped_s: Seconds of an iteration whose step is hidden in "forward" (`overlap_forward`), "backward"
             (`overlap="backward"`) or "both", where it can be.
     """
@@ -422,6 +476,7 @@ class Answer:
     prediction: Prediction | None
     forward_s: float | None
     backward_s: float | None
+    passes: Passes | None
     overlapped_s: Mapping[str, float]
 
     @property
@@ -513,12 +568,12 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {least_numel:,} or more")
     layout = _layout(numel, math.ceil(scenario.exact_params / machine.all_ranks), subgroup_numel, empty)
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
+    rooms = [1 << 60 if path.max_bytes is None else path.max_bytes for path in config.path_configs]
+    if model.weights_on == "path":
+        rooms[path_of(machine.rates)] = max(0, rooms[path_of(machine.rates)] - WEIGHT_BYTES * numel)
     budgets = config.budgets(
         scenario.host_memory,
-        [
-            PathBudget(machine.path_name(n), 1 << 60 if path.max_bytes is None else path.max_bytes)
-            for n, path in enumerate(config.path_configs)
-        ],
+        [PathBudget(machine.path_name(n), room) for n, room in enumerate(rooms)],
         on_gpu=model.weights_on_gpu,
         gpu_bytes=scenario.gpu_memory,
         gpu_staging_bytes=gpu_staging if scenario.gpu_staging is None else scenario.gpu_staging,
@@ -529,7 +584,7 @@ def _budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
 
 
 def rank_rates(scenario: Scenario) -> Rates:
-    """Return what one rank has of the node's rates.
+    """Return what one rank has of the node's rates; no GPU where it updates nothing, as it has no weights.
 
     Raises:
         ConfigError: There are more ranks than GPUs, and each is to have one.
@@ -538,8 +593,8 @@ def rank_rates(scenario: Scenario) -> Rates:
 
     rates, gpus = scenario.machine.rates.shared_by(scenario.machine.ranks), scenario.machine.gpus
     if gpus is None or scenario.machine.ranks <= gpus:
-        return rates
-    if scenario.model.weights_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu"):
+        return replace(rates, gpu=NO_GPU) if scenario.model.is_streamed else rates
+    if scenario.computes_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu"):
         rates.gpu.check_used(planned=True)
         allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
         raise ConfigError("--ranks", scenario.machine.ranks, allowed)
@@ -560,7 +615,7 @@ def _plan(scenario: Scenario, rates: Rates) -> Plan:
 
 def use(scenario: Scenario) -> Use:
     """Return what a rank takes, whether or not there is so much; `InfeasiblePlanError` if no plan is made."""
-    return use_of(_plan(scenario, rank_rates(scenario)), scenario.beside)
+    return use_of(_plan(scenario, rank_rates(scenario)), scenario)
 
 
 def ask(
@@ -588,41 +643,77 @@ def ask(
 
     rates = rank_rates(scenario)
     plan = _plan(scenario, rates)
-    taken = use_of(plan, scenario.beside)
-    check_fits(scenario.machine.memory_bytes, scenario.machine.ranks, taken, rates)
+    taken = use_of(plan, scenario)
+    check_fits(scenario, scenario.machine.memory_bytes, taken)
     cost = estimate(plan, rates)
-    forward_s, backward_s = _forward_backward_s(scenario, rates, plan)
-    if backward_s is not None and plan.gradient_buffers:  # gradients are written meanwhile
-        each = zip(plan.shares(rates), rates.paths, strict=True)
-        backward_s = max(backward_s, *(plan.left_gradient_bytes * part / path.write.alone for part, path in each))
+    passes = scenario.passes(taken)
+    forward_s, backward_s = _forward_backward_s(scenario, rates, plan, passes)
     follows = forward_s is not None
     simulate = simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES
     prediction = predict(plan, rates, steps=2, timeline=timeline or follows, report=report) if simulate else None
-    step_s = prediction.step_s if prediction else cost.step_s
+    step_s, of_weights_s = prediction.step_s if prediction else cost.step_s, passes.step_s(rates) if passes else 0.0
+    # The drive that weights lie on does one after the other; beside a step that uses none it works meanwhile.
+    step_s = step_s + of_weights_s if plan.storage_bytes else max(step_s, of_weights_s)
     overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
-        overlapped_s = {"forward": backward_s + with_forward_s(prediction, plan, forward_s)}
-        if not plan.gradient_buffers:
+        apart = scenario.computes_on_gpu
+        least_s = step_s + passes.read_s(rates) if passes and plan.storage_bytes else step_s  # of one drive
+        overlapped_s = {
+            "forward": backward_s + max(with_forward_s(prediction, plan, forward_s, apart=apart), least_s)
+        }
+        if not plan.gradient_buffers and scenario.model.weights_on != "path":  # which is refused
             ahead = plan.with_updates_in_backward(GRADIENT_BYTES)
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(
-                    prediction, ahead, rates, forward_s, backward_s, follows=follows
+                    prediction, ahead, rates, forward_s, backward_s, follows=follows, apart=apart
                 )
-    return Answer(scenario, rates, plan, taken, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
+    return Answer(
+        scenario,
+        rates,
+        plan,
+        taken,
+        cost,
+        step_s,
+        prediction,
+        forward_s,
+        backward_s,
+        passes,
+        overlapped_s,
+    )
 
 
-def _forward_backward_s(scenario: Scenario, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
+def computed_s(scenario: Scenario, rates: Rates) -> tuple[float, float] | None:
+    """Return the seconds that forward and backward compute."""
     if scenario.model.tokens is None or not rates.compute_flops_per_s:
-        return None, None
+        return None
     unit_s = scenario.model.params * scenario.model.tokens / rates.compute_flops_per_s
     forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
-    backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if scenario.model.recompute else 0.0)
+    return forward_s, FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if scenario.model.recompute else 0.0)
+
+
+def _forward_backward_s(
+    scenario: Scenario, rates: Rates, plan: Plan, passes: Passes | None
+) -> tuple[float | None, float | None]:
+    """Return the seconds of forward and backward, with what moves meanwhile."""
+    computed = computed_s(scenario, rates)
+    if computed is None:
+        return None, None
+    forward_s, backward_s = computed
     if scenario.model.weights_on_gpu and not scenario.config.keep_grads:
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
         backward_s = max(backward_s, nbytes / rates.gpu.d2h.alone)
-    return forward_s, backward_s
+    written_s = [0.0] * len(rates.paths)
+    if plan.gradient_buffers:
+        each = zip(plan.shares(rates), rates.paths, strict=True)
+        written_s = [plan.left_gradient_bytes * part / path.write.alone for part, path in each]
+    if passes is not None:
+        links_s, read_s = passes.link_s, passes.read_s(rates)
+        forward_s, backward_s = max(forward_s, links_s[0], read_s), max(backward_s, links_s[1])
+        if read_s:
+            written_s[path_of(rates)] += read_s
+    return forward_s, max(backward_s, *written_s, 0.0)
 
 
 def least(scenario: Scenario) -> Use | None:
@@ -646,7 +737,7 @@ def least(scenario: Scenario) -> Use | None:
     if few == len(ends):
         return None
     if not scenario.model.weights_on_gpu:  # else what the GPU updates has its gradients there
-        return use_of(planned(few).counting_buffers(0), scenario.beside)
+        return use_of(planned(few).counting_buffers(0), scenario)
     return use(scenario.with_host_memory(ends[few]))
 
 

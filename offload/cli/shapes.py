@@ -65,6 +65,11 @@ class Shape:
         return self._embedding_params + self.layers * self.layer_params + self.hidden
 
     @property
+    def rest_params(self) -> int:
+        """Parameters that no layer has: the embedding, the output layer, a norm."""
+        return self._embedding_params + self.hidden
+
+    @property
     def exact_params(self) -> int:
         """Parameters that are kept exact where others share scales: embeddings, the output layer, norms, biases."""
         return self._embedding_params + self.layers * self._small_params + self.hidden
@@ -103,7 +108,8 @@ class Model:
         params: All its parameters.
         exact_params: How many of them have exact state where that of others is stored in blocks.
         shape: None where only its size is known. Activations are counted if it and `tokens` are.
-        weights_on_gpu: Whether its weights lie on GPUs.
+        weights_on: Where its weights lie: on the "gpu"; in "host" memory, computed on the GPU; in a file on a "path",
+            computed on the GPU if there is one; in host memory, computed by the "cpu".
         rule: Name of the update rule.
         tokens: Of one rank in an iteration; None to predict the step alone.
         accumulate: Micro-steps that the tokens come in.
@@ -113,11 +119,21 @@ class Model:
     params: int
     exact_params: int = 0
     shape: Shape | None = None
-    weights_on_gpu: bool = False
+    weights_on: str = "cpu"
     rule: str = "adam"
     tokens: int | None = None
     accumulate: int = 1
     recompute: bool = False
+
+    @property
+    def weights_on_gpu(self) -> bool:
+        """Whether its weights lie on GPUs."""
+        return self.weights_on == "gpu"
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its weights lie elsewhere than where they are computed."""
+        return self.weights_on in ("host", "path")
 
 
 MODELS = {
@@ -154,7 +170,7 @@ def parse_model(field: str, value: str) -> str:
     return name
 
 
-def model_of(arguments: argparse.Namespace, *, weights_on_gpu: bool) -> Model:
+def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
     """Return the model that `offload plan` is asked about.
 
     Raises:
@@ -172,7 +188,7 @@ def model_of(arguments: argparse.Namespace, *, weights_on_gpu: bool) -> Model:
         params=params,
         exact_params=exact_params,
         shape=shape,
-        weights_on_gpu=weights_on_gpu,
+        weights_on=weights_on,
         **{name: getattr(arguments, name) for name in ("rule", "tokens", "accumulate", "recompute")},
     )
 

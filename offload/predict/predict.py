@@ -52,24 +52,27 @@ class Prediction:
         return "\n".join(lines)
 
 
-def with_forward_s(prediction: Prediction, plan: Plan, forward_s: float, *, factor: float = 1.0) -> float:
+def with_forward_s(
+    prediction: Prediction, plan: Plan, forward_s: float, *, factor: float = 1.0, apart: bool = False
+) -> float:
     """Return the seconds of a forward pass into which a step goes on, in the order in which it needs the weights.
 
-    A part of forward begins when its weights are there. Where these lie in host memory, forward runs on the cores
-    that update, and updates take their time from it, unless it waits.
+    A part of forward begins when its weights are there. Where forward runs on the cores that update, updates take
+    their time from it, unless it waits.
 
     Args:
         prediction: Of the step, with a timeline.
         plan: What it predicts.
         forward_s: What the forward pass takes by itself.
         factor: By which all of the prediction is longer.
+        apart: Whether a GPU computes, also if weights lie in host memory.
     """
     updates = [interval for interval in prediction.timeline if interval.lane in ("cpu", "gpu")]
     nbytes, now_s = sum(interval.nbytes for interval in updates), 0.0
     if not nbytes:
         return prediction.step_s * factor + forward_s
     for interval in sorted(updates, key=lambda interval: interval.finished_s):
-        if not plan.weights_on_gpu:
+        if not (plan.weights_on_gpu or apart):
             now_s += (interval.finished_s - interval.started_s) * factor
         now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / nbytes
     return now_s
@@ -84,13 +87,14 @@ def with_backward_s(
     *,
     follows: bool,
     factor: float = 1.0,
+    apart: bool = False,
 ) -> float:
     """Return the seconds of an iteration in which streamed state is updated during backward, and nothing is revoked.
 
     All of that state is then moved both ways; in forward staging slots are flushed and filled. Updates take their
-    time from backward, on the same cores; those of state at home in memory are the step's. With weights on a GPU the
-    CPU updates beside backward, also what the GPU would update in the step. Gradients that stay there and fp32
-    weights are copied meanwhile; new weights are sent in the step.
+    time from backward, where that runs on the same cores; those of state at home in memory are the step's. With
+    weights on a GPU the CPU updates beside backward, also what the GPU would update in the step. Gradients that stay
+    there and fp32 weights are copied meanwhile; new weights are sent in the step.
 
     Args:
         prediction: Of the step, with a timeline.
@@ -100,6 +104,7 @@ def with_backward_s(
         backward_s: What backward takes by itself.
         follows: Whether what is left of the step goes on into forward (`overlap_forward`).
         factor: By which all of the prediction is longer.
+        apart: Whether a GPU computes, also if weights lie in host memory.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
     ahead = plan.updated_in_backward
@@ -118,6 +123,10 @@ def with_backward_s(
             return max(forward_s + backward_s, max(update_s, io_s) + left_s)
         return forward_s + max(backward_s, update_s, io_s - in_forward_s) + left_s
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
+    if apart and follows:
+        return max(forward_s + backward_s, update_s, io_s)
+    if apart:
+        return forward_s + max(backward_s, update_s - at_home_s, io_s - in_forward_s) + at_home_s
     if follows:
         return max(forward_s + backward_s + update_s, io_s)
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s

@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from offload.errors import ConfigError
 from offload.units import format_bytes
 from offload.weights.layers import own_parameters, units
-from offload.weights.mapping import PAGE_BYTES, MappedFile, joined
+from offload.weights.mapping import PAGE_BYTES, Ahead, MappedFile, joined
 from offload.weights.safetensors import tensors_in
 
 log = logging.getLogger("offload")
@@ -105,6 +105,7 @@ class WeightsInFile:
                     offsets[weight] = self.nbytes
                     self.nbytes = _up(self.nbytes + weight.nbytes, ALIGNMENT_BYTES)
         self.file = MappedFile(path, _up(max(self.nbytes, 1), PAGE_BYTES))
+        self._ahead = Ahead()
         self._before, self._last = -1, -1
         self._following: dict[tuple[int, int], int] = {}
         """Whose turn came after those of two."""
@@ -198,7 +199,7 @@ class WeightsInFile:
                 return
 
     def _begin(self, number: int) -> None:
-        """Bring a layer, ask for what came after it last time, and let go of the one before."""
+        """Bring a layer, begin with what came after it last time, and let go of the one before."""
         if not self._units:
             return
         unit, last = self._units[number], self._last
@@ -209,10 +210,9 @@ class WeightsInFile:
             self._before, self._last = last, number
         onwards = number + (1 if number > self._before else -1)
         coming = self._following.get((self._before, number), onwards)
-        for wanted in (number, coming):
-            if 0 <= wanted < len(self._units):
-                self._each(self._units[wanted], self.file.ask)
         self._each(unit, self.file.bring)
+        if 0 <= coming < len(self._units) and coming != number:
+            self._ahead.bring(self.file, self._units[coming].ranges)
         if last not in (-1, number, coming):
             self._each(self._units[last], self.file.let_go)
 

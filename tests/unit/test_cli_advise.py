@@ -140,6 +140,10 @@ def test_compact_state_is_named_where_nothing_else_fits(capsys: pytest.CaptureFi
 def test_what_nothing_makes_fit_is_refused_without_advice(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--model", "qwen-32b", "--gpu", "a40", "--host", "512GiB", "--tokens", "512")
     assert "61.0 GiB weights" in said
+    assert (
+        'it fits with weights in host memory (--weights-on host, docs/weights.md) and state_format="compact' in said
+    )
+    said = refused(capsys, "--model", "qwen-32b", "--gpu", "a40", "--host", "128GiB", "--tokens", "512")
     assert "it fits" not in said
 
 
@@ -188,7 +192,7 @@ def test_the_best_settings_fit_and_none_is_beaten(capsys: pytest.CaptureFixture[
         used = sum(setting["host_memory_bytes"].values())
         assert setting["host_memory_bytes"]["state"] <= parse_bytes("", setting["config"]["host_memory"]) <= used
         config = OffloadConfig.from_dict(setting["config"])
-        assert not config.keep_grads
+        assert config.keep_grads == (setting["weights_on"] != "gpu")
         assert [path.path for path in config.path_configs] == ["/mnt/drive0"]
 
 
@@ -199,7 +203,12 @@ def test_no_setting_takes_what_has_to_stay_free(capsys: pytest.CaptureFixture[st
     for setting in asked(capsys, *words, "--advise")["settings"]:
         assert sum(setting["gpu_memory_bytes"].values()) <= gpu_room(parse_bytes("", gpu))
         config = setting["config"]
-        given = [f"--{name.replace('_', '-')}={config[name]}" for name in ("host_memory", "gpu_memory")]
+        given = [
+            f"--{name.replace('_', '-')}={config[name]}"
+            for name in ("host_memory", "gpu_memory", "gradient_memory")
+            if name in config
+        ]
+        given += ["--weights-on", setting["weights_on"]]
         given += ["--no-keep-grads"] if config.get("keep_grads") is False else []
         given += [f"--placement={config.get('placement', 'auto')}", *["--recompute"] * setting["recompute"]]
         again = asked(capsys, *words, *given, f"--state-format={config.get('state_format', 'exact')}")
@@ -219,21 +228,24 @@ def test_a_plan_that_leaves_too_little_of_a_gpu_is_told(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("more", [["--advise"], ["--target", "10s"], []], ids=" ".join)
 def test_what_is_missing_at_the_leanest_is_named(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     """14 billion parameters: 27.5 GiB of weights and as much of gradients, which need not stay."""
-    said = refused(capsys, "--model", "qwen-14b", *DESKTOP, "--tokens", "2048", *more)
+    words = ["--model", "qwen-14b", *DESKTOP, "--tokens", "2048"]
+    said = refused(capsys, *words, *more, *["--weights-on", "gpu"] * bool(more))
     if more:
-        assert (
-            "no setting fits; with the leanest (state exact, keep_grads=False, placement cpu, recomputation)" in said
-        )
+        leanest = "no setting fits; with the leanest (state exact, keep_grads=False, placement cpu, recomputation)"
+        assert leanest in said
         assert "27.5 GiB gradients" not in said
+    else:
+        assert "it fits with weights in host memory (--weights-on host, docs/weights.md) and" in said
     assert "27.5 GiB weights" in said
-    for words in ("CPUOffloadPolicy", "offload_param", "not predicted"):
-        assert words in said
-    assert "--weights-on" not in said
+    assert "or have weights in host memory (--weights-on host; docs/weights.md)" in said
 
 
 def test_the_least_is_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "qwen-14b", "--host", "30GiB", "--drive", "3.5GB/s:2TB", "--tokens", "2048"]
     least = refused(capsys, *words).partition("at the least a rank takes ")[2]
+    assert "weights in a file on a drive (--weights-on path, docs/weights.md)" in least
+    assert "27.5 GiB" not in least  # of weights, or of gradients
+    least = refused(capsys, *words, "--weights-on", "cpu").partition("at the least a rank takes ")[2]
     assert "27.5 GiB weights" in least
     assert "27.5 GiB gradients" not in least
     assert "gradient_memory=0 (--gradient-memory 0)" in least

@@ -177,7 +177,7 @@ def test_the_gpu_takes_its_part(rates, capsys):
 @pytest.mark.slow
 def test_advice_is_what_planning_again_says():
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9), 300e9)
-    model = Model(params=8 * GB, weights_on_gpu=True)
+    model = Model(params=8 * GB, weights_on="gpu")
     answer = ask(Scenario.of(model, Machine(rates=rates)))
     found = dict(advice(answer))
     two = ask(Scenario.of(model, Machine(rates=Rates(40e9, rates.paths * 2, rates.gpu, 300e9))))
@@ -192,7 +192,7 @@ def test_advice_is_what_planning_again_says():
 def test_hidden_steps_that_paths_bind_take_what_the_paths_take() -> None:
     """Of a rank with some state at home in memory: what is left of its step goes over no path."""
     machine = Machine(rates=Rates(20e9, (PathRates(1e9, 1e9),), GpuRates(1e12, 50e9, 50e9), 50e9, 200e12))
-    model = Model(params=1_600_000_000, weights_on_gpu=True, tokens=4096)
+    model = Model(params=1_600_000_000, weights_on="gpu", tokens=4096)
     answer = ask(Scenario.of(model, machine, host_memory=6 * GIB))
     streamed_bytes = sum(s.state_bytes for s in answer.plan.with_updates_in_backward(2).updated_in_backward)
     floor_s = streamed_bytes / 1e9
@@ -452,7 +452,7 @@ def test_the_least_budget_is_the_least_that_works(node):
 def test_advice_gives_no_more_than_the_node_has():
     """Nor what the system, and the process beside its plan, should have."""
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9, memory_bytes=4 * GIB), 300e9)
-    scenario = Scenario.of(Model(params=GB, weights_on_gpu=True), Machine(rates=rates, memory_bytes=8 * GIB, gpus=1))
+    scenario = Scenario.of(Model(params=GB, weights_on="gpu"), Machine(rates=rates, memory_bytes=8 * GIB, gpus=1))
     answer = ask(scenario, simulate=False)
     found = dict(advice(answer))
     room = [line for line in found if line.startswith("host budget")]
@@ -495,13 +495,13 @@ def test_a_log_is_not_filled(capsys, monkeypatch):
     assert len(capsys.readouterr().err.splitlines()) == 3
 
 
-def test_a_gpu_is_not_for_weights_in_host_memory(node, capsys):
-    """What a GPU computes of weights that lie there is not predicted: refused, with what can be done."""
+def test_where_a_gpu_is_the_cpu_computes_nothing(node, capsys):
+    """Unless it is left out."""
     for gpu in (["--rates", node], ["--gpu", "rtx-4090", "--host", "256GiB"]):
         arguments = ["plan", "--params", "1e9", *gpu, "--tokens", "2048", "--host-memory", "12GiB"]
         assert cli.main([*arguments, "--weights-on", "cpu"]) == 2
         said = capsys.readouterr().err
-        for words in ("CPUOffloadPolicy", "offload_param", "not predicted", "--gpus 0", "--flops"):
+        for words in ("give host for weights in host memory", "--gpus 0", "--flops"):
             assert words in said
         assert cli.main([*arguments, "--gpus", "0", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)

@@ -61,6 +61,6 @@ def test_four_ranks_on_one_node_are_predicted_as_planned(file: Path, placement: 
     rates = load_rates(file).rates
     params = 7 * 10**9
     host_memory = 0 if rates.paths else 12 * params
-    model, machine = Model(params=params, weights_on_gpu=True), Machine(rates=rates, ranks=4)
+    model, machine = Model(params=params, weights_on="gpu"), Machine(rates=rates, ranks=4)
     answer = ask(Scenario.of(model, machine, host_memory=host_memory, placement=placement))
     assert answer.estimate.step_s == pytest.approx(answer.step_s, rel=0.06)
