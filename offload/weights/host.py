@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
@@ -27,7 +28,7 @@ from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.alone import Alone, alone, check_alone
 from offload.weights.layers import Groups, own_parameters
-from offload.weights.mapping import is_mapped
+from offload.weights.mapping import PAGE_BYTES, MappedFile, Turns, is_mapped
 
 log = logging.getLogger("offload")
 
@@ -39,7 +40,11 @@ ALIGNMENT_BYTES = 64
 
 
 def weights_in_host_memory(
-    model: nn.Module, *, layers: Sequence[nn.Module] | None = None, on_device: Iterable[str] = ()
+    model: nn.Module,
+    *,
+    layers: Sequence[nn.Module] | None = None,
+    on_device: Iterable[str] = (),
+    path: str | os.PathLike[str] | None = None,
 ) -> WeightsInHostMemory:
     """Have the weights of a model lie in host memory, and come to the current device a layer at a time.
 
@@ -56,6 +61,9 @@ def weights_in_host_memory(
         model: On the CPU, on the meta device, or on the current device.
         layers: What is used one after another, if not what the model's lists repeat.
         on_device: Names of frozen weights, or of modules whose weights all are, that stay on the device.
+        path: A folder on a drive: weights lie in a file there that is mapped into memory, as `weights_in_file` has
+            them, and are read layer by layer where memory has no room for all. Copies are from memory that is not
+            pinned then.
 
     Returns:
         What it has done; nobody has to keep it.
@@ -63,9 +71,9 @@ def weights_in_host_memory(
     Raises:
         ConfigError: There is no accelerator, or a weight cannot be brought, or the model has an optimizer already, or
             belongs to something else; nothing has changed then.
-        OffloadError: The system does not have that much memory.
+        OffloadError: The system does not have that much memory, or the drive no room.
     """
-    return WeightsInHostMemory(model, layers, on_device)
+    return WeightsInHostMemory(model, layers, on_device, path)
 
 
 class WeightsInHostMemory:
@@ -79,7 +87,11 @@ class WeightsInHostMemory:
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module] | None = None, on_device: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module] | None = None,
+        on_device: Iterable[str] = (),
+        path: str | os.PathLike[str] | None = None,
     ) -> None:
         stays = _staying(model, on_device)
         _check_free(model)
@@ -93,6 +105,13 @@ class WeightsInHostMemory:
         self._last_copy: Any = None
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
+        self._file: MappedFile | None = None
+        self._ranges: list[tuple[int, int]] = []
+        self._numbers: dict[Any, int] = {}
+        """Of each group in the file: where it lies, and its number there."""
+        if path is not None:
+            sizes_there = (_up(weight.nbytes) for weight in model.parameters() if weight not in stays)
+            self._file = MappedFile(path, _up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
         group = alone(self.device)
         end = weakref.finalize(self, _end, self._pinned, self._arenas, group)
         end.atexit = False  # a process that ends gives all back by itself
@@ -100,9 +119,10 @@ class WeightsInHostMemory:
             originals = _on_meta(model, stays)
             _shard(model, modules, stays, self.device)
             self._groups = shards.unsharders(model)
-            sizes = {gathered: self._place(gathered.fsdp_params, originals) for gathered in self._groups}
+            sizes = {gathered: self._place(gathered, originals) for gathered in self._groups}
             _state_of(model)._lazy_init()
         self.nbytes, self.pinned_bytes = sum(sizes.values()), self._pinned.pinned_bytes
+        self._turns = None if self._file is None else Turns(self._file, [[place] for place in self._ranges])
         own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
@@ -115,17 +135,17 @@ class WeightsInHostMemory:
         """Return this: torch refuses to copy such a model, and copies of its parts have no hook to be brought by."""
         return self
 
-    def _place(self, managed: Sequence[Any], originals: _Originals) -> int:
-        """Have the weights of a group lie in an arena of their own; return its size."""
+    def _place(self, group: Any, originals: _Originals) -> int:
+        """Have the weights of a group lie in an arena of their own, or in the file; return their size."""
+        managed = group.fsdp_params
         weights = [originals[each._module_info.module, each._module_info.param_name] for each in managed]
         ends = [*accumulate(map(_up, (weight.nbytes for _, weight in weights)))]
         if not ends:
             return 0
-        arena = Arena(max(1, ends[-1]))
-        self._arenas.append(arena)
+        memory, begin = self._memory(group, ends[-1])
         places = []
         for each, (name, weight), offset in zip(managed, weights, [0, *ends], strict=False):
-            place = arena.tensor(offset, weight.numel(), weight.dtype).view(weight.shape)
+            place = memory.tensor(begin + offset, weight.numel(), weight.dtype).view(weight.shape)
             if not weight.is_meta:
                 place.copy_(weight.detach())
                 weight.data = place  # whoever has it still, has no second copy
@@ -135,14 +155,27 @@ class WeightsInHostMemory:
             each.reset_sharded_param()
             self._places[each] = name, place.data_ptr()
             places.append((place.data_ptr(), place.nbytes))
+        if isinstance(memory, MappedFile):
+            memory.let_go(begin, ends[-1], was_written=True)
+            return ends[-1]
         before = self._pinned.pinned_bytes
-        self._pinned.pin(arena)
+        self._pinned.pin(memory)
         if any(len([*self._pinned.whole_copies(*place)]) > 1 for place in places):
-            self._pinned.unpin(arena)  # a copy lies in one registration, or in none
+            self._pinned.unpin(memory)  # a copy lies in one registration, or in none
         for each in managed:
             # Gradients come beside other work then, to memory that torch pins; it copies no weight that is pinned.
-            each.pin_memory = self._pinned.pinned_bytes - before == arena.nbytes
+            each.pin_memory = self._pinned.pinned_bytes - before == memory.nbytes
         return ends[-1]
+
+    def _memory(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
+        """Return where a group's weights lie, and where they begin there."""
+        if self._file is None:
+            self._arenas.append(Arena(max(1, nbytes)))
+            return self._arenas[-1], 0
+        begin = _up(sum(self._ranges[-1]), PAGE_BYTES) if self._ranges else 0
+        self._numbers[group] = len(self._ranges)
+        self._ranges.append((begin, nbytes))
+        return self._file, begin
 
     def _hook(self, model: nn.Module) -> None:
         for group in self._groups:
@@ -171,6 +204,8 @@ class WeightsInHostMemory:
             name, address = self._places.get(each, ("", 0))
             if name and each._sharded_param_data.data_ptr() != address:
                 _refuse_left(name, each.sharded_param)
+        if self._turns is not None and group in self._numbers:
+            self._turns.begin(self._numbers[group])
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
             copies = [each._sharded_param_data.to(self.device, non_blocking=True) for each in group.fsdp_params]
@@ -379,9 +414,9 @@ def _refuse_left(name: str, weight: torch.Tensor) -> None:
     raise ConfigError(name, where, allowed)
 
 
-def _up(nbytes: int) -> int:
-    """Return the next multiple of the alignment."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    """Return the next multiple of a unit."""
+    return -(-nbytes // unit) * unit
 
 
 def _end(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.kernels.table import weights_at
@@ -89,6 +90,12 @@ class MappedFile:
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
         _files.append(weakref.ref(self))
 
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that lies there; it keeps the mapping."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+
     def bring(self, offset: int, nbytes: int, *, to_write: bool = False) -> None:
         """Wait until a range is in memory, so that using it now neither waits nor fails.
 
@@ -139,6 +146,44 @@ class MappedFile:
         except OSError as error:
             return error.errno or errno.EIO
         return 0
+
+
+class Turns:
+    """Layers of a model whose weights lie in a file: each is brought at its turn, and what comes next meanwhile.
+
+    What comes next is what came last time, at first the next layer in the order of the passes; forward and backward
+    passes may come in any order.
+
+    Args:
+        file: Where they lie.
+        layers: The ranges of each there, by offset and size.
+    """
+
+    def __init__(self, file: MappedFile, layers: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._file, self._layers, self._ahead = file, layers, Ahead()
+        self._before, self._last = -1, -1
+        self._following: dict[tuple[int, int], int] = {}
+        """Whose turn came after those of two."""
+
+    def begin(self, number: int) -> None:
+        """Bring a layer, begin with what came after it last time, and let go of the one before.
+
+        Raises:
+            TierError: See `MappedFile.bring`.
+        """
+        last = self._last
+        if number != last:
+            self._following[self._before, last] = number
+            self._before, self._last = last, number
+        onwards = number + (1 if number > self._before else -1)
+        coming = self._following.get((self._before, number), onwards)
+        for offset, nbytes in self._layers[number]:
+            self._file.bring(offset, nbytes)
+        if 0 <= coming < len(self._layers) and coming != number:
+            self._ahead.bring(self._file, self._layers[coming])
+        if last not in (-1, number, coming):
+            for offset, nbytes in self._layers[last]:
+                self._file.let_go(offset, nbytes)
 
 
 class Ahead:

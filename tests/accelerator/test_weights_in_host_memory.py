@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import re
 import subprocess
 import time
@@ -24,6 +25,7 @@ import offload
 from accelerator import late
 from offload import backends
 from offload.optim import shards
+from offload.weights.mapping import is_mapped
 
 pytestmark = [
     pytest.mark.late(shared=True),
@@ -194,12 +196,13 @@ def nothing_is_left() -> Iterator[None]:
 
 def beside(folder: Path, change: Callable[[Model], None], dtype: torch.dtype, recompute: bool, **config: Any) -> None:
     """Train on the device, and from host memory; all is the same."""
-    way, names = config.pop("way", clipped), config.pop("on_device", [])
+    way, names, path = config.pop("way", clipped), config.pop("on_device", []), config.pop("path", None)
     on_device = made(change, dtype, recompute=recompute).to("late")
     expected = trained(on_device, folder / "device", way, **{**config, "overlap": "off"})
     model = made(change, dtype, recompute=recompute)
-    offload.weights_in_host_memory(model, on_device=names)
-    assert all(shards.local(each).is_cpu for each in model.parameters() if each.requires_grad)
+    offload.weights_in_host_memory(model, on_device=names, path=path)
+    mine = [shards.local(each) for each in model.parameters() if each.requires_grad and each.numel()]
+    assert all(each.is_cpu and is_mapped(each.data_ptr()) == (path is not None) for each in mine)
     found = trained(model, folder / "host", way, **config)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert_same(model, on_device)
@@ -245,6 +248,29 @@ COMPACT = {"host_memory": None, "state_format": "compact8"}
 )
 def test_whatever_is_done_in_a_step(way: Callable[..., None], config: dict[str, Any], tmp_path: Path) -> None:
     beside(tmp_path, plain, torch.bfloat16, way is accumulated, way=way, **config)
+
+
+@pytest.mark.parametrize(
+    ("change", "config"),
+    [(plain, {"overlap": "forward"}), (tied, LEAVE), (partly_frozen, COMPACT), (adapted, {"way": evaluated})],
+)
+def test_they_lie_in_a_file(change: Callable[[Model], None], config: dict[str, Any], tmp_path: Path) -> None:
+    beside(tmp_path, change, torch.bfloat16, change is plain, path=tmp_path, **config)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["device", "host"]
+
+
+def test_a_file_without_room_or_that_fails_is_an_error(tmp_path: Path) -> None:
+    model = made()
+    with pytest.raises(offload.ConfigError, match="path"):
+        offload.weights_in_host_memory(model, path=tmp_path / "missing")
+    assert not any(map(shards.is_sharded, model.parameters()))
+    home = offload.weights_in_host_memory(model, path=tmp_path)
+    loss_of(model, 0).backward()
+    with pytest.raises(offload.ConfigError, match="weights in a file"):
+        optimizer_of(model, tmp_path / "state", overlap="backward")
+    os.truncate(home._file.descriptor, 0)
+    with pytest.raises(offload.TierError, match=r"EIO.*weights that are mapped"):
+        loss_of(model, 1)
 
 
 def test_frozen_weights_stay_on_the_device_if_they_are_named(tmp_path: Path) -> None:
