@@ -53,10 +53,28 @@ MACHINES = (
         "--no-keep-grads",
     ),
     Machine(
+        "llama-8b",
+        "Llama 8B, a laptop: 12 GiB GPU, 32 GiB, one NVMe",
+        "--gpu 12GiB --link 12GB/s --host 32GiB --drive 3.5GB/s:1TB --cores 8 --tokens 4096 --accumulate 8 "
+        "--recompute --flops 30e12",
+    ),
+    Machine(
+        "qwen-32b",
+        "Qwen 32B, one card of 24 GB (RTX 4090), 256 GiB, two NVMe",
+        f"--gpu rtx-4090 --link 25GB/s --host 200GB/s:256GiB --drive {NVME}2TB {NVME}2TB --cores 32 --tokens 32768 "
+        "--accumulate 16 --recompute",
+    ),
+    Machine(
         "qwen-32b",
         "Qwen 32B, one card of 48 GB (L40S), 256 GiB, two NVMe",
-        f"--gpu l40s --host 200GB/s:256GiB --drive {NVME}2TB {NVME}2TB --cores 32 --tokens 16384 --accumulate 8 "
-        "--recompute --no-keep-grads",
+        f"--gpu l40s --host 200GB/s:256GiB --drive {NVME}2TB {NVME}2TB --cores 32 --tokens 32768 --accumulate 4 "
+        "--recompute",
+    ),
+    Machine(
+        "llama-70b",
+        "Llama 70B, one H100 (80 GB), 1 TiB, two NVMe",
+        f"--gpu h100 --host 400GB/s:1TiB --drive {NVME}4TB {NVME}4TB --cores 96 --tokens 32768 --accumulate 4 "
+        "--recompute",
     ),
     Machine(
         "qwen-32b",
@@ -137,7 +155,9 @@ def fitting(page: Path) -> str:
         iteration = f", {seconds(exact['iteration_s'])} s" if exact["computes"] else ""
         times = f"{seconds(exact['step_s'])} s{iteration}", f"{seconds(compact['step_s'])} s{marked(compact)}"
         guessed |= bool(compact["guessed"])
-        lines.append(f"| {' | '.join((machine.title, 'yes', sizes, *times, *beside))} |")
+        how = {"gpu": "yes", "host": "yes, weights in host memory", "path": "yes, weights in a file"}
+        fits = how[exact["weights_on"]]
+        lines.append(f"| {' | '.join((machine.title, fits, sizes, *times, *beside))} |")
     lines += [
         "",
         "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's), "
@@ -146,8 +166,7 @@ def fitting(page: Path) -> str:
         "and a tenth of",
         "its memory (2 GiB at least) stays free. Between turns of the last row `park()` gives back "
         f"{given[0]} GiB of host memory and",
-        f"{given[1]} of each GPU's in {given[2]} s. A row that says no: "
-        "[what runs all the same](docs/modes.md#weights-that-do-not-fit).",
+        f"{given[1]} of each GPU's in {given[2]} s. Weights that do not fit: [docs/weights.md](docs/weights.md).",
         "[The commands](docs/planning.md#the-table-of-the-readme).",
     ]
     if guessed:

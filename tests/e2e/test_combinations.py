@@ -74,6 +74,11 @@ def saves(optimizer: Any, folder: Path) -> None:
     used(optimizer, lambda optimizer: optimizer.save_checkpoint(folder / "saved"))
 
 
+def in_file(folder: Path) -> None:
+    offload.weights_in_file(net := model(), folder)
+    offload.weights_in_host_memory(net)
+
+
 def stepped(optimizer: Any, net: torch.nn.Module) -> None:
     with optimizer:
         net(torch.ones(2, 64)).sum().backward()
@@ -167,6 +172,8 @@ CASES: list[Case] = [
         "NOT_REDUCED",
         lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net, comm_hook=print)),
     ),
+    ("HOST_TAKEN", in_file),
+    ("HOST_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_host_memory(net))),
 ]
 
 
@@ -324,6 +331,7 @@ ON_RANKS: list[Case] = [
         "FSDP1_MODEL",
         lambda folder: used(adamw(folder, net := fsdp1()), lambda o: o.save_checkpoint(folder / "c", model=net)),
     ),
+    ("HOST_ALONE", lambda folder: offload.weights_in_host_memory(model())),
     ("HOOKED", hooked),
     ("COMPILED_REDUCTIONS", reduced_by_python),
 ]
