@@ -515,6 +515,8 @@ def _lying(answer: Answer) -> list[str]:
         return ["    offload.weights_in_host_memory(model)"]
     if answer.scenario.model.weights_on == "path":
         place = answer.scenario.machine.path_place(path_of(answer.rates))
+        if answer.scenario.computes_on_gpu:
+            return [f"    offload.weights_in_host_memory(model, path={json.dumps(place)})"]
         return [f"    offload.weights_in_file(model, {json.dumps(place)})"]
     return []
 
