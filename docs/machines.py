@@ -100,6 +100,51 @@ MACHINES = (
 )
 
 
+RTX_4090 = "--gpu rtx-4090 --link 25GB/s --host 200GB/s:1TiB --cores 64 --recompute --weights-on host"
+PUBLISHED = (
+    ("RoundPipe (github.com/ITcarrot/RoundPipe), its README", "llama-8b", 3142),
+    ("the same", "qwen-32b", 740),
+    ("LLMQ (github.com/IST-DASLab/llmq), its README, bf16", "qwen-7b", 2800),
+    ("the same", "qwen-14b", 1300),
+)
+"""Tokens a second on one RTX 4090 with weights in host memory; by which system, of a model of which size."""
+MICRO_STEPS, ROWS = 8, 1024
+"""Of an iteration; and the grain of what a micro-step has of tokens."""
+
+
+def streaming(page: Path) -> str:
+    """Return published rates of weights that come from host memory, beside those that are predicted of ours.
+
+    One constant is taken from the first row: the operations a second at which it would do nothing but compute.
+    """
+    flops = 8 * MODELS[PUBLISHED[0][1]].params * PUBLISHED[0][2]
+    head = "| published | tokens a second | all hidden | predicted of ours, tokens of a micro-step |"
+    lines = [head, "|---|---|---|---|"]
+    for system, model, per_s in PUBLISHED:
+        rows, predicted = _most_rows(model, flops)
+        hidden = flops / 8 / MODELS[model].params
+        ours = f"{predicted:,.0f} ({predicted / per_s - 1:+.0%}), {rows:,}"
+        lines.append(f"| {system}: {model} | {per_s:,} | {hidden:,.0f} ({hidden / per_s - 1:+.0%}) | {ours} |")
+    command = f"offload plan --model {PUBLISHED[1][1]} {RTX_4090} --tokens {MICRO_STEPS * 3 * ROWS}"
+    lines += ["", "```", f"{command} --accumulate {MICRO_STEPS} --flops {flops:.4g}", "```"]
+    return "\n".join(lines)
+
+
+def _most_rows(model: str, flops: float) -> tuple[int, float]:
+    """Return the most tokens of a micro-step that leave what has to stay free of the card, and tokens a second."""
+    best = 0, 0.0
+    for rows in range(ROWS, 64 * ROWS, ROWS):
+        tokens = MICRO_STEPS * rows
+        words = f"plan --model {model} {RTX_4090} --tokens {tokens} --accumulate {MICRO_STEPS} --flops {flops:.4g}"
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            status = cli.main([*words.split(), "--json"])
+        if status or any("left free" in each for each in json.loads(out.getvalue())["warnings"]):
+            break
+        best = rows, tokens / min(json.loads(out.getvalue())["hidden_iteration_s"].values())
+    return best
+
+
 @cache
 def planned(machine: Machine, state_format: str) -> dict[str, Any] | None:
     """Return the best setting of what the words leave open; None if the model does not fit."""
