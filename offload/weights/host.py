@@ -81,6 +81,7 @@ class WeightsInHostMemory:
 
     Attributes:
         device: Where they are computed.
+        file: Where they lie; None in registered memory.
         nbytes: How much they are in host memory, with what aligns them.
         pinned_bytes: How much of that the device reaches by itself.
         window_bytes: The most of them that is on the device at a time: of the model itself, and of two layers.
@@ -105,13 +106,13 @@ class WeightsInHostMemory:
         self._last_copy: Any = None
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
-        self._file: MappedFile | None = None
+        self.file: MappedFile | None = None
         self._ranges: list[tuple[int, int]] = []
         self._numbers: dict[Any, int] = {}
         """Of each group in the file: where it lies, and its number there."""
         if path is not None:
             sizes_there = (_up(weight.nbytes) for weight in model.parameters() if weight not in stays)
-            self._file = MappedFile(path, _up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
+            self.file = MappedFile(path, _up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
         group = alone(self.device)
         end = weakref.finalize(self, _end, self._pinned, self._arenas, group)
         end.atexit = False  # a process that ends gives all back by itself
@@ -122,7 +123,7 @@ class WeightsInHostMemory:
             sizes = {gathered: self._place(gathered, originals) for gathered in self._groups}
             _state_of(model)._lazy_init()
         self.nbytes, self.pinned_bytes = sum(sizes.values()), self._pinned.pinned_bytes
-        self._turns = None if self._file is None else Turns(self._file, [[place] for place in self._ranges])
+        self._turns = None if self.file is None else Turns(self.file, [[place] for place in self._ranges])
         own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
@@ -169,13 +170,13 @@ class WeightsInHostMemory:
 
     def _memory(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
         """Return where a group's weights lie, and where they begin there."""
-        if self._file is None:
+        if self.file is None:
             self._arenas.append(Arena(max(1, nbytes)))
             return self._arenas[-1], 0
         begin = _up(sum(self._ranges[-1]), PAGE_BYTES) if self._ranges else 0
         self._numbers[group] = len(self._ranges)
         self._ranges.append((begin, nbytes))
-        return self._file, begin
+        return self.file, begin
 
     def _hook(self, model: nn.Module) -> None:
         for group in self._groups:

@@ -268,7 +268,7 @@ def test_a_file_without_room_or_that_fails_is_an_error(tmp_path: Path) -> None:
     loss_of(model, 0).backward()
     with pytest.raises(offload.ConfigError, match="weights in a file"):
         optimizer_of(model, tmp_path / "state", overlap="backward")
-    os.truncate(home._file.descriptor, 0)
+    os.truncate(home.file.descriptor, 0)
     with pytest.raises(offload.TierError, match=r"EIO.*weights that are mapped"):
         loss_of(model, 1)
 
