@@ -1177,7 +1177,7 @@ AGAIN = (
     "profiled: in forward and backward each layer takes 8 ms to read by one thread, about what it takes to compute, beside products that "
     "have both cores; reclaiming memory is the kernel's work on these cores, too. Tried: its own hint (`MADV_WILLNEED`), which reads single "
     "pages: 2.2 and 2.0; a thread that brings the next layer: 2.0 and 1.7; writing out whole folios behind updates, so that these do not "
-    "fault again: 2.1 and 1.6, the kernel's part of a step 0.3 s for 1.2"
+    "fault again: the kernel's part of a step 0.3 s for 1.2"
 )
 DRIFT = "the rates of disk and memory changed between the steps that taught them and those that count: the rows by a step's own are below"
 FAST_MEMORY = (
