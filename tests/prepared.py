@@ -7,8 +7,9 @@ environment, folder and files 0, 1 and 2, and ends as the program ends; killing 
 that stand-in as their `sys.executable`, so launchers start ranks with it, too. The server has not imported `offload`.
 
 What differs from a fresh interpreter: the hash seed is the same in all programs, the stand-in's process id is not the
-program's, and what the server has imported is there even where a program forgets to import it. So programs that do
-what users' do are started by `sys.executable` in one test at least, too.
+program's, what the server has imported is there even where a program forgets to import it, and is not taken apart at
+the end, which would take many times as long as the fork. So programs that do what users' do are started by
+`sys.executable` in one test at least, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # stand-ins import little, as many of them are started
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from types import TracebackType
     from typing import NoReturn
 
@@ -29,6 +30,7 @@ FOLDER, OWNER = "PREPARED_FOLDER", "PREPARED_OWNER"
 """Variables of pytest's first process: where the server's socket is, and the process that it lives as long as."""
 PACKAGES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "accelerate", "transformers.trainer")
 PACKAGES += ("transformers.models.llama.modeling_llama", "deepspeed", "lightning.pytorch", "hypothesis", "pytest")
+PACKAGES += ("deepspeed.runtime.zero.muon.muon_optimizer",)  # every engine imports it, and torch's compiler with it
 READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "PYTHON")
 """How variables begin that are read when packages are imported or an interpreter starts; CUDA is not there."""
 ANY = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_WAIT_POLICY")
@@ -177,6 +179,17 @@ def say_what_ended(kind: type[BaseException], error: BaseException, trace: Trace
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
+def leave_alone(names: Collection[str]) -> None:
+    """Have no package taken apart that was there before the program: that touches, and so copies, all its memory.
+
+    Called last of what Python does at exit. The program's own modules and native libraries end as ever.
+    """
+    import ctypes
+
+    kept = {name: sys.modules.pop(name, None) for name in names}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 def run(request: bytes, stand_in: str) -> None:
     """Do what an interpreter does between its start and its end."""
     import runpy
@@ -212,7 +225,9 @@ def run(request: bytes, stand_in: str) -> None:
 
 
 if __name__ == "__main__":
+    import atexit
     import contextlib
+    import ctypes
     import gc
     import importlib
 
@@ -220,6 +235,9 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
     assert len(os.listdir("/proc/self/task")) == 1, "a process of several threads cannot be forked"
+    standard = {*sys.stdlib_module_names, "__main__"}
+    atexit.register(leave_alone, [name for name in sys.modules if name.partition(".")[0] not in standard])
+    ctypes.CDLL(None).on_exit(ctypes.CDLL(None)._exit, None)  # before what these packages have asked for
     gc.collect()
     gc.freeze()  # nothing of this is looked at, and so copied, by a program's collections
     run(serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])), sys.argv[3])
