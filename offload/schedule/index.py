@@ -478,21 +478,25 @@ class TileIndex:
         Raises:
             InternalError: If one does not hold.
         """
-        taken: dict[tuple[int, int], str] = {}
-        named = [(record.location, str(tile)) for tile, record in self._records.items()]
-        slots = [(location, name) for location, name in named if not self._is_foreign(location)]
-        slots += [(location, "claimed") for location in sorted(self._claimed, key=lambda x: (x.path, x.offset))]
-        live = {location for location, _ in slots}
-        slots += [(location, "held") for location in self._held if location not in live]
+        # Thousands of times in a simulation: keys are plain tuples, and texts are made of what is wrong only.
+        live = [(record.location, tile) for tile, record in self._records.items()]
+        slots: list[tuple[int, int, int, object]] = [
+            (at.path, at.offset, at.nbytes, tile) for at, tile in live if not self._is_foreign(at)
+        ]
+        slots += [(at.path, at.offset, at.nbytes, "claimed") for at in self._claimed]
+        held = {(at.path, at.offset, at.nbytes) for at in self._held}.difference(slot[:3] for slot in slots)
+        slots += [(*at, "held") for at in held]
         for number, store in enumerate(self._stores):
             for nbytes, offsets in store.free.items():
-                slots += [(Location(number, offset, nbytes), "free") for offset in offsets]
+                slots += [(number, offset, nbytes, "free") for offset in offsets]
         total = [0] * len(self._stores)
-        for location, who in slots:
-            key = (location.path, location.offset)
-            invariant(key not in taken, f"slot {key} belongs to {taken.get(key)} and {who}")
+        taken: dict[tuple[int, int], object] = {}
+        for path, offset, nbytes, who in slots:
+            key = (path, offset)
+            if key in taken:
+                invariant(False, f"slot {key} belongs to {taken[key]} and {who}")
             taken[key] = who
-            total[location.path] += location.nbytes + SECTOR_BYTES
+            total[path] += nbytes + SECTOR_BYTES
         for number, store in enumerate(self._stores):
             unaccounted = store.end - total[number] - store.lost_bytes
             invariant(unaccounted == 0, f"store {number} lost {unaccounted} bytes")

@@ -339,7 +339,8 @@ class Machine:
         waits = waits or self.broken is not None  # then nobody is let on any more
         absent_line = self._returns if self.plan.is_resident(number) else self.staging.line
         queue = absent_line if phase is Phase.ABSENT else self._runs.queue_of(visit)
-        invariant(waits or number in queue, f"subgroup {number} is {phase} and waits for nothing")
+        if not waits and number not in queue:
+            invariant(False, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
 

@@ -224,13 +224,16 @@ class Staging:
         """
         for number, subgroup in enumerate(self.subgroups):
             phase, slot, resident = subgroup.phase, subgroup.slot, plan.is_resident(number)
-            at_home = phase not in (Phase.READY, Phase.DIRTY) if resident else phase is not Phase.RESIDENT
-            invariant(at_home, f"subgroup {number} is {phase}, resident: {resident}")
-            without = resident or phase is Phase.ABSENT
-            invariant(without == (slot is None), f"subgroup {number} is {phase} and has slot {slot}")
-            owned = slot is None or self.slots.owners[slot] == number
-            invariant(owned, f"slot {slot} is not subgroup {number}'s")
-            invariant((phase is Phase.FETCHING) == (subgroup.unread > 0), f"fetch of {number} is lost")
+            wrong = ""  # texts are made of what is wrong only: a simulation asks thousands of times
+            if phase in (Phase.READY, Phase.DIRTY) if resident else phase is Phase.RESIDENT:
+                wrong = f"subgroup {number} is {phase}, resident: {resident}"
+            elif (resident or phase is Phase.ABSENT) != (slot is None):
+                wrong = f"subgroup {number} is {phase} and has slot {slot}"
+            elif slot is not None and self.slots.owners[slot] != number:
+                wrong = f"slot {slot} is not subgroup {number}'s"
+            elif (phase is Phase.FETCHING) != (subgroup.unread > 0):
+                wrong = f"fetch of {number} is lost"
+            invariant(not wrong, wrong)
         owners = [owner for owner in self.slots.owners if owner is not None]
         with_slots = [subgroup for subgroup in self.subgroups if subgroup.slot is not None]
         invariant(len(owners) == len(with_slots), "a slot has an owner that left it")

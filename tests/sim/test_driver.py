@@ -41,16 +41,16 @@ class Seeds(NamedTuple):
 
 
 SEEDS = {
-    "sweeps": Seeds(3000, 500, 23_000, {"done": 300, "broken": 30, "crashed": 3, "streamed": 150}),
+    "sweeps": Seeds(1000, 500, 23_000, {"done": 300, "broken": 30, "crashed": 3, "streamed": 150}),
     "changing": Seeds(500, 500, 8500, {"done": 300, "grown": 300}),
     "saves": Seeds(
-        1500,
+        500,
         500,
         16_500,
         {"saved": 400, "copied": 100, "failed": 100, "crashed": 30, "broken": 3, "resumed": 100, "died": 70},
     ),
     "parks": Seeds(
-        1000,
+        500,
         500,
         10_000,
         {
@@ -63,8 +63,8 @@ SEEDS = {
             "resumed": 100,
         },
     ),
-    "fills": Seeds(1000, 250, 11_000, {"done": 120, "broken": 5, "leaving": 80}),
-    "packs": Seeds(300, 100, 3300, {"done": 70, "away": 1000, "kept": 50}),
+    "fills": Seeds(500, 250, 11_000, {"done": 120, "broken": 5, "leaving": 80}),
+    "packs": Seeds(200, 100, 3300, {"done": 70, "away": 1000, "kept": 50}),
     "forwards": Seeds(
         300,
         300,
