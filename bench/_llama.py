@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+import offload
 from offload.cli.model import VOCABULARY, Shape
 
 
@@ -47,11 +48,20 @@ class Model(nn.Module):
         return rms_norm(x, x.shape[-1:], self.norm) @ self.embed.weight.T
 
 
-def build(shape: Shape, seed: int) -> Model:
-    """Return the model in bf16, the same for the same shape and seed; it takes no memory while it is made."""
+def build(shape: Shape, seed: int, weights_in: str | None = None) -> Model:
+    """Return the model in bf16, the same for the same shape and seed; it takes no memory while it is made.
+
+    Args:
+        shape: Of the model.
+        seed: Of its weights.
+        weights_in: The folder in which these lie, in a file; None for memory.
+    """
     with torch.device("meta"):
         model = Model(shape).bfloat16()
-    model.to_empty(device="cpu")
+    if weights_in is None:
+        model.to_empty(device="cpu")
+    else:
+        offload.weights_in_file(model, weights_in)
     # A prime number of them: no two rows of a matrix begin at the same one.
     some = (0.02 * torch.randn(1_000_003, generator=torch.Generator().manual_seed(seed))).bfloat16()
     with torch.no_grad():

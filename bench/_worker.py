@@ -54,7 +54,7 @@ def build(request: dict[str, Any]) -> Any:
     if request.get("lean"):
         import _llama
 
-        return _llama.build(shape, SEED)
+        return _llama.build(shape, SEED, request["settings"].pop("weights_in", None))
     return build_model(shape, seq=request["seq"], dtype=torch.bfloat16, device=device_of(request), seed=SEED)
 
 

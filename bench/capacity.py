@@ -14,7 +14,7 @@ bisected. A model has the width at which the predicted one has 40 layers.
   prefetches, no pipelining; optimizer state in memory or on disk.
 * *ours*: nothing resident, four staging slots of 2^20 elements; with overlap, steps go on in forward and are made in
   backward in what memory is left (`overlap="auto"`); with gradients on the disk, these leave for it as they arrive
-  (`gradient_memory=0`).
+  (`gradient_memory=0`); with weights there, too, these lie in a file (`weights_in_file`).
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class Searched(Contender):
     needs: Sequence[Need] = ()
     same: str = ""
 
+    @property
+    def has_weights_in_file(self) -> bool:
+        """Whether its weights lie on the disk, too."""
+        return "weights_in" in self.settings
+
 
 def stock(**zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **SMALL, **zero}}
@@ -108,8 +113,10 @@ CONTENDERS = (
     ours("", "compact8", 4.1, 5.3),
     ours("-overlap", "compact8", 4.1, 10.6, overlap="auto"),
     ours("-gradients", "compact8", 2.1, 7.4, gradient_memory=0),
+    ours("-weights", "exact", 0.1, 16.3, gradient_memory=0, weights_in="{path}"),
+    ours("-weights", "compact8", 0.1, 9.4, gradient_memory=0, weights_in="{path}"),
 )
-SMOKE = ("exact", "exact-overlap", "exact-gradients")
+SMOKE = ("exact", "exact-overlap", "exact-gradients", "exact-weights")
 OWN = ("process", "staging")
 """What a peak is made of that has nothing to do with the model's size."""
 
@@ -250,7 +257,8 @@ def run_trial(
             worker.answer(TIMEOUT_S)
             trial.found = worker.ask({"run": [[TOKENS, 0, STEPS]]}, TIMEOUT_S)
             trial.found["digest"] = worker.ask({"digest": True}, TIMEOUT_S)
-            trial.found["disk_bytes"] = used_on_disk(Path(folder))
+            in_file = 2 * trial.numel if contender.has_weights_in_file else 0  # which has no name
+            trial.found["disk_bytes"] = used_on_disk(Path(folder)) + in_file
         except ShortError as error:
             trial.why = str(error)
         except ContenderError as error:
@@ -343,7 +351,7 @@ def width(numel: float) -> int:
 def explained(contender: Searched, trial: Trial) -> dict[str, int]:
     """Return what the peak of a trial is made of, in bytes; the sum is the peak."""
     marks, numel, planned = trial.found["marks"], trial.numel, trial.found["planned"]
-    parts = {"process": marks["process"]["own_bytes"], "weights": 2 * numel}
+    parts = {"process": marks["process"]["own_bytes"], "weights": 0 if contender.has_weights_in_file else 2 * numel}
     if contender.kind == "lean":
         parts |= {"gradients, fp32": 4 * numel, "masters and moments": 12 * numel}
     else:
@@ -416,6 +424,8 @@ def judge(run: Run, results: Mapping[str, Any], same: float | None) -> None:
         beside_deepspeed(name, 2.5)
     for name in ("exact", "compact8"):
         beside_deepspeed(name, 1.8)
+    of_disk = ran["compact8-weights"]["numel"] if "compact8-weights" in ran else None
+    run.at_least("compact8-weights: parameters", of_disk, 7e9, "it did not run")
     what = "with and without overlap, gradients in memory and on disk: the same losses and weights, bit for bit"
     run.at_least(what, same, 1.0, "no size was trained by both")
 

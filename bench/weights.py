@@ -1,185 +1,184 @@
-"""A spike: what it would cost to keep weights on a disk as well, and stream them by layer.
+"""What it costs that weights lie in a file: an iteration in memory without room for them, beside one with room.
 
-The product does not do this. Blocks of two linear layers with a residual, in bf16, lie in a file each; three slots in
-memory take turns. Forward reads the blocks in order, backward in reverse and recomputes each block from its input
-before it goes back through it. Reading goes on in threads while blocks compute. The same blocks in memory, recomputed
-in the same way, take turns with it: outputs and gradients of inputs have to be equal bit for bit. Predicted is
-max(compute, bytes over the rate of reading alone), for forward and for backward.
+Two processes train the same model in turns, state and gradients on the path, each layer's activations computed again
+in backward. Weights of one are in memory. Those of the other lie in a file (`offload.weights_in_file`), and a control
+group leaves it less memory than they take; the kernel reads them again in each pass, and writes what a step changed.
+
+The bound of an iteration is the larger of two. The drive: all bytes of both directions over what it moves alone. The
+cores: CPU seconds of the iteration with weights in memory, which computes, updates and makes checksums, and those
+that the kernel takes to read as many bytes more through its cache, alone; over the number of cores.
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from _harness import Option, Run, digest, main, medians, show
+from _common import computing, cores, end_with_parent, kernel_io
+from _harness import Option, Run, main, medians, show, spawned, turns
+from capacity import Group, made_group
 
-SLOTS = 3
-READERS = 4
 OPTIONS = (
-    Option("width", 2048, 64),
-    Option("blocks", 8, 4),
+    Option("width", 1024, 64),
+    Option("layers", 20, 2),
     Option("tokens", [128, 512], [16]),
-    Option("pairs", 7, 2),
+    Option("pairs", 5, 1),
+    Option("room", 0.5, help="of the weights, what memory has room for beside the rest"),
 )
-
-Weights = list[torch.Tensor]
-
-
-def block(x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    up, down = weights
-    return x + torch.nn.functional.gelu(x @ up) @ down
-
-
-class InMemory:
-    """All blocks in memory."""
-
-    def __init__(self, blocks: list[Weights]) -> None:
-        self._blocks = blocks
-
-    def begin(self, order: list[int]) -> None:
-        """Nothing has to come."""
-
-    def weights(self, number: int) -> Weights:
-        return self._blocks[number]
+ROLES = ("memory", "file")
+PIECE_BYTES = 16 << 20
+SLACK_BYTES = 32 << 20
+"""For what a process takes for a moment."""
+CALIBRATED_BYTES = 512 << 20, 4 << 20
+"""Of the file by which the drive is measured, at full and at smoke size."""
 
 
-class OnDisk:
-    """Blocks in files: `begin` says in which order they are needed, `weights` waits for one and asks for the next."""
+def serve(pipe: Connection, folder: str, width: int, layers: int, longest: int) -> None:
+    """Train as a pipe says: its role first, then tokens for an iteration each; None to end."""
+    import _llama
 
-    def __init__(self, folder: Path, blocks: list[Weights]) -> None:
-        self._shapes = [weight.shape for weight in blocks[0]]
-        self._nbytes = sum(weight.nbytes for weight in blocks[0])
-        direct = getattr(os, "O_DIRECT", 0)
-        self._files = []
-        for number, weights in enumerate(blocks):
-            file = folder / f"{number}"
-            with file.open("wb") as out:
-                for weight in weights:
-                    out.write(weight.view(torch.uint8).numpy().tobytes())
-                os.fsync(out.fileno())
-            try:
-                self._files.append(os.open(file, os.O_RDONLY | direct))
-            except OSError:  # a file system without direct I/O
-                self._files.append(os.open(file, os.O_RDONLY))
-        self._slots = [mmap.mmap(-1, self._nbytes) for _ in range(SLOTS)]
-        self._pool = ThreadPoolExecutor(READERS)
-        self._coming: dict[int, tuple[int, list[Future[None]]]] = {}
-        self._left: list[int] = []
-        self._free = list(range(SLOTS))
-        self._current: int | None = None
+    import offload
+    from offload.cli.model import Shape
 
-    def begin(self, order: list[int]) -> None:
-        self._release()
-        self._left = list(order)
-        self._read_ahead()
-
-    def weights(self, number: int) -> Weights:
-        if self._current != number:
-            self._release()
-            self._current = number
-        slot, parts = self._coming[number]
-        wait(parts)
-        for part in parts:
-            part.result()
-        self._read_ahead()
-        flat = torch.frombuffer(self._slots[slot], dtype=torch.bfloat16)
-        numels = [shape.numel() for shape in self._shapes]
-        return [run.view(shape) for run, shape in zip(flat.split(numels), self._shapes, strict=True)]
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        for file in self._files:
-            os.close(file)
-
-    def _release(self) -> None:
-        if self._current is not None:
-            self._free.append(self._coming.pop(self._current)[0])
-            self._current = None
-
-    def _read_ahead(self) -> None:
-        while self._left and self._free:
-            number, slot = self._left.pop(0), self._free.pop()
-            step = -(-self._nbytes // READERS // 4096) * 4096
-            starts = range(0, self._nbytes, step)
-            parts = [self._pool.submit(self._read, number, slot, start, step) for start in starts]
-            self._coming[number] = slot, parts
-
-    def _read(self, number: int, slot: int, start: int, step: int) -> None:
-        view = memoryview(self._slots[slot])[start : min(start + step, self._nbytes)]
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._files[number], [view[done:]], start + done)
-            if count == 0:
-                raise RuntimeError(f"block {number} ends after {start + done:,} bytes")
-            done += count
+    end_with_parent()
+    role, group = pipe.recv()
+    place = Path(folder) / role
+    place.mkdir()
+    if group is not None:
+        group.join()
+    model = _llama.build(Shape(layers, width), 0, str(place) if role == "file" else None)
+    config = {"host_memory": 0, "gradient_memory": 0, "paths": [place], "state_format": "compact8"}
+    optimizer = offload.AdamW(model.named_parameters(), lr=1e-4, offload={**config, "subgroup_numel": 1 << 20})
+    generator = torch.Generator().manual_seed(0)
+    pipe.send(sum(weight.nbytes for weight in model.parameters()))
+    while (tokens := pipe.recv()) is not None:
+        window = torch.randint(0, 250, (1, tokens + 1), generator=generator)
+        began_s, used_s, before = time.monotonic(), cpu_s(), kernel_io()
+        with computing():
+            logits = model(window[:, :-1]).float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+            forward_s = time.monotonic()
+            loss.backward()
+        backward_s = time.monotonic()
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        marks = (began_s, forward_s, backward_s, time.monotonic())
+        names = ("forward_s", "backward_s", "step_s")
+        found = {name: end - begin for name, begin, end in zip(names, marks, marks[1:], strict=False)}
+        moved = {name: count - before[name] for name, count in kernel_io().items()}
+        found |= {"cpu_s": cpu_s() - used_s, "loss": float(loss.detach()), **moved}
+        path = optimizer.engine.rates.paths[0]
+        rates = {"read_rate": path.read.alone, "write_rate": path.write.alone}
+        pipe.send({**found, **rates, "whole_s": sum(found[name] for name in names)})
+    optimizer.finish()
+    pipe.send(sum(float(weight.detach().double().sum()) for weight in model.parameters()))
+    optimizer.close()
 
 
-def iteration(source: InMemory | OnDisk, count: int, x: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
-    """Return seconds of forward and of backward, and output and gradient of the input, as one tensor."""
-    start_s = time.perf_counter()
-    source.begin(list(range(count)))
-    inputs = []
-    with torch.no_grad():
-        for number in range(count):
-            inputs.append(x)
-            x = block(x, source.weights(number))
-    middle_s = time.perf_counter()
-    source.begin(list(reversed(range(count))))
-    gradient = torch.ones_like(x)
-    for number in reversed(range(count)):
-        weights = [weight.detach().requires_grad_() for weight in source.weights(number)]
-        given = inputs[number].detach().requires_grad_()
-        gradient = torch.autograd.grad(block(given, weights), [given, *weights], gradient)[0]
-    end_s = time.perf_counter()
-    return {"forward_s": middle_s - start_s, "backward_s": end_s - middle_s}, torch.cat([x, gradient])
+def cpu_s() -> float:
+    """Return the CPU seconds of this process, the kernel's for it included."""
+    return sum(os.times()[:2])
 
 
-def reading_s(source: OnDisk, count: int) -> float:
-    """Return the seconds that reading all blocks takes, with nothing else to do."""
-    start_s = time.perf_counter()
-    source.begin(list(range(count)))
-    for number in range(count):
-        source.weights(number)
-    return time.perf_counter() - start_s
+def reading_cpu_s(folder: Path, nbytes: int) -> float:
+    """Return the CPU seconds of a byte that is read through the kernel's cache."""
+    file, piece = folder / "drive", os.urandom(PIECE_BYTES)
+    with file.open("wb", buffering=0) as out:
+        for _ in range(0, nbytes, PIECE_BYTES):
+            out.write(piece)
+        os.fsync(out.fileno())
+    descriptor, buffer = os.open(file, os.O_RDONLY), bytearray(PIECE_BYTES)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    size, used_s = file.stat().st_size, cpu_s()
+    for start in range(0, size, PIECE_BYTES):
+        os.preadv(descriptor, [buffer], start)
+    took_s = cpu_s() - used_s
+    os.close(descriptor)
+    file.unlink()
+    return took_s / size
+
+
+def bound_s(memory: dict[str, float], file: dict[str, float], reading_s: float) -> tuple[float, float]:
+    """Return the least seconds of an iteration whose weights lie in a file: by the drive, and by the cores."""
+    by_drive_s = file["read_bytes"] / memory["read_rate"] + file["write_bytes"] / memory["write_rate"]
+    again = max(0.0, file["read_bytes"] - memory["read_bytes"])
+    by_cores_s = (memory["cpu_s"] + again * reading_s) / cores()
+    return by_drive_s, by_cores_s
+
+
+@contextlib.contextmanager
+def trained(run: Run, group: Group | None) -> Iterator[dict[str, Connection]]:
+    """Yield who trains, each with the other's model."""
+    args = run.args
+    given = str(run.folder), args.width, args.layers, max(args.tokens)
+    with spawned(serve, len(ROLES), *given) as pipes:
+        yield dict(zip(ROLES, pipes, strict=True))
 
 
 def measure(run: Run) -> None:
-    args, same = run.args, True
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((args.width, 4 * args.width), (4 * args.width, args.width))
-    blocks = [
-        [(torch.randn(shape, generator=generator) / 4 / args.width**0.5).bfloat16() for shape in shapes]
-        for _ in range(args.blocks)
-    ]
-    nbytes = args.blocks * sum(weight.nbytes for weight in blocks[0])
-    memory, disk = InMemory(blocks), OnDisk(run.folder, blocks)
-    for tokens in args.tokens:
-        x = torch.randn(tokens, args.width, generator=generator).bfloat16()
-        iteration(memory, args.blocks, x)
-        turns = []
-        for _ in range(args.pairs):
-            kept, expected = iteration(memory, args.blocks, x)
-            alone_s = reading_s(disk, args.blocks)
-            streamed, found = iteration(disk, args.blocks, x)
-            same = same and torch.equal(expected.view(torch.int16), found.view(torch.int16))
-            bound_s = sum(max(kept[part], alone_s) for part in ("forward_s", "backward_s"))
-            took_s = sum(streamed.values())
-            over = {"over_bound": took_s / bound_s, "over_memory": took_s / sum(kept.values())}
-            turn = {f"kept_{part}": s for part, s in kept.items()} | streamed
-            turns.append({**turn, **over, "reading_s": alone_s, "bound_s": bound_s})
-        run.checksums.append(digest([expected]))
-        row = run.results[f"{tokens} tokens"] = medians(turns)
-        row["read_bytes_per_s"] = nbytes / row["reading_s"]
-        show(f"{tokens} tokens", row, "over_memory", "over_bound", "read_bytes_per_s")
-        run.at_most(f"{tokens} tokens: iteration over its bound", row["over_bound"], 1.1)
-    disk.close()
-    run.at_least("outputs and gradients with weights on the disk, bit for bit", float(same), 1.0)
-    run.results |= {"weight_bytes": nbytes, "slot_bytes": SLOTS * nbytes // args.blocks}
+    args = run.args
+    reading_s = reading_cpu_s(run.folder, CALIBRATED_BYTES[run.smoke])
+    with made_group() as group, trained(run, group) as pipes:
+        for role, pipe in pipes.items():
+            pipe.send((role, group if role == "file" else None))
+        nbytes = {role: pipe.recv() for role, pipe in pipes.items()}["file"]
+        if group is not None:
+            for pipe in pipes.values():  # what a process takes, without weights
+                pipe.send(min(args.tokens))
+                pipe.recv()
+            limit = run.results["limit_bytes"] = own_bytes(group) + SLACK_BYTES + int(args.room * nbytes)
+            group.limit(limit)
+        for tokens in args.tokens:
+            rows: list[dict[str, dict[str, float]]] = []
+            for number, role in turns(ROLES, args.pairs, settling=1):
+                pipes[role].send(tokens)
+                found = pipes[role].recv()
+                if len(rows) == number and number >= 0:
+                    rows.append({})
+                if number >= 0:
+                    rows[number][role] = found
+            figures = []
+            for row in rows:
+                by_drive_s, by_cores_s = bound_s(row["memory"], row["file"], reading_s)
+                whole_s = row["file"]["whole_s"]
+                figures.append(
+                    {
+                        **row["file"],
+                        "over_memory": whole_s / row["memory"]["whole_s"],
+                        "over_bound": whole_s / max(by_drive_s, by_cores_s),
+                        "by_drive_s": by_drive_s,
+                        "by_cores_s": by_cores_s,
+                        "again_bytes": row["file"]["read_bytes"] - row["memory"]["read_bytes"],
+                    }
+                )
+            name = f"{tokens} tokens"
+            found = run.results[name] = medians(figures)
+            show(name, found, "forward_s", "backward_s", "step_s", "by_drive_s", "by_cores_s")
+            show(name, found, "over_memory", "over_bound", "read_bytes", "write_bytes", "again_bytes", "cpu_s")
+            show(name, medians([row["memory"] for row in rows]), "cpu_s", "read_rate", "write_rate", "whole_s")
+            run.at_most(f"{name}: iteration over its bound", found["over_bound"], 1.2)
+            same = all(row["memory"]["loss"] == row["file"]["loss"] for row in rows)
+            run.at_least(f"{name}: losses with weights in memory and in a file, bit for bit", float(same), 1.0)
+        sums = []
+        for pipe in pipes.values():
+            pipe.send(None)
+            sums.append(pipe.recv())
+    run.at_least("weights in memory and in a file, bit for bit", float(len(set(sums)) == 1), 1.0)
+    run.checksums.append(f"{sums[0]!r}")
+    run.results |= {"weight_bytes": nbytes, "reading_cpu_s_per_byte": reading_s}
+
+
+def own_bytes(group: Group) -> int:
+    """Return the memory of a control group that is no file's."""
+    of, file = {1: ("memory.usage_in_bytes", "cache"), 2: ("memory.current", "file")}[group.version]
+    stat = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
+    return int((group.folder / of).read_text()) - int(stat[file])
 
 
 if __name__ == "__main__":

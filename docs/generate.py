@@ -165,6 +165,7 @@ PARTS = {
         "ours": figures.ours_published,
         "node": figures.node,
         "gpu-parts": figures.gpu_parts,
+        "streaming": machines.streaming,
     },
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "formats.md": {"quality": figures.quality, "quality-muon": figures.quality_of_muon},

@@ -53,10 +53,28 @@ MACHINES = (
         "--no-keep-grads",
     ),
     Machine(
+        "llama-8b",
+        "Llama 8B, a laptop: 12 GiB GPU, 32 GiB, one NVMe",
+        "--gpu 12GiB --link 12GB/s --host 32GiB --drive 3.5GB/s:1TB --cores 8 --tokens 4096 --accumulate 8 "
+        "--recompute --flops 30e12",
+    ),
+    Machine(
+        "qwen-32b",
+        "Qwen 32B, one card of 24 GB (RTX 4090), 256 GiB, two NVMe",
+        f"--gpu rtx-4090 --link 25GB/s --host 200GB/s:256GiB --drive {NVME}2TB {NVME}2TB --cores 32 --tokens 32768 "
+        "--accumulate 16 --recompute",
+    ),
+    Machine(
         "qwen-32b",
         "Qwen 32B, one card of 48 GB (L40S), 256 GiB, two NVMe",
-        f"--gpu l40s --host 200GB/s:256GiB --drive {NVME}2TB {NVME}2TB --cores 32 --tokens 16384 --accumulate 8 "
-        "--recompute --no-keep-grads",
+        f"--gpu l40s --host 200GB/s:256GiB --drive {NVME}2TB {NVME}2TB --cores 32 --tokens 32768 --accumulate 4 "
+        "--recompute",
+    ),
+    Machine(
+        "llama-70b",
+        "Llama 70B, one H100 (80 GB), 1 TiB, two NVMe",
+        f"--gpu h100 --host 400GB/s:1TiB --drive {NVME}4TB {NVME}4TB --cores 96 --tokens 32768 --accumulate 4 "
+        "--recompute",
     ),
     Machine(
         "qwen-32b",
@@ -80,6 +98,51 @@ MACHINES = (
         gpus=8,
     ),
 )
+
+
+RTX_4090 = "--gpu rtx-4090 --link 25GB/s --host 200GB/s:1TiB --cores 64 --recompute --weights-on host"
+PUBLISHED = (
+    ("RoundPipe (github.com/ITcarrot/RoundPipe), its README", "llama-8b", 3142),
+    ("the same", "qwen-32b", 740),
+    ("LLMQ (github.com/IST-DASLab/llmq), its README, bf16", "qwen-7b", 2800),
+    ("the same", "qwen-14b", 1300),
+)
+"""Tokens a second on one RTX 4090 with weights in host memory; by which system, of a model of which size."""
+MICRO_STEPS, ROWS = 8, 1024
+"""Of an iteration; and the grain of what a micro-step has of tokens."""
+
+
+def streaming(page: Path) -> str:
+    """Return published rates of weights that come from host memory, beside those that are predicted of ours.
+
+    One constant is taken from the first row: the operations a second at which it would do nothing but compute.
+    """
+    flops = 8 * MODELS[PUBLISHED[0][1]].params * PUBLISHED[0][2]
+    head = "| published | tokens a second | all hidden | predicted of ours, tokens of a micro-step |"
+    lines = [head, "|---|---|---|---|"]
+    for system, model, per_s in PUBLISHED:
+        rows, predicted = _most_rows(model, flops)
+        hidden = flops / 8 / MODELS[model].params
+        ours = f"{predicted:,.0f} ({predicted / per_s - 1:+.0%}), {rows:,}"
+        lines.append(f"| {system}: {model} | {per_s:,} | {hidden:,.0f} ({hidden / per_s - 1:+.0%}) | {ours} |")
+    command = f"offload plan --model {PUBLISHED[1][1]} {RTX_4090} --tokens {MICRO_STEPS * 3 * ROWS}"
+    lines += ["", "```", f"{command} --accumulate {MICRO_STEPS} --flops {flops:.4g}", "```"]
+    return "\n".join(lines)
+
+
+def _most_rows(model: str, flops: float) -> tuple[int, float]:
+    """Return the most tokens of a micro-step that leave what has to stay free of the card, and tokens a second."""
+    best = 0, 0.0
+    for rows in range(ROWS, 64 * ROWS, ROWS):
+        tokens = MICRO_STEPS * rows
+        words = f"plan --model {model} {RTX_4090} --tokens {tokens} --accumulate {MICRO_STEPS} --flops {flops:.4g}"
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            status = cli.main([*words.split(), "--json"])
+        if status or any("left free" in each for each in json.loads(out.getvalue())["warnings"]):
+            break
+        best = rows, tokens / min(json.loads(out.getvalue())["hidden_iteration_s"].values())
+    return best
 
 
 @cache
@@ -137,7 +200,9 @@ def fitting(page: Path) -> str:
         iteration = f", {seconds(exact['iteration_s'])} s" if exact["computes"] else ""
         times = f"{seconds(exact['step_s'])} s{iteration}", f"{seconds(compact['step_s'])} s{marked(compact)}"
         guessed |= bool(compact["guessed"])
-        lines.append(f"| {' | '.join((machine.title, 'yes', sizes, *times, *beside))} |")
+        how = {"gpu": "yes", "host": "yes, weights in host memory", "path": "yes, weights in a file"}
+        fits = how[exact["weights_on"]]
+        lines.append(f"| {' | '.join((machine.title, fits, sizes, *times, *beside))} |")
     lines += [
         "",
         "**Predicted** by `offload plan`, not measured: sizes in GiB, with activations (not torch's, DeepSpeed's), "
@@ -146,8 +211,7 @@ def fitting(page: Path) -> str:
         "and a tenth of",
         "its memory (2 GiB at least) stays free. Between turns of the last row `park()` gives back "
         f"{given[0]} GiB of host memory and",
-        f"{given[1]} of each GPU's in {given[2]} s. A row that says no: "
-        "[what runs all the same](docs/modes.md#weights-that-do-not-fit).",
+        f"{given[1]} of each GPU's in {given[2]} s. Weights that do not fit: [docs/weights.md](docs/weights.md).",
         "[The commands](docs/planning.md#the-table-of-the-readme).",
     ]
     if guessed:

@@ -23,7 +23,7 @@ OPTIMIZERS = ("AdamW", "Adam", "Lion", "Adagrad", "SGD", "Muon")
 
 TASKS: dict[str, tuple[str, ...]] = {
     "Run another class": ("wrap",),
-    "Weights that do not fit": ("weights_in_file",),
+    "Weights that do not fit": ("weights_in_file", "weights_in_host_memory"),
     "Train": (
         *("step", "zero_grad", "clip_grad_norm_", "last_micro_step", "skip_step", "add_param_group", "unscale"),
         "GradScaler",

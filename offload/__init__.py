@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from offload.optim import wrap as wrap
     from offload.session.engine import Engine as Engine
     from offload.weights.file import weights_in_file as weights_in_file
+    from offload.weights.host import weights_in_host_memory as weights_in_host_memory
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOMES = {
     "TierFullError": "errors",
     "release_before_deletion": "checkpoint.commit",
     "weights_in_file": "weights.file",
+    "weights_in_host_memory": "weights.host",
     "wrap": "optim",
 }
 """Where each public name lives; a test holds that it is there, and that type checkers are told the same."""

@@ -18,7 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 CPU_S = 30.0
@@ -38,19 +40,8 @@ NUMBERS = [
     *WORDS.split(),
     *("", NINES, "9" * 5000, "1 000", "8 GiB", "a" * 5000, "stride:" + "9" * 5000, "9" * 400 + "=1GB"),
     # Digits of other scripts, halves of letters, what terminals take for commands.
-    *(
-        "\u0663",
-        "\uff11\uff12",
-        "\xb2",
-        "\xbd",
-        "\u0660=1GB",
-        "stride:\u0663",
-        "\n",
-        "1\n2",
-        "\t",
-        "\x1b[31m",
-        "\udcff",
-    ),
+    *("\u0663", "\uff11\uff12", "\xb2", "\xbd", "\u0660=1GB", "stride:\u0663"),
+    *("\n", "1\n2", "\t", "\x1b[31m", "\udcff"),
 ]
 JSON = {
     "empty": b"",
@@ -100,17 +91,12 @@ JSON = {
     "times": b'{"step": 1, "paths": [], "operations": [["cpu", "", -1e308, 1e308, 0], ["x", "", NaN, Infinity, 0]]}',
     "backwards": b'{"step": 1e400, "paths": [7], "operations": [["cpu", "a", 3, 1, -5]]}',
 }
+
 NAMES = (
-    "config.json",
-    "timeline.json",
-    "report.json",
+    *(f"{name}.json" for name in ["config", "timeline", "report", "manifest-0", "pins", "store"]),
     "COMMIT",
     "RELEASED",
-    "manifest-0.json",
-    "pins.json",
-    "store.json",
 )
-MACHINES = ("h100-node-nvme-pfs", "h100-node", "a100-node")
 
 
 @dataclass(frozen=True)
@@ -185,156 +171,68 @@ def make_files(folder: Path) -> list[str]:
         "",
         "~",
         "~nobody-at-all/x",
-        "a" * 300,
-        "/" + "a/" * 2500,
-        "x" * 5000,
-    ]
-    found += [
-        "\0",
-        "a\nb",
-        "\udcff",
-        "s3://",
-        "s3://no bucket/x",
-        "ftp://host/x",
-        "file:///dev/zero",
-        str(folder),
         "//",
-        "🦙",
         "-",
+        str(folder),
+        "🦙",
     ]
+    found += ["a" * 300, "/" + "a/" * 2500, "x" * 5000, "\0", "a\nb", "\udcff"]
+    found += ["s3://", "s3://no bucket/x", "ftp://host/x", "file:///dev/zero"]
     return found
 
 
+PLACES = ("PATH", "DIR", "FILE", "CHECKPOINT", "OUT", "RUN")
+"""Words of the help for what is a place; all else that has a value is drawn from `NUMBERS`."""
+MODELS = (["--params", "1e6"], ["--params", "1e6"], ["--model", "qwen-0.5b"])
+MACHINES = (
+    *(["--rates", name] for name in ("h100-node-nvme-pfs", "h100-node", "a100-node")),
+    ["--host", "64GiB", "--gpu", "24GiB", "--drive", "3GB/s:2TB", "--cores", "8"],
+)
+NEVER_BEGUN: dict[str, tuple[list[str], ...]] = {
+    # Never one that would begin: a run of any size is no hostile call.
+    "train": (["--data", "/nowhere"], ["--params", "1e15"], ["--device", "abacus"], ["--resume", "/nowhere"]),
+    "probe": (["--seconds", "0"], ["--out", "/dev/null/x"], ["--paths", "/nowhere"], ["--seconds=-0.0"]),
+    "gc": (["--dry-run"],),
+}
+"""What ends the command before it does anything, whatever else is given."""
+COMMANDS = ("plan", "machine", "train", "probe", "verify", "gc", "export", "trace", "report")
+
+
 def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[], list[str]]]:
-    """Return what draws the arguments of each command."""
+    """Return what draws the arguments of each command, from the options that its parser has."""
+    from offload.cli import _parser
 
-    def number() -> str:
-        return random_.choice(NUMBERS)
+    parsers: Any = next(action for action in _parser()._actions if action.dest == "command").choices
 
-    def place() -> str:
-        return random_.choice(places)
+    def value(action: argparse.Action) -> str:
+        return random_.choice(places if action.metavar in PLACES else NUMBERS)
 
-    def some(names: tuple[str, ...], value: Callable[[], str], most: int = 3) -> list[str]:
-        drawn = [[name, value()] for name in random_.sample(names, random_.randint(0, min(most, len(names))))]
-        # Half of them in one word: only so a value that begins with a dash is one.
-        return [word for pair in drawn for word in (["=".join(pair)] if random_.random() < 0.5 else pair)]
-
-    def flags(*names: str) -> list[str]:
-        return [name for name in names if random_.random() < 0.2]
-
-    plan_numbers = (
-        *(
-            "--ranks",
-            "--nodes",
-            "--shared-path",
-            "--host-memory",
-            "--gpu-memory",
-            "--gpu-staging",
-            "--staging-memory",
-        ),
-        *("--path-count", "--path-bytes", "--subgroup-numel", "--placement", "--node-memory", "--gpus", "--tokens"),
-        *("--flops", "--endurance", "--steps-per-day", "--accumulate"),
-    )
-    train_numbers = (
-        *(
-            "--params",
-            "--layers",
-            "--hidden",
-            "--seq",
-            "--batch",
-            "--accumulate",
-            "--steps",
-            "--lr",
-            "--clip",
-            "--seed",
-        ),
-        *(
-            "--host-memory",
-            "--staging-memory",
-            "--subgroup-numel",
-            "--threads",
-            "--save-every",
-            "--device",
-            "--dtype",
-        ),
-        *("--state-format", "--overlap"),
-    )
-
-    def described() -> list[str]:
-        host = [] if random_.random() < 0.1 else ["--host", random_.choice(("64GiB", number()))]
-        return [*host, *some(("--gpu", "--link", "--drive", "--cores"), number)]
-
-    def machine() -> list[str]:
-        return [*described(), *some(("--out",), place), *flags("--json", "--quiet")]
-
-    def plan() -> list[str]:
-        rates = random_.choice(MACHINES) if random_.random() < 0.7 else place()
-        model = ["--config", place()] if random_.random() < 0.25 else ["--params", random_.choice(("1e6", number()))]
-        if random_.random() < 0.2:
-            model = ["--model", random_.choice(("qwen-0.5b", "llama-405b", number()))]
-        machine = ["--rates", rates] if random_.random() < 0.7 else described()
-        words = [*model, *machine, *some(plan_numbers, number)]
-        words += flags("--advise") + (["--target", number()] if random_.random() < 0.1 else [])
-        return words + flags("--json", "--recompute", "--keep-grads")
-
-    def train() -> list[str]:
-        # Never one that would begin: a run of any size is no hostile call.
-        wrong = random_.choice(
-            (["--data", "/nowhere"], ["--params", "1e15"], ["--device", "abacus"], ["--resume", "/nowhere"])
-        )
-        places_of = ("--data", "--save", "--resume", "--output", "--rates", "--paths")
-        return [*some(train_numbers, number), *some(places_of, place), *wrong, *flags("--quiet", "--json")]
-
-    def probe() -> list[str]:
-        wrong = random_.choice(
-            (["--seconds", "0"], ["--out", "/dev/null/x"], ["--paths", "/nowhere"], ["--seconds=-0.0"])
-        )
-        return [
-            *some(("--seconds",), number),
-            *some(("--out", "--paths"), place),
-            *wrong,
-            *flags("--quiet", "--json"),
-        ]
-
-    def verify() -> list[str]:
-        return [place(), *flags("--json", "--quiet")]
-
-    def gc() -> list[str]:
-        stores = some(("--store",), number)
-        return [*(place() for _ in range(random_.randint(1, 3))), *stores, "--dry-run", *flags("--really", "--json")]
-
-    def export() -> list[str]:
-        return [place(), place(), *some(("--format",), number), *flags("--replace", "--json", "--quiet")]
-
-    def trace() -> list[str]:
-        return [place(), *some(("--out",), place), *flags("--json", "--quiet")]
-
-    def report() -> list[str]:
-        return [place(), *some(("--out",), place), *flags("--json", "--quiet")]
+    def drawn(command: str) -> list[str]:
+        actions = [action for action in parsers[command]._actions if action.dest != "help"]
+        valued = [action for action in actions if action.option_strings and action.nargs != 0]
+        words = []
+        if command in ("plan", "machine") and random_.random() < 0.7:  # so that many are answered
+            words += random_.choice(MACHINES) if command == "plan" else ["--host", "64GiB"]
+            words += random_.choice(MODELS) if command == "plan" else []
+        for action in actions:
+            if not action.option_strings:
+                words += [value(action) for _ in range(random_.randint(1, 3) if action.nargs == "+" else 1)]
+            elif action.nargs == 0 and random_.random() < 0.2:
+                words.append(action.option_strings[-1])
+        for action in random_.sample(valued, random_.randint(0, min(3, len(valued)))):
+            pair = [action.option_strings[-1], value(action)]
+            # Half of them in one word: only so a value that begins with a dash is one.
+            words += ["=".join(pair)] if random_.random() < 0.5 else pair
+        return words + random_.choice(NEVER_BEGUN.get(command, ([],)))
 
     def nothing() -> list[str]:
-        return [
-            random_.choice((number(), place(), "--version", "-h", "--", "plan --help"))
-            for _ in range(random_.randint(0, 3))
-        ]
+        others = [*NUMBERS, *places, "--version", "-h", "--", "plan --help"]
+        return random_.choices(others, k=random_.randint(0, 3))
 
-    return {
-        "plan": plan, "machine": machine,
-        "train": train, "probe": probe, "verify": verify, "gc": gc, "export": export, "trace": trace,
-        "report": report,
-        "": nothing,
-    }  # fmt: skip
+    return {**{command: partial(drawn, command) for command in COMMANDS}, "": nothing}
 
 
-ENVIRONMENT = (
-    "COLUMNS",
-    "HOME",
-    "XDG_CACHE_HOME",
-    "AWS_ENDPOINT_URL",
-    "AWS_PROFILE",
-    "LANG",
-    "TERM",
-)
+ENVIRONMENT = ("COLUMNS", "HOME", "XDG_CACHE_HOME", "AWS_ENDPOINT_URL", "AWS_PROFILE", "LANG", "TERM")
 
 
 def surroundings(random_: random.Random, places: list[str]) -> dict[str, str]:

@@ -99,7 +99,6 @@ SESSION = (
         "e2e/test_optimizer_state.py",
         "usual_ways_to_reset_moments",
         "a_change_in_place_is_refused_once",
-        "after_a_reset_training_is_a_fresh_optimizer_s",
         "inference_mode_changes_nothing",
     ),
     *within(

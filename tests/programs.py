@@ -5,7 +5,7 @@
 A program is settings and actions, drawn from a seed: it trains parts of a model, freezes and thaws, adds parameters,
 changes gradients, weights, state and hyperparameters behind the optimizer's back, clips, scales, skips, saves and
 goes on elsewhere with other settings, parks, and has somebody else fill its path. `loop.py` says what has to come
-out. With `--kills` it is also killed as it saves, and taken up.
+out. With `--kills` it is also killed as it saves, or at any time, and taken up with other settings.
 
 A program that fails is made smaller, and printed as a test. A report goes on where it was stopped.
 """
@@ -135,7 +135,7 @@ class Program:
         seed: Of weights.
         settings: Those that differ from `PLAIN`.
         actions: Names of methods of `Session`, and what each is given.
-        kills: Whether it lives in processes of its own, of which "kill" ends one. What runs it has had no session.
+        kills: Whether it lives in processes of its own, which "kill" and "die" end. What runs it has had no session.
     """
 
     seed: int
@@ -170,11 +170,11 @@ def make_program(seed: int, kills: bool = False) -> Program:
         "body": body,
         "rows": rng.choice((16, 64, 300, 300)),
         "scaler": scaler,
-        "mounted": body is None and rng.random() < 0.15,
+        "mounted": (body is None and rng.random() < 0.15) or seed % 5 == 0,
         "frozen": (rng.randrange(1 << 30), rng.choice((0.0, 0.0, 0.3))),
     }
     settings |= make_session(rng, settings)
-    kinds = [*OTHERS, *(["fill"] * 4 + ["free"] if settings["mounted"] else []), *(["kill"] * 4 if kills else [])]
+    kinds = [*OTHERS, *(["kill"] * 4 + ["die"] * 6 if kills else [])]
     actions: list[tuple[str, Any]] = []
 
     def draw(what: str) -> None:
@@ -188,12 +188,31 @@ def make_program(seed: int, kills: bool = False) -> Program:
                     draw("write")
             draw("step")
             continue
-        what = rng.choice(kinds)
-        if what == "fill":  # room for a step is there from then on
-            ready = [("thaw", (0, 1.0)), *2 * [("pass", (1, [*range(9)], "", False)), ("step", (None, "ours"))]]
-            actions += ready
-        draw(what)
+        draw(what := rng.choice(kinds))
+        for each in ("pass", "step", "save") * 4 if what == "die" else ():
+            draw(each)
+    if settings["mounted"]:
+        rng = random.Random(-1 - seed)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(actions) + 1)
+            actions[at:at] = make_crowd(rng, body is not None)
     return Program(seed, settings, actions, kills)
+
+
+def make_crowd(rng: random.Random, has_body: bool) -> list[tuple[str, Any]]:
+    """Draw steps beside which somebody else takes the room on a path, or gives it back; amid backward, too."""
+
+    def fill() -> tuple[str, Any]:
+        return "fill", (rng.choice((0, 0, 4096, 40_000)), rng.random() < 0.3)
+
+    step: list[tuple[str, Any]] = [
+        ("pass", (rng.randrange(1 << 30), [*range(9)], "plain" if has_body else "", False)),
+        ("step", (rng.choice((None, None, 0.05)), "ours")),
+    ]
+    found = [("thaw", (0, 1.0)), *step, *step, fill()]  # room for a step is there after two
+    for _ in range(rng.randrange(2, 6)):
+        found += [*step, rng.choice((fill(), fill(), ("free", 0), ("save_beside", 0)))]
+    return found
 
 
 def make_session(rng: random.Random, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -281,10 +300,10 @@ def make_value(rng: random.Random, what: str, fixed: dict[str, Any]) -> Any:
             return rng.random() < 0.5, rng.random() < 0.6
         case "check":
             return rng.choice(("state_for", "state_dict"))
-        case "fill":
-            return rng.choice((0, 0, 4096, 40_000))
         case "kill":
             return rng.randrange(1, 40)
+        case "die":
+            return rng.choice((0.02, 0.1, 0.3)) * rng.random() + 1e-3
     return seed
 
 
@@ -329,10 +348,11 @@ class Session:
 
     def __init__(self, program: Program, folder: Path, small: Path | None) -> None:
         settings = self.fixed = {**PLAIN, **program.settings}
-        self.seed, self.folder, self.small = program.seed, folder, small
+        self.seed, self.folder, self.small, self.kills = program.seed, folder, small, program.kills
         self.saves, self.saved = 0, None
         self.told = Counter[str]()
         self.is_last = False
+        self.free(None)
         if (folder / "kept").exists():
             self.take_up(*pickle.loads((folder / "kept").read_bytes()))
         else:
@@ -415,6 +435,7 @@ class Session:
         self.stack: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
         self.unsettled: set[str] = set()
         self.warm = Counter[str]()
+        self.hooks: list[Any] = []
 
     def close(self) -> None:
         self.free(None)
@@ -463,6 +484,9 @@ class Session:
                 in_a_thread(train)
             else:
                 train()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
         if seen:
             same = [bool(are_same(a.view(-1), b.view(-1)).all()) for a, b in zip(*seen, strict=True)]
             assert all(same), f"of what is seen in forward {same} are as they have to be"
@@ -663,19 +687,23 @@ class Session:
 
     def save(self, value: Any) -> None:
         copies, waits = value
-        self.saved = self.snapshot()
+        snapshot = self.snapshot()
+        self.keep(snapshot)
+        self.saved = snapshot
         extra = {"saves": self.saves, "drawn": torch.arange(self.saves)}
-        self.optimizer.save_checkpoint(self.saved.more["folder"], extra=extra, copy=copies)
-        if waits:
-            self.optimizer.wait_checkpoint()
-        # A save may settle a master or not, so nothing may be changed that tells which until the next update does.
-        kept, settled = self.loop.kept, self.saved.kept
-        self.unsettled = {
-            name
-            for name, each in kept.items()
-            if not bool(are_same(each.tensors["master"], settled[name].tensors["master"]).all())
-        }
-        self.stack, self.warm = [], Counter()
+        try:
+            self.optimizer.save_checkpoint(self.saved.more["folder"], extra=extra, copy=copies)
+            if waits:
+                self.optimizer.wait_checkpoint()
+        finally:
+            # A save may settle a master or not: until the next update nothing may be changed that tells which.
+            kept, settled = self.loop.kept, self.saved.kept
+            self.unsettled = {
+                name
+                for name, each in kept.items()
+                if not bool(are_same(each.tensors["master"], settled[name].tensors["master"]).all())
+            }
+            self.stack, self.warm = [], Counter()
 
     def snapshot(self) -> Snapshot:
         self.saves += 1
@@ -730,11 +758,20 @@ class Session:
         """Save, and die at some change of the file system, or when it is done."""
         self.optimizer.wait_checkpoint()  # the one before is whole
         snapshot = self.snapshot()
-        (self.folder / "kept").write_bytes(pickle.dumps((snapshot, self.saved)))
+        self.keep(snapshot)
         kill_at(changes)
         self.optimizer.save_checkpoint(snapshot.more["folder"])
         self.optimizer.wait_checkpoint()
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def keep(self, newest: Snapshot) -> None:
+        """Note for the next life what is about to be saved, and what was before."""
+        if self.kills:
+            (self.folder / "kept.new").write_bytes(pickle.dumps((newest, self.saved)))
+            (self.folder / "kept.new").rename(self.folder / "kept")
+
+    def die(self, _delay_s: float) -> None:
+        """It has been arranged for when this life began."""
 
     def take_up(self, newest: Snapshot, older: Snapshot | None) -> None:
         """Go on from the newest checkpoint that is whole, or from the beginning."""
@@ -746,7 +783,8 @@ class Session:
                 self.open(self.fixed, self.fixed["frozen"])
                 return
             try:
-                self.reopen(self.fixed, self.fixed["frozen"], "before", snapshot, self.load_saved)
+                other = make_session(random.Random(self.saves), self.fixed)
+                self.reopen(other, self.fixed["frozen"], "before", snapshot, self.load_saved)
                 return
             except offload.CheckpointError:
                 self.optimizer.close()
@@ -768,15 +806,32 @@ class Session:
 
     # Somebody else's files
 
-    def fill(self, left: int) -> None:
+    def fill(self, value: Any) -> None:
+        """Have no room left, from now on or from amid the next backward pass on."""
+        left, amid = value
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-        if self.small is None or any(self.warm[name] < 2 for name in trained):
+        if self.small is None or not trained or any(self.warm[name] < 2 for name in trained):
             return
-        self.optimizer.finish()
-        with open(self.small / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        if amid:
+            parameter = self.parameters[trained[len(trained) // 2]]
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: self.take_room(left)))
+        else:
+            self.take_room(left)
+
+    def take_room(self, left: int) -> None:
+        with open(self.small / "filler", "ab", buffering=0) as file, contextlib.suppress(OSError):
             while (room := os.statvfs(self.small)).f_bavail * room.f_frsize > left:
                 file.write(bytes(4096))
         self.told["filled"] += 1
+
+    def save_beside(self, _value: Any) -> None:
+        """Save while there may be no room: that alone may fail."""
+        saved = self.saved
+        try:
+            self.save((False, True))
+        except offload.CheckpointError:
+            self.saved = saved
+            self.told["save refused"] += 1
 
     def free(self, _value: Any) -> None:
         if self.small is not None:
@@ -850,9 +905,12 @@ def in_a_thread(call: Callable[[], None]) -> None:
 
 
 def lives(actions: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Yield the actions of each process: all but the last one end by being killed."""
+    """Yield the actions of each process: it is killed by the last one, or at some time after the first."""
     life: list[tuple[str, Any]] = []
     for action in actions:
+        if action[0] == "die":
+            yield life
+            life = []
         life.append(action)
         if action[0] == "kill":
             yield life
@@ -878,9 +936,13 @@ def live(program: Program, folder: Path, small: Path | None, actions: list[tuple
 def live_apart(program: Program, folder: Path, small: Path | None, actions: list[tuple[str, Any]]) -> None:
     """Do all this in a process of its own, until it is killed or ends."""
     pid = os.fork()
+    dies = bool(actions) and actions[0][0] == "die"
     if pid == 0:
         status = 1
         try:
+            if dies:  # wherever it is, in native code, too
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.setitimer(signal.ITIMER_REAL, actions[0][1])
             live(program, folder, small, actions)
             status = 0
         except BaseException:
@@ -888,7 +950,7 @@ def live_apart(program: Program, folder: Path, small: Path | None, actions: list
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status not in (0, -signal.SIGKILL):
+    if status not in (0, -signal.SIGALRM if dies else -signal.SIGKILL, -signal.SIGKILL):
         why = folder / "error"
         raise AssertionError(why.read_text() if why.exists() else f"a process has ended with status {status}")
 

@@ -103,9 +103,10 @@ class Choices:
         computed = {name for name in COMPUTED if given.get(name, "auto") == "auto"}
         recompute = (False, True) if scenario.beside and not scenario.model.recompute else (scenario.model.recompute,)
         places = [scenario.model.weights_on]
-        if weights_on is None and not ON_GPU & given.keys():
-            places += ["host"] * bool(scenario.machine.rates.gpu.lanes)
-            places += ["path"] * (bool(scenario.machine.rates.paths) and scenario.machine.all_ranks == 1)
+        if weights_on is None and scenario.machine.all_ranks == 1 and not ON_GPU & given.keys():
+            places += ["host"] * bool(scenario.machine.rates.gpu.lanes) + ["path"] * bool(
+                scenario.machine.rates.paths
+            )
         return cls(frozenset(computed - scenario.decided), frozenset(given), recompute, tuple(places))
 
     def _tried(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
@@ -508,10 +509,14 @@ def to_paste(setting: Setting) -> str:
 
 def _lying(answer: Answer) -> list[str]:
     """Return the line that has weights lie elsewhere than where they are computed."""
+    if answer.scenario.model.weights_on == "host" and answer.scenario.machine.all_ranks > 1:
+        return ["    # sharded by FSDP2 with offload_policy=CPUOffloadPolicy()"]
     if answer.scenario.model.weights_on == "host":
         return ["    offload.weights_in_host_memory(model)"]
     if answer.scenario.model.weights_on == "path":
         place = answer.scenario.machine.path_place(path_of(answer.rates))
+        if answer.scenario.computes_on_gpu:
+            return [f"    offload.weights_in_host_memory(model, path={json.dumps(place)})"]
         return [f"    offload.weights_in_file(model, {json.dumps(place)})"]
     return []
 

@@ -116,9 +116,10 @@ class Scenario:
             if not has_place:
                 needed = "a path (--drive)" if model.weights_on == "path" else "a GPU that computes them (--gpu)"
                 raise ConfigError("--weights-on", model.weights_on, f"have {needed}")
-            for name, usual_ones in (("placement", ("auto", "cpu", 0)), ("gpu_memory", ("auto", 0))):
-                if settings.get(name, 0) not in usual_ones:
-                    combinations.WEIGHTS_ON_CPU.refuse(name, settings[name])
+            for name, by_cpu in (("placement", ("auto", "cpu", 0)), ("gpu_memory", ("auto", 0))):
+                if settings.get(name, 0) not in by_cpu:
+                    least = '"cpu"' if name == "placement" else 0
+                    combinations.WEIGHTS_ON_CPU.refuse(name, settings[name], least=least)
         usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "checkpoints_kept": 0, "keep_grads": False}
         placement = settings.get("placement", "auto")
         if model.weights_on_gpu and settings.get("gradient_memory") is not None:  # the CPU updates all then

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 
 from offload import combinations
-from offload.backends import accelerator, tensor_at, working_on
+from offload.backends import tensor_at, working_on
+from offload.device.driver import Driver, refusals
 from offload.dtypes import DtypeCode
 from offload.errors import OffloadError
 from offload.kernels.gpu import device_kernel
@@ -146,32 +147,7 @@ class _Reporter:
             self._thread.join()
 
 
-class _Current:
-    """See `AcceleratorDevice.current`; a class, as every call of a device is made within one."""
-
-    __slots__ = ("_index", "_name", "_other")
-
-    def __init__(self, name: str, index: int) -> None:
-        self._name, self._index = name, index
-
-    def __enter__(self) -> None:
-        self._other = None
-        try:
-            if torch.accelerator.current_device_index() != self._index:
-                other = torch.accelerator.device_index(self._index)
-                other.__enter__()
-                self._other = other
-        except RuntimeError as error:
-            raise _refusal(self._name, error) from error
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._other is not None:
-            self._other.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
-            raise _refusal(self._name, error) from error
-
-
-class AcceleratorDevice:
+class AcceleratorDevice(Driver):
     """A `offload.protocols.Device`.
 
     Args:
@@ -186,9 +162,7 @@ class AcceleratorDevice:
     small gradients before they leave, and the other sums gradients."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        with _refusals("accelerator"):
-            self.device, self.backend = accelerator(device)
-        self.name = str(self.device)
+        super().__init__(device)
         with self.current():
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
             first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
@@ -215,16 +189,9 @@ class AcceleratorDevice:
 
     # Threads
 
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """Make this the thread's current device, and turn torch's errors into `OffloadError`s.
-
-        A thread begins with device 0, and any call for that device makes a context there, of half a gigabyte.
-        """
-        return _Current(self.name, self.device.index)
-
     def adopt_thread(self) -> None:
         """See `Device.adopt_thread`."""
-        with _refusals(self.name):
+        with refusals(self.name):
             torch.accelerator.set_device_index(self.device)
         self.backend.relax_captures()
 
@@ -296,20 +263,6 @@ class AcceleratorDevice:
         """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""
         with self.current():
             tensor.record_stream(self.backend.current_stream(self.device))
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """See `Device.pin`."""
-        with self.current():
-            try:
-                self.backend.pin(address, nbytes)
-            except RuntimeError as error:
-                reason = f"{nbytes} bytes of host memory cannot be pinned: {_first_line(error)}"
-                raise OffloadError(f"{self.name}: {reason}") from error
-
-    def unpin(self, address: int) -> None:
-        """See `Device.unpin`."""
-        with contextlib.suppress(OffloadError), self.current():
-            self.backend.unpin(address)
 
     # Order
 
@@ -437,22 +390,3 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
 def _pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one element twice, of two dtypes: copying between these is a kernel, which no copy engine does."""
     return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)
-
-
-@contextlib.contextmanager
-def _refusals(name: str) -> Iterator[None]:
-    """Turn torch's errors for a device into `OffloadError`s."""
-    try:
-        yield
-    except OffloadError:
-        raise
-    except RuntimeError as error:
-        raise _refusal(name, error) from error
-
-
-def _refusal(name: str, error: RuntimeError) -> OffloadError:
-    return OffloadError(f"{name}: {_first_line(error)}")
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

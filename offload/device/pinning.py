@@ -12,10 +12,10 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Iterator
+from typing import Protocol
 
 from offload.errors import OffloadError
 from offload.memory.arenas import Arena
-from offload.protocols import Device
 
 log = logging.getLogger("offload")
 
@@ -24,6 +24,16 @@ PIN_BYTES = 16 << 30
 
 LEAST_PIN_BYTES = 64 << 20
 """A chunk of an arena that is refused is not tried again at less than this."""
+
+
+class Pins(Protocol):
+    """The part of a `offload.protocols.Device` that registers host memory."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """See `Device.pin`."""
+
+    def unpin(self, address: int) -> None:
+        """See `Device.unpin`."""
 
 
 class PinnedMemory:
@@ -37,7 +47,7 @@ class PinnedMemory:
         unpinned_bytes: Host memory that should be, and could not be.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Pins) -> None:
         self.pinned_bytes = 0
         self.unpinned_bytes = 0
         self._device = device
@@ -109,5 +119,5 @@ class PinnedMemory:
                 "(said once; metrics()['unpinned_bytes'] counts all)",
                 nbytes,
                 arena_bytes,
-                error,
+                str(error),  # whoever keeps the record does not keep our frames
             )

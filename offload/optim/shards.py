@@ -290,14 +290,21 @@ def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> tor
         combinations.DEALT_STATE.refuse("state", "read on several ranks")
     mine = own(parameter, cut)
     values = flat.as_strided(mine.size(), mine.stride())
-    if cut is None:
-        return values
+    return values if cut is None else _placed(values, parameter, cut.mesh, cut.placements)
+
+
+def placed(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values as a `DTensor` that is cut as a parameter is, over the same memory."""
+    return _placed(values, parameter, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+
+
+def _placed(values: torch.Tensor, parameter: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(parameter.shape, parameter.stride(), flat.dtype)
+    meta = TensorMeta(parameter.shape, parameter.stride(), values.dtype)
     make: Any = DTensor  # `from_local` would move the values to the mesh's device
-    dtensor: torch.Tensor = make(values, DTensorSpec(cut.mesh, cut.placements, meta), requires_grad=False)
+    dtensor: torch.Tensor = make(values, DTensorSpec(mesh, placements, meta), requires_grad=False)
     return dtensor
 
 
@@ -319,13 +326,13 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
     """Return a sum over all ranks and parameters: each rank has one number for its piece of each parameter.
 
     Replicated pieces count once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of
-    them, rounded once. That takes one collective for each process group over which parameters are cut, on the group's
-    own backend.
+    them, rounded once. That takes one collective for each process group of several ranks over which parameters are
+    cut, on the group's own backend.
     """
     sums: dict[tuple[str, ...], float] = {}
     groups: dict[str, tuple[Any, str]] = {}
     for cut, number in parts:
-        over = [] if cut is None else cut.groups
+        over = [] if cut is None else [group for group in cut.groups if group.size() > 1]
         for group in over:
             groups.setdefault(group.group_name, (group, cut.mesh.device_type if cut is not None else ""))
         names = tuple(group.group_name for group in over)

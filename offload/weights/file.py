@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from offload.errors import ConfigError
 from offload.units import format_bytes
 from offload.weights.layers import own_parameters, units
-from offload.weights.mapping import PAGE_BYTES, MappedFile, joined
+from offload.weights.mapping import PAGE_BYTES, MappedFile, Turns, joined
 from offload.weights.safetensors import tensors_in
 
 log = logging.getLogger("offload")
@@ -105,13 +105,11 @@ class WeightsInFile:
                     offsets[weight] = self.nbytes
                     self.nbytes = _up(self.nbytes + weight.nbytes, ALIGNMENT_BYTES)
         self.file = MappedFile(path, _up(max(self.nbytes, 1), PAGE_BYTES))
-        self._before, self._last = -1, -1
-        self._following: dict[tuple[int, int], int] = {}
-        """Whose turn came after those of two."""
         self._handles: list[Any] = []
         names = {module: name for name, module in model.named_modules()}
         moved: dict[torch.Tensor, nn.Parameter] = {}
         self._units = [self._move(modules, names, offsets, moved) for modules in parts]
+        self._turns = Turns(self.file, [unit.ranges for unit in self._units])
         _give_buffers(model)
         self._read(model, safetensors)
         for number, modules in enumerate(parts):
@@ -159,8 +157,7 @@ class WeightsInFile:
 
     def _moved(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Return a weight that lies in the file: itself, but for one on the meta device."""
-        memory: Any = self.file.memory
-        flat = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=offset)
+        flat = self.file.tensor(offset, weight.numel(), weight.dtype)
         is_dense = sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)) == weight.numel() - 1
         place = flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)
         if weight.is_meta:
@@ -198,27 +195,11 @@ class WeightsInFile:
                 return
 
     def _begin(self, number: int) -> None:
-        """Bring a layer, ask for what came after it last time, and let go of the one before."""
         if not self._units:
             return
-        unit, last = self._units[number], self._last
-        for module, name, full_name, address in unit.weights:
+        for module, name, full_name, address in self._units[number].weights:
             _check_place(full_name, module(), name, address)
-        if number != last:
-            self._following[self._before, last] = number
-            self._before, self._last = last, number
-        onwards = number + (1 if number > self._before else -1)
-        coming = self._following.get((self._before, number), onwards)
-        for wanted in (number, coming):
-            if 0 <= wanted < len(self._units):
-                self._each(self._units[wanted], self.file.ask)
-        self._each(unit, self.file.bring)
-        if last not in (-1, number, coming):
-            self._each(self._units[last], self.file.let_go)
-
-    def _each(self, unit: _Unit, do: Callable[[int, int], None]) -> None:
-        for offset, nbytes in unit.ranges:
-            do(offset, nbytes)
+        self._turns.begin(number)
 
 
 def _of_a_copy() -> WeightsInFile:

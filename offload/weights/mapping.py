@@ -14,22 +14,27 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.kernels.table import weights_at
 from offload.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
+FOLIO_BYTES = 2 << 20
+"""Pages that the kernel writes together at most: what others still write to is not begun with."""
 
-_WILLNEED, _COLD, _POPULATE_READ, _POPULATE_WRITE = 3, 20, 22, 23  # linux/mman.h
+_COLD, _POPULATE_READ, _POPULATE_WRITE = 20, 22, 23  # linux/mman.h
 _SYNC_WRITE = 2  # of sync_file_range: begin to write, wait for nothing
 
 BEHIND = 2
@@ -85,9 +90,11 @@ class MappedFile:
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
         _files.append(weakref.ref(self))
 
-    def ask(self, offset: int, nbytes: int) -> None:
-        """Have the kernel begin to read a range; nobody waits."""
-        self._advise(offset, nbytes, _WILLNEED)
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that lies there; it keeps the mapping."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
     def bring(self, offset: int, nbytes: int, *, to_write: bool = False) -> None:
         """Wait until a range is in memory, so that using it now neither waits nor fails.
@@ -117,8 +124,9 @@ class MappedFile:
             was_written: Begin to write it, as memory cannot be taken before that.
         """
         if was_written:
-            start, end = _pages(offset, nbytes)
-            _libc.sync_file_range(self.descriptor, start, end - start, _SYNC_WRITE)
+            start, end = (place // FOLIO_BYTES * FOLIO_BYTES for place in (offset, offset + nbytes))
+            if start < end:
+                _libc.sync_file_range(self.descriptor, start, end - start, _SYNC_WRITE)
         self._advise(offset, nbytes, _COLD)
 
     def _advise(self, offset: int, nbytes: int, advice: int) -> int:
@@ -140,6 +148,81 @@ class MappedFile:
         return 0
 
 
+class Turns:
+    """Layers of a model whose weights lie in a file: each is brought at its turn, and what comes next meanwhile.
+
+    What comes next is what came last time, at first the next layer in the order of the passes; forward and backward
+    passes may come in any order.
+
+    Args:
+        file: Where they lie.
+        layers: The ranges of each there, by offset and size.
+    """
+
+    def __init__(self, file: MappedFile, layers: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._file, self._layers, self._ahead = file, layers, Ahead()
+        self._before, self._last = -1, -1
+        self._following: dict[tuple[int, int], int] = {}
+        """Whose turn came after those of two."""
+
+    def begin(self, number: int) -> None:
+        """Bring a layer, begin with what came after it last time, and let go of the one before.
+
+        Raises:
+            TierError: See `MappedFile.bring`.
+        """
+        last = self._last
+        if number != last:
+            self._following[self._before, last] = number
+            self._before, self._last = last, number
+        onwards = number + (1 if number > self._before else -1)
+        coming = self._following.get((self._before, number), onwards)
+        for offset, nbytes in self._layers[number]:
+            self._file.bring(offset, nbytes)
+        if 0 <= coming < len(self._layers) and coming != number:
+            self._ahead.bring(self._file, self._layers[coming])
+        if last not in (-1, number, coming):
+            for offset, nbytes in self._layers[last]:
+                self._file.let_go(offset, nbytes)
+
+
+class Ahead:
+    """A thread that brings what comes next, so that nobody waits for it; what fails there fails again for its user.
+
+    The kernel's own hint (`MADV_WILLNEED`) reads into single pages, each of which costs again when it is mapped,
+    written to or let go of: 8 times the processor time (Linux 6.18, 512 MiB brought to be written: 0.53 s for 0.07).
+    """
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[tuple[MappedFile, Sequence[tuple[int, int]]] | None] = SimpleQueue()
+        self._of = 0
+
+    def bring(self, file: MappedFile, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have ranges of a file brought; where others still wait for that, they are left out."""
+        if self._of != os.getpid():  # a child that was forked has no thread
+            self._of, self._wanted = os.getpid(), SimpleQueue()
+            threading.Thread(target=_bring_all, args=(self._wanted,), name="offload-weights", daemon=True).start()
+            weakref.finalize(self, self._wanted.put, None).atexit = False
+        self._wanted.put((file, ranges))
+
+
+def _bring_all(wanted: SimpleQueue[Any]) -> None:
+    while (each := _newest(wanted)) is not None:
+        file, ranges = each
+        with contextlib.suppress(TierError):
+            for offset, nbytes in ranges:
+                file.bring(offset, nbytes)
+        del each, file  # which may go while this waits
+
+
+def _newest(wanted: SimpleQueue[Any]) -> Any:
+    each = wanted.get()
+    with contextlib.suppress(Empty):
+        while each is not None:
+            each = wanted.get_nowait()
+    return each
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """The weights in mapped files that an update works on: of each run of pages its file, offset and size."""
@@ -152,8 +235,6 @@ class Visit:
         Raises:
             TierError: See `MappedFile.bring`.
         """
-        for file, offset, nbytes in self.ranges:
-            file.ask(offset, nbytes)
         for file, offset, nbytes in self.ranges:
             file.bring(offset, nbytes, to_write=True)
 

@@ -194,11 +194,6 @@ def real(address: int) -> int:
     return int(_native.real(address))
 
 
-def device_of(address: int) -> int | None:
-    """Return the index of the device that an address belongs to; None if it is the host's."""
-    return _native.device_of(address)  # type: ignore[no-any-return]
-
-
 # -- What has happened
 
 

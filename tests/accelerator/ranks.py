@@ -1,17 +1,12 @@
-"""What two ranks do on the test accelerator: `ranks.py collectives|ddp|fsdp2`, run by torchrun."""
+"""Collectives of two ranks on the test accelerator, run by torchrun."""
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from accelerator import late, one_order
 
@@ -73,69 +68,14 @@ def orders(rank: int) -> None:
         one_order.check()
 
 
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-
-
-def expected(batches: torch.Tensor) -> list[torch.Tensor]:
-    """Return the weights after training on both ranks' batches, on the CPU."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for both in batches:
-        optimizer.zero_grad()
-        for batch in both:
-            (model(batch).square().mean() / 2).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def train(model: torch.nn.Module, batches: torch.Tensor) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for both in batches:
-        optimizer.zero_grad()
-        model(both[dist.get_rank()].to("late")).square().mean().backward()
-        optimizer.step()
-
-
-def check(found: list[torch.Tensor], batches: torch.Tensor) -> None:
-    for left, right in zip(found, expected(batches), strict=True):
-        torch.testing.assert_close(left.cpu(), right)
-
-
-def ddp(batches: torch.Tensor) -> None:
-    model = DistributedDataParallel(net().to("late"))
-    train(model, batches)
-    check([parameter.detach() for parameter in model.parameters()], batches)
-
-
-def fsdp2(batches: torch.Tensor) -> None:
-    model = net().to("late")
-    mesh = init_device_mesh("late", (2,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    train(model, batches)
-    found = []
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.to_local().device.type == "late"
-        found.append(parameter.full_tensor().detach())
-    check(found, batches)
-
-
-def main(case: str) -> None:
+def main() -> None:
     late.load()
     dist.init_process_group("cpu:gloo,late:late")
     rank = dist.get_rank()
     late.delays(0, 300, seed=rank)
-    batches = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(1))
-    if case == "collectives":
-        collectives(rank)
-    else:
-        {"ddp": ddp, "fsdp2": fsdp2}[case](batches)
+    collectives(rank)
     late.end_rank()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

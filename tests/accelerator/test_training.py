@@ -10,11 +10,10 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -414,30 +413,6 @@ def test_checkpoints_go_from_device_to_device(device: torch.device, tmp_path: Pa
             assert_same(made.found(), wanted)
 
 
-@in_turns(SOME[:2])
-def test_a_step_that_is_interrupted_is_made(device: torch.device, tmp_path: Path, case: Case) -> None:
-    """The signal comes while the caller waits for updates by the CPU."""
-    with training(case, device, tmp_path) as made:
-        made.run(range(2))
-        kernel, told = made.optimizer.engine._parts.kernel, []
-
-        def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-            def submit(op: int, *arguments: Any) -> Any:
-                if not told:
-                    told.append(op)
-                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
-                return plain(op, *arguments)
-
-            return submit
-
-        kernel.submit, kernel.submit_sealed = telling(kernel.submit), telling(kernel.submit_sealed)
-        with pytest.raises(KeyboardInterrupt):
-            made.step(2)
-        made.optimizer.zero_grad()
-        made.step(3)
-        assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
-
-
 @in_turns(SOME)
 def test_a_close_after_a_step_or_a_backward_pass(device: torch.device, tmp_path: Path, case: Case) -> None:
     """Weights are those of the last step, whatever is still on its way."""
@@ -449,25 +424,6 @@ def test_a_close_after_a_step_or_a_backward_pass(device: torch.device, tmp_path:
                 made.backward(100 + number)
         for name, parameter in made.model.named_parameters():
             assert torch.equal(parameter.detach().cpu(), wanted[name]), (passes, name)
-
-
-@in_turns(SOME)
-def test_a_backward_pass_that_raises_leaves_nothing(device: torch.device, tmp_path: Path, case: Case) -> None:
-    class Mine(Exception):
-        pass
-
-    def fail(*arguments: Any) -> None:
-        raise Mine
-
-    with training(case, device, tmp_path) as made:
-        made.run(range(2))
-        handle = made.model.layers[1].matrix.register_hook(fail)  # others' gradients have come by then
-        with pytest.raises(Mine):
-            made.backward(100)
-        handle.remove()
-        made.optimizer.zero_grad()
-        made.run(range(2, 4))
-        assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
 
 
 def updated_whole(kind: str, device: torch.device, folder: Path, keeps: bool) -> list[torch.Tensor]:

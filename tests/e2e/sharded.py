@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -108,3 +111,32 @@ def spawn(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: A
     context = start(ranks, folder, scenario, *arguments)
     while not context.join():
         pass
+
+
+class Scenario:
+    """The function of a test, by its name, as whoever unpickles it finds the test there."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._module, self.__name__ = function.__module__, function.__name__
+
+    def __call__(self, *arguments: Any) -> None:
+        getattr(importlib.import_module(self._module), self.__name__).scenario(*arguments)
+
+
+def on_ranks(count: int | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a scenario: it runs in so many processes, or in as many as the parameter `ranks` says."""
+
+    def made(scenario: Callable[..., None]) -> Any:
+        names = [*inspect.signature(scenario).parameters][1:]
+
+        def test(tmp_path: Path, **given: Any) -> None:
+            spawn(given.pop("ranks", count), tmp_path, Scenario(scenario), *(given[name] for name in names))
+
+        asked = ["tmp_path", *names, *(["ranks"] if count is None else [])]
+        kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        test.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = scenario.__name__, scenario.__doc__, scenario.__module__
+        test.scenario = scenario  # type: ignore[attr-defined]
+        return pytest.mark.slow(test)
+
+    return made

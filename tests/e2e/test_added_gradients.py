@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from at_line import AtLine, at_every_line
-from limited import limited
 from mirror import same, states
 from simulated import OnDevice, add_early
 from test_lifetime import threads_end
@@ -67,27 +66,6 @@ def of(optimizer: offload.AdamW) -> Additions:
 @pytest.fixture(params=[True, False], ids=["lazy", "threads"])
 def device(request: pytest.FixtureRequest) -> SimulatedDevice:
     return SimulatedDevice(lazy=request.param, delay_s=0.0 if request.param else 2e-4)
-
-
-@pytest.mark.parametrize("size", [4096, 1 << 16], ids=["cut", "whole"])
-@pytest.mark.parametrize("alone", [True, False], ids=["each alone", "together"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_same_bits(
-    tmp_path: Path,
-    device: SimulatedDevice,
-    dtype: torch.dtype,
-    alone: bool,
-    size: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of gradients that share a buffer, and of those that are larger than one."""
-    monkeypatch.setattr(additions, "buffer_bytes", lambda slots_bytes: size)
-    kind = limited(OnDevice, bucket_bytes=1) if alone else OnDevice
-    parameters = weights(dtype)
-    with kind(parameters, device=device, offload=config(tmp_path)) as optimizer:
-        accumulate(parameters, 4)
-        optimizer.step()
-        assert same(states(optimizer, parameters), expected(4, dtype))
 
 
 class Held:
@@ -298,18 +276,6 @@ def test_the_plan_counts_the_buffers(tmp_path: Path) -> None:
         used, taken = slots.used_bytes(optimizer.engine.plan), sum(found.slot.nbytes for found in slots.records)
         assert taken + BUFFERS * buffer_bytes(taken) <= used <= (taken + 4096) + BUFFERS * buffer_bytes(taken + 4096)
         assert of(optimizer).arena.nbytes <= used - taken  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("placement", ["cpu", "gpu"])
-def test_a_parameter_without_elements_passes_again(placement: str) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (5000, 0)]
-    settings = offload.OffloadConfig(placement=placement, keep_grads=False)
-    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
-        for _ in range(2):
-            for _ in range(3):
-                torch.autograd.backward(parameters, [torch.ones_like(parameter) for parameter in parameters])
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

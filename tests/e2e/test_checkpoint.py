@@ -110,17 +110,6 @@ def test_what_extra_cannot_hold_is_named_in_a_sentence(tmp_path: Path, paths: li
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_of_state_that_was_never_updated(tmp_path: Path, paths: list[Path]) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        with Run(dtype, **PLACES["half"](paths)) as run:
-            before = run.state()
-            run.optimizer.save_checkpoint(tmp_path / "ck")
-            run.optimizer.wait_checkpoint()
-        with Run(dtype, seed=5) as other:
-            other.optimizer.load_checkpoint(tmp_path / "ck")
-            assert same(other.state(), before)
-
-
 def test_hyperparameters_come_back_in_their_kinds(tmp_path: Path, paths: list[Path]) -> None:
     with Run(**PLACES["streamed"](paths)) as run:
         run.train(1)
@@ -311,38 +300,6 @@ def test_older_checkpoints_in_a_store_that_is_taken_over_are_kept_and_released_i
         assert same(other.state(), states[2])
         other.optimizer.load_checkpoint(tmp_path / "3")
         assert same(other.state(), states[2])
-
-
-def test_parameters_that_are_added_beside_a_kept_checkpoint_have_room(tmp_path: Path, paths: list[Path]) -> None:
-    config = {"host_memory": 0, "staging_memory": 12 * 1024, "paths": [{"path": paths[0], "share": 1}]}
-    with Run(**config) as run:
-        run.train(2)
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.train(2)
-        run.optimizer.wait_checkpoint()
-        run.parameters.append(torch.nn.Parameter(torch.ones(3000).bfloat16()))
-        run.optimizer.add_param_group({"params": [("more", run.parameters[-1])]})
-        run.train(4)
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.train(4)
-        run.optimizer.engine._parts.machine.check()
-
-
-def test_a_session_goes_back_to_its_own_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
-    with Run(**PLACES["half"](paths)) as run:
-        run.train(2)
-        at_save = run.state()
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-        run.train(3)
-        run.optimizer.wait_checkpoint()
-        later = run.state()
-        for _ in range(3):
-            run.optimizer.load_checkpoint(tmp_path / "ck")
-            assert same(run.state(), at_save)
-            run.step = 2
-            run.train(3)
-            assert same(run.state(), later)
-            run.optimizer.engine._parts.machine.check()
 
 
 def test_a_store_whose_free_slots_nobody_knows_is_not_written_to(tmp_path: Path, paths: list[Path]) -> None:
@@ -539,16 +496,6 @@ def test_updates_make_checksums_of_what_stays_in_memory_where_a_save_is_expected
     with Run(seed=9, subgroup_numel=4096, state_format=state_format) as other:
         other.optimizer.load_checkpoint(tmp_path / "ck")
         assert same(other.state(), at_save)
-
-
-def test_a_session_that_closes_finishes_its_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
-    with Run(**PLACES["resident"](paths)) as run:
-        run.train(2)
-        state = run.state()
-        run.optimizer.save_checkpoint(tmp_path / "ck")
-    with Run() as other:
-        other.optimizer.load_checkpoint(tmp_path / "ck")
-        assert same(other.state(), state)
 
 
 def test_another_model_is_refused_and_changes_nothing(tmp_path: Path, paths: list[Path]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from net import errors
-from sharded import spawn
+from sharded import on_ranks
 from simulated import OnDevice
 from test_simulated_gpu import Replayed
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,6 +72,11 @@ def used(optimizer: Any, use: Callable[[Any], object]) -> None:
 
 def saves(optimizer: Any, folder: Path) -> None:
     used(optimizer, lambda optimizer: optimizer.save_checkpoint(folder / "saved"))
+
+
+def in_file(folder: Path) -> None:
+    offload.weights_in_file(net := model(), folder)
+    offload.weights_in_host_memory(net)
 
 
 def stepped(optimizer: Any, net: torch.nn.Module) -> None:
@@ -167,6 +172,8 @@ CASES: list[Case] = [
         "NOT_REDUCED",
         lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net, comm_hook=print)),
     ),
+    ("HOST_TAKEN", in_file),
+    ("HOST_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_host_memory(net))),
 ]
 
 
@@ -324,6 +331,7 @@ ON_RANKS: list[Case] = [
         "FSDP1_MODEL",
         lambda folder: used(adamw(folder, net := fsdp1()), lambda o: o.save_checkpoint(folder / "c", model=net)),
     ),
+    ("HOST_ALONE", lambda folder: offload.weights_in_host_memory(model())),
     ("HOOKED", hooked),
     ("COMPILED_REDUCTIONS", reduced_by_python),
 ]
@@ -353,11 +361,13 @@ def ask_all(folder: Path, cases: Sequence[Case]) -> None:
         ask(name, make, own / str(number))
 
 
-def ask_on_ranks(folder: Path) -> None:
+@on_ranks(2)
+def test_what_ranks_exclude_is_refused(folder: Path) -> None:
     ask_all(folder, ON_RANKS)
 
 
-def ask_with_deepspeed(folder: Path) -> None:
+@on_ranks(1)
+def test_what_deepspeed_excludes_is_refused(folder: Path) -> None:
     from offload.integrations import deepspeed as backend
 
     os.environ["LOCAL_RANK"] = "0"
@@ -374,16 +384,6 @@ def test_what_excludes_each_other_is_refused(name: str, make: Callable[[Path], o
 @pytest.mark.parametrize(("name", "make"), FRAMEWORKS, ids=[name for name, _ in FRAMEWORKS])
 def test_what_frameworks_exclude_is_refused(name: str, make: Callable[[Path], object], tmp_path: Path) -> None:
     ask(name, make, tmp_path)
-
-
-@pytest.mark.slow
-def test_what_ranks_exclude_is_refused(tmp_path: Path) -> None:
-    spawn(2, tmp_path, ask_on_ranks)
-
-
-@pytest.mark.slow
-def test_what_deepspeed_excludes_is_refused(tmp_path: Path) -> None:
-    spawn(1, tmp_path, ask_with_deepspeed)
 
 
 def test_each_row_is_asked_for() -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
-from sharded import spawn
+from sharded import on_ranks
 
 import offload
 
 
-def two_ranks(folder: Path) -> None:
+@on_ranks(2)
+def test_ddp_equals_the_reference(folder: Path) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20)).bfloat16()
@@ -46,11 +47,6 @@ def two_ranks(folder: Path) -> None:
     optimizer.close()
 
 
-@pytest.mark.slow
-def test_ddp_equals_the_reference(tmp_path: Path) -> None:
-    spawn(2, tmp_path, two_ranks)
-
-
 VARIANTS: list[dict[str, bool]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
 
 
@@ -76,16 +72,12 @@ def trained(folder: Path, variant: dict[str, bool], mode: str, rank: int) -> lis
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
-def overlapping_ranks(folder: Path) -> None:
+@pytest.mark.not_overlapped("steps go on where the test says so")
+@on_ranks(2)
+def test_steps_go_on_into_the_next_forward_pass(folder: Path) -> None:
     rank = dist.get_rank()
     for variant in VARIANTS:
         wanted = trained(folder, variant, "off", rank)
         for mode in ("on", "check"):
             found = trained(folder, variant, mode, rank)
             assert all(map(same_bits, found, wanted)), (variant, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.not_overlapped("steps go on where the test says so")
-def test_steps_go_on_into_the_next_forward_pass(tmp_path: Path) -> None:
-    spawn(2, tmp_path, overlapping_ranks)

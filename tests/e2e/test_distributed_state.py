@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from awkward import Model, everything, same
 from limited import limited
 from mirror import same_bits
-from sharded import spawn
+from sharded import on_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -299,7 +299,8 @@ def test_a_parameter_that_came_late(make: Callable[..., Any], tmp_path: Path) ->
         assert optimizer.state[model.late]["step"] == 1
 
 
-def two_ranks(folder: Path) -> None:
+@on_ranks(2)
+def test_two_ranks_with_the_same_state(folder: Path) -> None:
     for options in ("plain", "full", "flat"):  # with the fourth torch gives rank 0 alone a state dict
         chosen = StateDictOptions(**OPTIONS[options])
         model, again = Model(torch.bfloat16), Model(torch.bfloat16, seed=4)
@@ -314,8 +315,3 @@ def two_ranks(folder: Path) -> None:
             dist.barrier()
             load(again, other, place, chosen)
             assert same(everything(again, other), everything(model, optimizer))
-
-
-@pytest.mark.slow
-def test_two_ranks_with_the_same_state(tmp_path: Path) -> None:
-    spawn(2, tmp_path, two_ranks)

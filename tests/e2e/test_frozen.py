@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import Model, local, spawn
+from sharded import Model, local, on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -292,7 +292,9 @@ def given(model: torch.nn.Module, number: int) -> None:
         parameter.grad = drawn if parameter.requires_grad else None
 
 
-def of_ranks(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "muon-fsdp2", "muon-ddp"])
+@on_ranks(2)
+def test_ranks_keep_state_of_what_is_frozen(folder: Path, kind: str) -> None:
     """Two lives with a frozen block, beside one that goes on."""
     muon, shards = kind.startswith("muon"), kind.endswith("fsdp2")
 
@@ -331,11 +333,6 @@ def of_ranks(folder: Path, kind: str) -> None:
             assert all(torch.equal(local(one[name]), local(other[name])) for name in one)
     for each in (straight, optimizer):
         each.close()
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "muon-fsdp2", "muon-ddp"])
-def test_ranks_keep_state_of_what_is_frozen(kind: str, tmp_path: Path) -> None:
-    spawn(2, tmp_path, of_ranks, kind)
 
 
 # Programs

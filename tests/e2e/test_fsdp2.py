@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
-from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own, spawn, start
+from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, on_ranks, own, spawn, start
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -88,13 +88,9 @@ def test_shards_have_the_bits_of_the_whole(tmp_path: Path, ranks: int) -> None:
     spawn(ranks, tmp_path, exact, torch.bfloat16)
 
 
-def leaving(folder: Path, overlap: str) -> None:
-    exact(folder, torch.bfloat16, gradient_memory=0, overlap=overlap)
-
-
-@pytest.mark.slow
-def test_gradients_that_leave_for_the_paths_change_nothing(tmp_path: Path) -> None:
-    spawn(2, tmp_path, leaving, "off")
+@on_ranks(2)
+def test_gradients_that_leave_for_the_paths_change_nothing(folder: Path) -> None:
+    exact(folder, torch.bfloat16, gradient_memory=0)
 
 
 SAVED_RANKS = 4
@@ -442,7 +438,9 @@ def muon_backward(model: torch.nn.Module, step: int) -> None:
     model(torch.randn(8, 30).to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
-def changed_behind(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_muon_sees_what_changes_between_ranks_meetings(folder: Path, dtype: torch.dtype) -> None:
     """What writes past version counters, or comes between clipping and a step, is seen as by every optimizer."""
     model, optimizer, twin, beside = muon_pair(folder, dtype)
     if dtype is torch.float32:
@@ -485,13 +483,8 @@ def changed_behind(folder: Path, dtype: torch.dtype) -> None:
     beside.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_muon_sees_what_changes_between_ranks_meetings(tmp_path: Path, dtype: torch.dtype) -> None:
-    spawn(2, tmp_path, changed_behind, dtype)
-
-
-def muon_refusals(folder: Path) -> None:
+@on_ranks(2)
+def test_muon_is_refused_on_all_ranks(folder: Path) -> None:
     """What cannot be is refused on all ranks, and nobody waits for the others."""
     rank = dist.get_rank()
     for settings, field in (({"gradient_memory": 200}, "gradient_memory"), ({"overlap": "forward"}, "overlap")):
@@ -527,11 +520,6 @@ def muon_refusals(folder: Path) -> None:
     vector.grad = torch.ones(8)
     with pytest.raises(offload.SessionBrokenError):
         optimizer.step()
-
-
-@pytest.mark.slow
-def test_muon_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    spawn(2, tmp_path, muon_refusals)
 
 
 def die(*arguments: object, **keywords: object) -> NoReturn:
@@ -623,7 +611,8 @@ def test_rounding_follows_places_in_the_whole(tmp_path: Path) -> None:
         assert same_bits(left, right)
 
 
-def replicas(folder: Path) -> None:
+@on_ranks(4)
+def test_replicas_are_saved_once(folder: Path) -> None:
     """Ranks that have the same pieces save them once; each keeps its `extra`."""
     model, _ = made("hsdp")
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
@@ -636,11 +625,6 @@ def replicas(folder: Path) -> None:
         assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, True, False, False]
     assert optimizer.load_checkpoint(folder / "ck") == dist.get_rank()
     optimizer.close()
-
-
-@pytest.mark.slow
-def test_replicas_are_saved_once(tmp_path: Path) -> None:
-    spawn(4, tmp_path, replicas)
 
 
 def refused(folder: Path) -> None:
@@ -677,7 +661,9 @@ def refused(folder: Path) -> None:
         assert optimizer.engine.step_count(1) == 3
 
 
-def state_moves(folder: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_state_goes_in_and_out(folder: Path, dtype: torch.dtype) -> None:
     """State in and out, as `DTensor`s, as whole tensors and as torch's own; copies that were changed are noticed."""
     model = sharded_model(dtype)
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
@@ -727,13 +713,8 @@ def whole_copy(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().float().redistribute(placements=[Replicate()])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_state_goes_in_and_out(tmp_path: Path, dtype: torch.dtype) -> None:
-    spawn(2, tmp_path, state_moves, dtype)
-
-
-def moves(folder: Path) -> None:
+@on_ranks(4)
+def test_weights_that_move_and_gradients_that_are_not_finite(folder: Path) -> None:
     """FSDP2 takes new memory for weights with padding when they are loaded before the first pass."""
     expected = sharded_model()
     with torch.no_grad():
@@ -765,11 +746,6 @@ def moves(folder: Path) -> None:
     for parameter, weight in zip(model.parameters(), weights, strict=True):
         assert same_bits(local(parameter.detach()), weight)
     optimizer.close()
-
-
-@pytest.mark.slow
-def test_weights_that_move_and_gradients_that_are_not_finite(tmp_path: Path) -> None:
-    spawn(4, tmp_path, moves)
 
 
 @pytest.mark.slow

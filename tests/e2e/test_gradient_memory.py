@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import OnDevice
-from world import SimulatedDevice
 
 import offload
 from offload import ConfigError, InfeasiblePlanError, OffloadConfig
@@ -186,16 +184,6 @@ def test_park_refuses_gradients_that_no_step_has_used(tmp_path: Path):
     assert same(weights(layers), trained(tmp_path, None))
 
 
-def test_another_thread_s_backward(tmp_path: Path):
-    layers = model()
-    with optimizer_of(layers, tmp_path) as optimizer:
-        thread = threading.Thread(target=backward, args=(layers, 0))
-        thread.start()
-        thread.join()
-        optimizer.step()
-    assert same(weights(layers), trained(tmp_path, None, steps=1))
-
-
 def test_a_gradient_after_close_stays_where_autograd_puts_it(tmp_path: Path):
     layers = model()
     optimizer_of(layers, tmp_path).close()
@@ -210,30 +198,6 @@ def test_torch_s_own_scaler_is_refused(tmp_path: Path):
         scaler.scale(layers(torch.ones(1, WIDTH).bfloat16()).float().sum()).backward()
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("is_lazy", [True, False])
-def test_weights_on_a_device(is_lazy: bool, dtype: torch.dtype, tmp_path: Path):
-    """Its gradients come to host memory first; new weights are pushed as ever."""
-    found = []
-    for memory in (None, 0):
-        device = SimulatedDevice(lazy=is_lazy, delay_s=0.0 if is_lazy else 2e-4)
-        layers = model().to(dtype)
-        settings = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 8192, "placement": "cpu"}
-        config = OffloadConfig(**settings, gpu_memory=0, gradient_memory=memory, keep_grads=False)
-        with OnDevice(layers.named_parameters(), lr=1e-2, device=device, offload=config) as optimizer:
-            for step in range(3):
-                for number in range(2):
-                    generator = torch.Generator().manual_seed(10 * step + number)
-                    layers(torch.randn(4, WIDTH, generator=generator).to(dtype)).float().square().mean().backward()
-                found.append(optimizer.clip_grad_norm_(0.1))
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.engine.finish(on_gpu=True)
-            found += weights(layers)
-            assert (optimizer.plan.plan.gradient_buffers > 0) == (memory == 0)
-    assert same(found[: len(found) // 2], found[len(found) // 2 :])
 
 
 def test_a_group_whose_subgroups_are_larger(tmp_path: Path):

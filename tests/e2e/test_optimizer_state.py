@@ -74,37 +74,6 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("make", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_after_a_reset_training_is_a_fresh_optimizer_s(make: Callable[..., Any], dtype: torch.dtype) -> None:
-    parameters = weights(dtype)
-    with make(parameters) as optimizer:
-        for seed in range(3):
-            step(optimizer, parameters, seed)
-        before = [optimizer.state_for(parameter)["master"] for parameter in parameters]
-        left = [parameter.detach().clone() for parameter in parameters]
-        optimizer.reset_state()
-        assert len(optimizer.state) == 0
-        for parameter, master, weight in zip(parameters, before, left, strict=True):
-            state = optimizer.state_for(parameter)
-            assert same_bits(state["master"], master)
-            assert same_bits(parameter.detach(), weight)
-            assert not state["exp_avg"].any()
-            assert not state["exp_avg_sq"].any()
-        twins = [torch.nn.Parameter(weight) for weight in left]
-        with offload.AdamW(twins, lr=1e-2) as fresh:
-            if dtype != torch.float32:  # masters stay, and a new optimizer would take them from the weights
-                zeros = [
-                    {"step": 0, "exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)} for m in before
-                ]
-                entries = {n: {**zero, "master": before[n]} for n, zero in enumerate(zeros)}
-                fresh.load_state_dict({**fresh.state_dict(), "state": entries})
-            for seed in range(3, 6):
-                step(optimizer, parameters, seed)
-                step(fresh, twins, seed)
-                assert same(states(optimizer, parameters), states(fresh, twins))
-
-
-@pytest.mark.parametrize("make", EVERYWHERE, indirect=True)
 def test_one_parameter_is_reset_and_the_others_stay(make: Callable[..., Any]) -> None:
     parameters = weights(torch.bfloat16)
     with make(parameters) as optimizer:
@@ -315,22 +284,6 @@ def test_state_before_the_first_step(make: Callable[..., Any]) -> None:
         assert not optimizer.state
         step(optimizer, parameters, 1)
         assert len(optimizer.state) == 3
-
-
-@ON_LATE
-def test_state_is_loaded_before_the_first_step_on_a_gpu() -> None:
-    """With `gpu_memory="auto"` the engine is not open yet."""
-    parameters, later = (
-        [torch.nn.Parameter(weight.detach().to("late")) for weight in weights(torch.bfloat16)] for _ in range(2)
-    )
-    with offload.AdamW(parameters) as optimizer:
-        step(optimizer, parameters, 1)
-        saved, found = optimizer.state_dict(), states(optimizer, parameters)[:-3]
-    with offload.AdamW(later) as optimizer:
-        optimizer.load_state_dict(saved)
-        assert same(states(optimizer, later)[:-3], found)
-    with offload.AdamW(later) as optimizer:
-        assert not optimizer.state_for(later[0])["exp_avg"].any()
 
 
 def test_an_optimizer_is_not_made_in_inference_mode(tmp_path: Path) -> None:

@@ -79,11 +79,6 @@ def clipped(training: Training, rng: random.Random) -> None:
     training.optimizer.clip_grad_norm_(TIGHT)
 
 
-def torch_clips(training: Training, rng: random.Random) -> None:
-    training.backward()
-    torch.nn.utils.clip_grad_norm_(training.model.parameters(), rng.choice([LOOSE, LOOSE, TIGHT]))
-
-
 def torch_clips_nothing(training: Training, rng: random.Random) -> None:
     training.backward()
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), LOOSE)
@@ -92,18 +87,6 @@ def torch_clips_nothing(training: Training, rng: random.Random) -> None:
 def accumulated(training: Training, rng: random.Random) -> None:
     training.backward()
     training.backward()
-
-
-def written_past_counters(training: Training, rng: random.Random) -> None:
-    training.backward()
-    for parameter in rng.sample([p for p in training.model.parameters() if p.grad is not None], 3):
-        parameter.grad.data.flatten()[0] += 1
-
-
-def signs_flipped(training: Training, rng: random.Random) -> None:
-    training.backward()
-    parameter = rng.choice([p for p in training.model.parameters() if p.grad is not None])
-    parameter.grad.data.neg_()
 
 
 def signs_flipped_everywhere(training: Training, rng: random.Random) -> None:
@@ -134,17 +117,6 @@ def fp32_weights_written_past_counters(training: Training, rng: random.Random) -
         parameter.data.mul_(0.5)
 
 
-def some_without_gradient(training: Training, rng: random.Random) -> None:
-    training.backward()
-    rng.choice([*training.model.parameters()]).grad = None
-
-
-def another_gradient(training: Training, rng: random.Random) -> None:
-    training.backward()
-    parameter = rng.choice([p for p in training.model.parameters() if p.grad is not None])
-    parameter.grad = torch.ones_like(parameter)
-
-
 def dropped(training: Training, rng: random.Random) -> None:
     training.backward()
     training.optimizer.zero_grad()
@@ -167,31 +139,7 @@ def saved(training: Training, rng: random.Random) -> None:
     training.optimizer.save_checkpoint(training.folder / f"checkpoint-{training.seed}")
 
 
-def not_finite(training: Training, rng: random.Random) -> None:
-    training.backward()
-    parameter = rng.choice([p for p in training.model.parameters() if p.grad is not None])
-    parameter.grad.data.flatten()[-1] = float("nan")
-    if not torch.isfinite(training.optimizer.clip_grad_norm_(1.0)):
-        training.optimizer.zero_grad()
-
-
-KINDS = [
-    clipped,
-    torch_clips,
-    accumulated,
-    written_past_counters,
-    signs_flipped,
-    another_rate,
-    weights_written,
-    fp32_weights_written_past_counters,
-    some_without_gradient,
-    another_gradient,
-    dropped,
-    dropped_behind_its_back,
-    state_read,
-    saved,
-    not_finite,
-]
+KINDS = [clipped, accumulated, another_rate, weights_written, dropped, dropped_behind_its_back, state_read, saved]
 
 
 def run(

@@ -20,7 +20,6 @@ import torch
 from devices import CUDA, LATE_FULL
 from settling import settle
 from test_gpu_training import Given, Place, drawn
-from test_overlap_backward import KINDS as WHERE_GRADIENTS_STAY
 from test_overlap_backward import (
     LOOSE,
     Barrier,
@@ -45,7 +44,6 @@ from test_overlap_backward import (
 from test_overlap_forward import assert_same, everything
 from world import SimulatedDevice
 
-import offload
 from offload import waits
 from offload.device.lanes import GpuLanes
 from offload.errors import OffloadError, StepAbortedError
@@ -230,35 +228,6 @@ def named(kind: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize(
-    ("keeps", "form"),
-    [
-        (False, "exact"),
-        (False, "compact8"),
-        (True, "exact"),
-        pytest.param(True, "compact8", marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.parametrize("placing", PLACINGS)
-def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: str, keeps: bool, form: str) -> None:
-    """A fifth of the steps clips, others are not finite, are dropped, accumulate, or change what was read."""
-    found = {}
-    kinds = [named(kind) for kind in ((*WHERE_GRADIENTS_STAY, torch_clips_nothing) if keeps else KINDS)]
-    for overlap in ("off", "backward", "both"):
-        overlaps = "off" if overlap == "off" else "backward"
-        options = {"keep_grads": keeps, "state_format": form, **PLACINGS[placing]}
-        training = OnGpu(tmp_path / overlap, place, overlaps, **options)
-        training.follow = overlap == "both"
-        found[overlap] = run(training, 60, 1, kinds, share=0.5)
-        if overlap != "off":
-            assert training.counts["could"] > 0
-            assert training.counts["did"] >= 0.9 * training.counts["could"]
-            assert training.counts["revoked"] > 0
-    assert_says_something(found["off"])
-    assert_same(found["off"], found["backward"])
-    assert_same(found["off"], found["both"])
-
-
 def test_all_is_confirmed_where_gradients_stay_and_nothing_changes(place: Place, tmp_path: Path) -> None:
     """Also where torch clips, by 1; and nothing is where each gradient changes."""
     options = PLACINGS["part of the visits"] | {"keep_grads": True}
@@ -378,27 +347,6 @@ def test_passes_are_as_many_as_the_caller_says(place: Place, tmp_path: Path) -> 
     assert_same(*found)
 
 
-def test_scaled_losses(place: Place, tmp_path: Path) -> None:
-    """One that skips a step drops gradients that have left."""
-    found = []
-    for overlap in ("off", "backward"):
-        training = OnGpu(tmp_path / overlap, place, overlap)
-        with training.optimizer as optimizer:
-            scaler = offload.GradScaler(device=place.device.type, init_scale=2.0**10, growth_interval=4)
-            for step in range(16):
-                scaler.scale(training.loss(float("inf") if step == 9 else 1.0)).backward()
-                training.settle()
-                scaler.step(optimizer)
-                scaler.update()
-                if step % 2:
-                    optimizer.zero_grad()
-                training.count()
-            found.append(everything(optimizer, training.model))
-    assert_same(*found)
-    assert training.counts["confirmed"] > 0
-    assert training.counts["revoked"] > 0
-
-
 def span(tensor: torch.Tensor) -> tuple[int, int, bool]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, False
 
@@ -447,9 +395,7 @@ def test_new_weights_come_behind_whoever_reads_the_old_ones(tmp_path: Path, foll
 def test_float32_weights(place: Place, tmp_path: Path, placing: str, keeps: bool) -> None:
     """They are masters, which lie on the GPU, and which the caller may write to."""
     found = []
-    kinds = [
-        named(kind) for kind in (WHERE_GRADIENTS_STAY if keeps else [*KINDS, fp32_weights_written_past_counters])
-    ]
+    kinds = [named(kind) for kind in (*KINDS, fp32_weights_written_past_counters)]
     for overlap in ("off", "backward"):
         training = OnGpu(tmp_path / overlap, place, overlap, torch.float32, keep_grads=keeps, **PLACINGS[placing])
         found.append(run(training, 40, 2, kinds, share=0.5))
@@ -457,26 +403,6 @@ def test_float32_weights(place: Place, tmp_path: Path, placing: str, keeps: bool
     assert_same(*found)
     assert 0 < 0.9 * training.counts["could"] <= training.counts["did"]
     assert training.counts["revoked"] > 0
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_written_float32_weights_revoke_what_was_made_from_them(place: Place, tmp_path: Path, counted: bool) -> None:
-    found = []
-    for overlap in ("off", "backward"):
-        training = OnGpu(tmp_path / overlap, place, overlap, torch.float32)
-        with training.optimizer as optimizer, torch.no_grad():
-            for writes in (False, False, False, True, False):
-                before = training.counts["revoked"]
-                with torch.enable_grad():
-                    training.backward()
-                training.settle()
-                for weight in training.model.parameters() if writes else ():
-                    (weight if counted else weight.data).mul_(0.5)
-                training.step()
-                optimizer.zero_grad()
-                assert (training.counts["revoked"] > before) is (writes and overlap == "backward")
-            found.append(everything(optimizer, training.model))
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("again", [False, True])

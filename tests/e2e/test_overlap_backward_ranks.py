@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from mirror import same_bits
 from settling import LONG_S, settle
-from sharded import local, spawn
+from sharded import local, on_ranks, spawn
 from test_overlap_backward import LOOSE, SECONDS, TIGHT, Barrier, auto_changes, changes, feed
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -321,7 +321,9 @@ def torch_clips(training: Ranks) -> None:
     torch.nn.utils.clip_grad_norm_(training.model.parameters(), LOOSE)
 
 
-def undisturbed(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), CELLS)
+@on_ranks()
+def test_all_is_confirmed_where_nothing_changes(folder: Path, kind: str) -> None:
     for each in (plain, torch_clips):
         training = Ranks(folder / each.__name__, kind, "backward", "exact", torch.bfloat16)
         with training.optimizer as optimizer:
@@ -346,13 +348,10 @@ def undisturbed(folder: Path, kind: str) -> None:
                 assert all(each.expired() for each in memory)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), CELLS)
-def test_all_is_confirmed_where_nothing_changes(tmp_path: Path, kind: str, ranks: int) -> None:
-    spawn(ranks, tmp_path, undisturbed, kind)
-
-
-def chosen_by_the_first_rank(folder: Path, kind: str, follows: bool) -> None:
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize(("kind", "ranks"), [cell for cell in CELLS if "whole" not in cell.values[0]])
+@on_ranks()
+def test_auto_does_what_the_first_rank_has_measured(folder: Path, kind: str, follows: bool) -> None:
     """Rank 0 is fed times as in `run_as_fed`, and rank 1 the contrary."""
     found = []
     for overlap in ("off", "auto"):
@@ -385,13 +384,6 @@ def chosen_by_the_first_rank(folder: Path, kind: str, follows: bool) -> None:
             assert not any(speculates)
     for left, right in zip(*found, strict=True):
         assert same_bits(left, right)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("follows", [False, True])
-@pytest.mark.parametrize(("kind", "ranks"), [cell for cell in CELLS if "whole" not in cell.values[0]])
-def test_auto_does_what_the_first_rank_has_measured(tmp_path: Path, kind: str, ranks: int, follows: bool) -> None:
-    spawn(ranks, tmp_path, chosen_by_the_first_rank, kind, follows)
 
 
 def halved(state, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotations that are strings
@@ -476,7 +468,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def like_ddp_alone(folder: Path) -> None:
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
+@on_ranks()
+def test_buckets_have_the_bits_of_ddp_alone(folder: Path) -> None:
     for number, (name, how) in enumerate(WAYS.items()):
         place = folder / str(number)
         place.mkdir(exist_ok=True)
@@ -486,13 +480,8 @@ def like_ddp_alone(folder: Path) -> None:
         assert training.counts["confirmed"] > 0, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
-def test_buckets_have_the_bits_of_ddp_alone(tmp_path: Path, ranks: int) -> None:
-    spawn(ranks, tmp_path, like_ddp_alone)
-
-
-def made_while_backward_goes_on(folder: Path) -> None:
+@on_ranks(2)
+def test_updates_begin_with_the_first_bucket(folder: Path) -> None:
     training = Ranks(folder / "run", "ddp buckets", "backward", "exact", torch.bfloat16, subgroup_numel=1024)
     made: list[int] = []
     with training.optimizer as optimizer:
@@ -532,12 +521,8 @@ def made_while_backward_goes_on(folder: Path) -> None:
         assert found["speculation/confirmed_bytes"] == found["streamed_bytes"]
 
 
-@pytest.mark.slow
-def test_updates_begin_with_the_first_bucket(tmp_path: Path) -> None:
-    spawn(2, tmp_path, made_while_backward_goes_on)
-
-
-def buckets_refused(folder: Path) -> None:
+@on_ranks(2)
+def test_models_without_buckets_for_us_are_refused(folder: Path) -> None:
     first = Ranks(folder / "first", "ddp buckets", "backward", "exact", torch.bfloat16)
     with first.optimizer as optimizer:
         with pytest.raises(ConfigError, match="DistributedDataParallel that wraps"):
@@ -575,12 +560,8 @@ def buckets_refused(folder: Path) -> None:
     first.backward()
 
 
-@pytest.mark.slow
-def test_models_without_buckets_for_us_are_refused(tmp_path: Path) -> None:
-    spawn(2, tmp_path, buckets_refused)
-
-
-def reduced_by_hand(folder: Path) -> None:
+@on_ranks(2)
+def test_gradients_that_are_reduced_by_hand_have_the_bits_of_steps_without(folder: Path) -> None:
     """Nobody but the user reduces gradients, after backward; of one layer FSDP2 does."""
     found = []
     for overlap in ("off", "backward", "both"):
@@ -613,12 +594,8 @@ def reduced_by_hand(folder: Path) -> None:
         assert all(map(same_bits, found[0], others))
 
 
-@pytest.mark.slow
-def test_gradients_that_are_reduced_by_hand_have_the_bits_of_steps_without(tmp_path: Path) -> None:
-    spawn(2, tmp_path, reduced_by_hand)
-
-
-def refused(folder: Path) -> None:
+@on_ranks(1)
+def test_one_process_has_no_buckets(folder: Path) -> None:
     with offload.AdamW(network(torch.bfloat16).parameters(), offload={"host_memory": 0, "paths": [folder]}) as alone:
         model = torch.nn.Sequential()
         model.weight = alone.param_groups[0]["params"][0]
@@ -638,8 +615,3 @@ def refused(folder: Path) -> None:
                 optimizer.zero_grad()
             found.append([parameter.detach().clone() for parameter in ddp.parameters()])
     assert all(map(same_bits, *found))
-
-
-@pytest.mark.slow
-def test_one_process_has_no_buckets(tmp_path: Path) -> None:
-    spawn(1, tmp_path, refused)

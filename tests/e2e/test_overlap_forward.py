@@ -17,7 +17,7 @@ import pytest
 import torch
 from at_line import AtLine, at_every_line
 from mirror import same_bits
-from sharded import local, spawn
+from sharded import local
 from simulated import OnDevice
 from torch.utils.checkpoint import checkpoint
 from world import SimulatedDevice
@@ -158,58 +158,6 @@ def train(
             for mean, parameter in zip(average, model.parameters(), strict=True):
                 mean.lerp_(parameter.detach(), 0.5)
     return [*losses, *(float(mean.float().sum()) for mean in average)]
-
-
-def rank_of_two(folder: Path, steps: int) -> None:
-    """Train beside another rank, and compare modes."""
-    rank = torch.distributed.get_rank()
-    for state_format in FORMATS:
-        found = []
-        for mode in MODES:
-            model = Model()
-            parallel = torch.nn.parallel.DistributedDataParallel(model)
-            settings = offload.OffloadConfig(
-                host_memory=0, paths=[folder], subgroup_numel=4096, threads=1, state_format=state_format
-            )
-            with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
-                follow(optimizer, parallel, mode)
-                losses = train(model, optimizer, steps, parallel, rank)
-                found.append([torch.tensor(losses), *everything(optimizer, model)])
-        assert_all_same(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [12, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
-def test_bits_are_those_without_on_two_ranks(tmp_path: Path, steps: int) -> None:
-    spawn(2, tmp_path, rank_of_two, steps)
-
-
-@pytest.mark.late(shared=True)
-@pytest.mark.parametrize("keep_grads", [True, False])
-@pytest.mark.parametrize(
-    "placement", [*(pytest.param(place, marks=pytest.mark.full) for place in ("cpu", "gpu")), 0.5]
-)
-def test_weights_on_an_accelerator(
-    config: Callable[..., offload.OffloadConfig], keep_grads: bool, placement: Any
-) -> None:
-    found = []
-    for mode in MODES:
-        model = Model().to("late")
-        settings = config(keep_grads=keep_grads, placement=placement, gpu_memory=12 * 4096 * 2)
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
-            follow(optimizer, model, mode)
-            losses = []
-            for step in range(5):
-                for micro in range(1 + step % 2):
-                    loss = loss_of(model, 10 * step + micro)
-                    loss.backward()
-                    losses.append(loss.item())
-                optimizer.clip_grad_norm_(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.finish()
-            found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_all_same(found)
 
 
 def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
@@ -609,25 +557,6 @@ def test_evaluation_calls_what_training_does_not(
                     model.train()
             found.append([*losses, *everything(optimizer, model)])
     assert_all_same(found)
-
-
-@pytest.mark.parametrize("asked", ["forward", "backward", "both", "auto"])
-def test_the_one_setting_hides_steps_and_changes_no_bits(
-    config: Callable[..., offload.OffloadConfig], asked: str
-) -> None:
-    found, hidden = [], []
-    for overlap in ("off", asked):
-        model = Model()
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=config(overlap=overlap)) as optimizer:
-            if overlap in ("forward", "both", "auto"):
-                optimizer.overlap_forward(model)
-            losses = train(model, optimizer, 12)
-            hidden.append(optimizer.plan.hidden_in)
-            found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert hidden[0] == ""
-    if asked != "auto":  # which decides about backward by times
-        assert hidden[1] == {"both": "forward and backward"}.get(asked, asked)
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("overlap", ["forward", "both"])

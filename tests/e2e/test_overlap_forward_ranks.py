@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from settling import settle
-from sharded import local, spawn
+from sharded import local, on_ranks, spawn
 from test_overlap_forward import (
     FORMATS,
     MODES,
@@ -110,7 +110,8 @@ def test_bits_are_those_without_over_many_steps(tmp_path: Path, kind: str) -> No
     spawn(2, tmp_path, beside_off, kind, 200)
 
 
-def hidden(folder: Path) -> None:
+@on_ranks(2)
+def test_modules_wait_for_their_own_rows(folder: Path) -> None:
     """After `step` weights wait for a module, unless DDP still holds the memory of their gradients."""
     for kind in ("ddp", "views", "fsdp2"):
         model, views = Model(), kind == "views"
@@ -130,11 +131,6 @@ def hidden(folder: Path) -> None:
             assert not any(bool(local(p).isnan().any()) for p in model.parameters())
 
 
-@pytest.mark.slow
-def test_modules_wait_for_their_own_rows(tmp_path: Path) -> None:
-    spawn(2, tmp_path, hidden)
-
-
 class Branching(torch.nn.Module):
     """A branch of a rank's own, in front of layers that all ranks use."""
 
@@ -148,7 +144,9 @@ class Branching(torch.nn.Module):
         return self.layers(self.branches[branch](x) + x)
 
 
-def ranks_go_ways_of_their_own(folder: Path) -> None:
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
+@on_ranks()
+def test_no_rank_waits_for_what_another_calls(folder: Path) -> None:
     """They use other modules, and one evaluates, reads weights and writes a file while the other waits for it."""
     rank, found = dist.get_rank(), []
     for mode in MODES:
@@ -176,13 +174,9 @@ def ranks_go_ways_of_their_own(folder: Path) -> None:
             assert_same([*saved[0].values()], [*other.values()])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
-def test_no_rank_waits_for_what_another_calls(tmp_path: Path, ranks: int) -> None:
-    spawn(ranks, tmp_path, ranks_go_ways_of_their_own)
-
-
-def one_rank_fails(folder: Path, begins: bool) -> None:
+@pytest.mark.parametrize("begins", [True, False])
+@on_ranks(2)
+def test_a_rank_that_fails_is_told_of_everywhere(folder: Path, begins: bool) -> None:
     """What it was waited for is told on all ranks: its step has failed, or has not begun."""
     model = Model()
     parallel = DistributedDataParallel(model)
@@ -217,13 +211,8 @@ def fail(*arguments: Any, **keywords: Any) -> None:
     raise offload.TierError("a tier has failed") if not keywords.get("pending") else OSError("no step")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_rank_that_fails_is_told_of_everywhere(tmp_path: Path, begins: bool) -> None:
-    spawn(2, tmp_path, one_rank_fails, begins)
-
-
-def lifetime(folder: Path) -> None:
+@on_ranks(2)
+def test_a_step_under_way_ends_with_its_optimizer(folder: Path) -> None:
     """A step under way ends with its optimizer, whether that is closed or forgotten; another goes on from there."""
     model = Model()
     parallel = DistributedDataParallel(model)
@@ -250,12 +239,8 @@ def lifetime(folder: Path) -> None:
         assert torch.equal(first, mine)
 
 
-@pytest.mark.slow
-def test_a_step_under_way_ends_with_its_optimizer(tmp_path: Path) -> None:
-    spawn(2, tmp_path, lifetime)
-
-
-def misuse(folder: Path) -> None:
+@on_ranks(2)
+def test_fsdp2_is_left_as_it_was_and_fsdp1_is_refused(folder: Path) -> None:
     """FSDP2 is left as it was found; what gathers in ways of its own is refused."""
     model = made_parallel(Model(), "fsdp2")
     optimizer = offload.AdamW(model.parameters(), offload=settings(folder, shard=False))
@@ -275,12 +260,8 @@ def misuse(folder: Path) -> None:
         optimizer.overlap_forward(flat)
 
 
-@pytest.mark.slow
-def test_fsdp2_is_left_as_it_was_and_fsdp1_is_refused(tmp_path: Path) -> None:
-    spawn(2, tmp_path, misuse)
-
-
-def tensor_parallel(folder: Path) -> None:
+@on_ranks(2)
+def test_tensor_parallel_weights_are_waited_for(folder: Path) -> None:
     """Each rank waits for its part of a weight before the module that multiplies by it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -311,8 +292,3 @@ def tensor_parallel(folder: Path) -> None:
         assert hidden_steps > 0
         for others in found[1:]:
             assert_same(others, found[0])
-
-
-@pytest.mark.slow
-def test_tensor_parallel_weights_are_waited_for(tmp_path: Path) -> None:
-    spawn(2, tmp_path, tensor_parallel)

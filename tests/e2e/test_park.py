@@ -120,18 +120,6 @@ def test_only_what_has_changed_in_staging_slots_moves_where_nothing_is_resident(
     pair.close()
 
 
-def test_what_comes_home_leaves_room_on_the_path_as_it_was(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, **SETTINGS["half"])
-    sizes = []
-    for _ in range(8):
-        pair.train()
-        pair.parking.park()
-        sizes.append(sum(file.stat().st_blocks for file in (tmp_path / "parks").rglob("*") if file.is_file()))
-    assert sizes[-1] <= sizes[1], "the store grows with each park"
-    pair.check()
-    pair.close()
-
-
 def test_a_checkpoint_of_a_parked_session_is_whole(pair: Pair, tmp_path: Path) -> None:
     pair.train()
     pair.parking.park()
@@ -147,69 +135,6 @@ def test_a_checkpoint_of_a_parked_session_is_whole(pair: Pair, tmp_path: Path) -
     pair.optimizers[1].zero_grad()
     train(pair.parking, pair.weights[0], 2)
     pair.check()
-
-
-def test_gradients_that_no_step_has_used_are_refused_by_name(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, **SETTINGS["half"])
-    weights = pair.weights[0]
-    pair.train()
-    weights[1].grad = torch.zeros_like(weights[1])
-    with pytest.raises(offload.ConfigError, match=r"gradient of .*1.*zero_grad"):
-        pair.parking.park()
-    assert not pair.parking.engine.is_parked
-    assert weights[1].grad is not None
-    weights[1].grad = None
-    sum(w.float().sum() for w in weights).backward()
-    with pytest.raises(offload.ConfigError, match="gradient of"):
-        pair.parking.park(wait=False)
-    pair.parking.step()
-    pair.parking.park()  # used, and still in `.grad`
-    assert all(weight.grad is None for weight in weights)
-    pair.close()
-
-
-def test_without_paths_or_room_nothing_moves(tmp_path: Path) -> None:
-    weights = parameters()
-    with offload.AdamW(weights, offload=offload.OffloadConfig(subgroup_numel=1024)) as optimizer:
-        train(optimizer, weights, 1)
-        with pytest.raises(offload.InfeasiblePlanError, match="give paths"):
-            optimizer.park()
-        train(optimizer, weights, 2)
-        optimizer.park(keep_host=True)  # all may stay; what else there is goes
-        train(optimizer, weights, 3)
-    path = {"path": str(tmp_path), "max_bytes": "300KiB"}
-    config = offload.OffloadConfig(paths=[path], subgroup_numel=1024, host_memory="1GiB", checkpoints_kept=0)
-    weights = parameters()
-    with offload.AdamW(weights, offload=config) as optimizer:
-        train(optimizer, weights, 1)
-        path["max_bytes"] = "64KiB"
-    config = offload.OffloadConfig(paths=[path], subgroup_numel=1024, host_memory="1GiB", checkpoints_kept=0)
-    weights = parameters()
-    with offload.AdamW(weights, offload=config) as optimizer:
-        train(optimizer, weights, 1)
-        with pytest.raises(offload.InfeasiblePlanError, match="max_bytes"):
-            optimizer.park()
-        assert optimizer.metrics()["path/0/written_bytes"] == 0
-        train(optimizer, weights, 2)
-
-
-def test_after_close_and_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(tmp_path, **SETTINGS["half"])
-    pair.train()
-    pair.parking.park()
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.session.parking.available_bytes", lambda: 0)
-        for use in (pair.parking.unpark, lambda: pair.parking.state_for(pair.weights[0][0])):
-            with pytest.raises(offload.InfeasiblePlanError, match="stays parked"):
-                use()
-        assert pair.parking.engine.is_parked
-    pair.train()
-    pair.check()
-    pair.close()
-    with pytest.raises(offload.SessionBrokenError, match="closed"):
-        pair.parking.park()
-    with pytest.raises(offload.SessionBrokenError, match="closed"):
-        pair.parking.unpark()
 
 
 def test_a_park_from_another_thread_while_steps_go_on(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from at_line import AtLine, at_every_line
 from faulty import Fault, FaultKind, FaultyTier, faulty_paths
 from s3_server import BUCKET, S3Server
-from sharded import Model, exact_gradients, local, spawn
+from sharded import Model, exact_gradients, local, on_ranks
 from test_interrupts import STRIDES
 from test_park import SETTINGS, Pair, parameters, train
 from test_signal_handlers import handled
@@ -185,22 +185,6 @@ def test_what_has_no_room_is_refused_before_anything_moves(tmp_path: Path) -> No
 # What moves, and who waits
 
 
-def test_with_nothing_at_home_changed_slots_alone_are_written(tmp_path: Path) -> None:
-    with contextlib.closing(Pair(tmp_path, **SETTINGS["streamed"])) as pair:
-        for _ in range(3):
-            pair.train()
-        before = pair.parking.metrics()["path/0/written_bytes"]
-        pair.parking.park()
-        figures = pair.parking.metrics()
-        written = figures["path/0/written_bytes"] - before
-        assert 0 < written == figures["park/moved_bytes"] <= pair.parking.engine.plan.staging_bytes
-        assert figures["park/away_bytes"] == 0
-        pair.parking.park()
-        assert pair.parking.metrics()["path/0/written_bytes"] - before == written
-        pair.train()
-        pair.check()
-
-
 def test_a_hundred_parks_leave_stores_and_descriptors_as_they_are(pair: Pair) -> None:
     def used() -> tuple[int, int]:
         files = (pair.folder / "parks").rglob("*")
@@ -246,24 +230,6 @@ def test_nothing_says_parked_before_memory_is_gone(pair: Pair, wait: bool, monke
     pair.parking.park()
     assert said[0] is False
     assert pair.parking.engine.is_parked
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_save_is_awaited_or_goes_on(pair: Pair, tmp_path: Path, wait: bool) -> None:
-    for number in range(4):
-        pair.parking.save_checkpoint(tmp_path / "saved")
-        pair.parking.park(wait=wait)
-        if number % 2:
-            pair.parking.wait_checkpoint()
-        pair.train()
-    step = pair.steps - 1
-    pair.parking.wait_checkpoint()
-    pair.train()
-    pair.parking.load_checkpoint(tmp_path / "saved")
-    assert pair.parking.metrics()["step"] == step
-    for number in (step + 1, step + 2):
-        train(pair.parking, pair.weights[0], number)
-    pair.check()
 
 
 # Failures
@@ -424,7 +390,9 @@ def test_an_object_store_takes_what_leaves(s3: S3Server, tmp_path: Path) -> None
             assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def one_rank_parks(folder: Path, shard: bool) -> None:
+@pytest.mark.parametrize("shard", [True, False], ids=["DDP", "FSDP2"])
+@on_ranks(2)
+def test_ranks_do_not_wait_for_one_that_parks(folder: Path, shard: bool) -> None:
     """Ranks do not wait for each other: one parks, and the step of both goes on."""
     rank, found = dist.get_rank(), []
     for parks in (True, False):
@@ -445,9 +413,3 @@ def one_rank_parks(folder: Path, shard: bool) -> None:
                 optimizer.zero_grad()
             found.append([local(parameter.detach()).clone() for parameter in model.parameters()])
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", [True, False], ids=["DDP", "FSDP2"])
-def test_ranks_do_not_wait_for_one_that_parks(tmp_path: Path, shard: bool) -> None:
-    spawn(2, tmp_path, one_rank_parks, shard)

@@ -143,24 +143,6 @@ def test_bits_are_those_of_the_definition_wherever_state_lives(
             assert_same(state_of(optimizer, parameters), wanted)
 
 
-PLACES = {"gpu": ("gpu", 0), "both": (0.5, "20KiB"), "home": ("gpu", "20KiB"), "cpu": ("cpu", 0), "none": (0.5, 0)}
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [*itertools.product(OPTIMIZERS, ["gpu", "both"]), *itertools.product(["adamw", "sgd"], ["home", "cpu", "none"])],
-)
-@pytest.mark.late(shared=True)
-def test_bits_are_the_same_on_a_device(name: str, place: str, tmp_path: Path) -> None:
-    (kind, settings), (placement, gpu_memory) = OPTIMIZERS[name], PLACES[place]
-    wanted = by_definition(kind.rule, settings, weights(torch.bfloat16))
-    parameters = [torch.nn.Parameter(weight.detach().to("late")) for weight in weights(torch.bfloat16)]
-    config = {"paths": [str(tmp_path)], "placement": placement, "gpu_memory": gpu_memory, "subgroup_numel": 1024}
-    with kind(parameters, offload=config, **settings) as optimizer:
-        train(optimizer, parameters, 0, STEPS)
-        assert_same(state_of(optimizer, parameters), wanted)
-
-
 @every_optimizer
 def test_near_torch_over_many_steps(kind: Any, settings: dict[str, Any]) -> None:
     """Two hundred steps; a sign may differ where the momentum is nearly 0, and then by one step of Lion."""

@@ -952,29 +952,6 @@ def test_what_cannot_be_opened_stays_closed(tmp_path: Path) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("gpu_memory", [0, "auto"])
-def test_wide_gradients_of_parameters_that_come_later(tmp_path: Path, gpu_memory: int | str) -> None:
-    parameters, twins = weights(), weights()
-    settings = config(tmp_path, gpu_memory=gpu_memory, gradient_dtype="float32", keep_grads=False)
-    optimizer = OnDevice(
-        [parameters[0].requires_grad_(False), parameters[1]], device=SimulatedDevice(), offload=settings
-    )
-    twin = offload.AdamW(
-        [twins[0].requires_grad_(False), twins[1]], offload=offload.OffloadConfig(gradient_dtype="float32")
-    )
-    with optimizer, twin:
-        for owner, mine in ((optimizer, parameters), (twin, twins)):
-            owner.add_param_group({"params": mine[2:]})
-            for step in range(3):
-                if step == 1:
-                    mine[0].requires_grad_()
-                for again in range(2):
-                    backward(mine[step == 0 :], 2 * step + again)
-                owner.step()
-                owner.zero_grad()
-        assert same(states(optimizer, parameters), states(twin, twins))
-
-
 def test_a_default_device_is_not_where_the_host_works(tmp_path: Path) -> None:
     parameters = weights()
     with torch.device("meta"), OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:

@@ -13,7 +13,6 @@ import torch
 from limited import limited
 from mirror import same, states
 from simulated import OnDevice
-from test_simulated_gpu import train_behind
 from world import HazardError, SimulatedDevice
 
 import offload
@@ -140,54 +139,6 @@ def test_the_calls_of_a_step(tmp_path: Path) -> None:
             optimizer.step()
         seen.append({kind: number for kind, number in device.calls.items() if kind != "mark"})
     assert seen[0] == seen[1] == {"copy": 2, "kernel": 2, "table": 2}
-
-
-@pytest.mark.parametrize("keep_grads", [False, True])
-@pytest.mark.parametrize("forgotten", [None, "follow_caller", "lead_caller"])
-def test_forward_and_backward_come_before_and_after_a_step(
-    tmp_path: Path, forgotten: str | None, keep_grads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With all on lanes, nothing but marks says what comes first: here, those of small pieces alone."""
-    if forgotten == "follow_caller" and not keep_grads:
-        pytest.skip("clipping has waited for gradients that leave")
-    parameters, twins = vectors(20, 130), vectors(20, 130)
-    device = SimulatedDevice(lazy=True, caller_is_host=False)
-    optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=keep_grads))
-    lanes = optimizer.engine._parts.lanes
-    assert lanes is not None
-    if forgotten is None:
-        with optimizer, offload.AdamW(twins) as twin:
-            train_behind(optimizer, parameters, device, range(3), clip=False)
-            for step in range(3):
-                torch.autograd.backward(twins, gradients(twins, step))
-                twin.step()
-                twin.zero_grad()
-            assert same(states(optimizer, parameters), states(twin, twins))
-        return
-    plain, follow = getattr(lanes, forgotten), device.follow
-    marked: list[Any] = []
-
-    def mark(lane: DeviceLane, *, timed: bool = True) -> Any:
-        marked[:] = [(found := SimulatedDevice.mark(device, lane, timed=timed), lane)]
-        return found
-
-    # What copies pieces follows its table, too, and so whatever the lane of tables follows.
-    theirs = (DeviceLane.PIECES, DeviceLane.H2D) if forgotten == "follow_caller" else (DeviceLane.PIECES,)
-
-    def no_pieces(lane: Any, of: Any) -> None:
-        if lane not in theirs and (not marked or marked[0] != (of, DeviceLane.PIECES)):
-            follow(lane, of)
-
-    def forgetful() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "follow", no_pieces)
-            patch.setattr(device, "mark", mark)
-            plain()
-
-    monkeypatch.setattr(lanes, forgotten, forgetful)
-    with pytest.raises(offload.OffloadError) as raised, optimizer:
-        train_behind(optimizer, parameters, device, range(4), clip=False)
-    assert any(isinstance(cause, HazardError) for cause in (raised.value, raised.value.__cause__))
 
 
 def test_buffers_are_part_of_the_plan(tmp_path: Path) -> None:

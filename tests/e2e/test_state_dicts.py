@@ -8,7 +8,6 @@ import gc
 import io
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -351,53 +350,6 @@ def refused(streaming: Any, match: str) -> Iterator[dict[str, Any]]:
         with pytest.raises(offload.ConfigError, match=match):
             optimizer.load_state_dict(saved)
         assert same(everything(model, optimizer), before)
-
-
-@pytest.mark.parametrize("weights_first", [True, False])
-def test_weights_may_be_loaded_after_their_masters(
-    streaming: Any, caplog: pytest.LogCaptureFixture, weights_first: bool
-) -> None:
-    """In the order of `torch.distributed.checkpoint.state_dict.set_state_dict`: masters have more than 16 bits."""
-    model, again = Model(torch.bfloat16), Model(torch.bfloat16, seed=3)
-    with offload.AdamW(model.groups(), lr=1e-2, offload=streaming()) as optimizer:
-        model.train_with(optimizer, 1, 2)
-        weights, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
-        before = everything(model, optimizer)
-        model.train_with(optimizer, 3)
-        after = everything(model, optimizer)
-    with (
-        caplog.at_level(logging.WARNING, logger="offload"),
-        offload.AdamW(again.groups(), lr=1e-2, offload=streaming()) as optimizer,
-    ):
-        loads = [lambda: again.load_state_dict(weights), lambda: optimizer.load_state_dict(saved)]
-        for load in loads if weights_first else loads[::-1]:
-            load()
-        assert same(everything(again, optimizer), before)
-        again.load_state_dict(weights)  # and once more
-        assert same(everything(again, optimizer), before)
-        again.train_with(optimizer, 3)
-        assert same(everything(again, optimizer), after)
-        assert not caplog.records
-
-
-@pytest.mark.parametrize("address", ["same", "new"])
-def test_a_weight_that_changes_after_its_master_was_loaded_replaces_it(streaming: Any, address: str) -> None:
-    model = Model(torch.bfloat16)
-    with offload.AdamW(model.groups(), lr=1e-2, offload=streaming()) as optimizer:
-        model.train_with(optimizer, 1, 2)
-        before = everything(model, optimizer)
-        optimizer.load_state_dict(optimizer.state_dict())
-        with torch.no_grad():
-            if address == "new":
-                model.embed.data = model.embed.detach().clone()  # moved, and what it was
-                model.matrix.data = model.matrix.detach().clone()
-            model.matrix[3, 4] += 1
-        after = everything(model, optimizer)
-        changed = [name for name in before if not same_bits(after[name], before[name])]
-        assert changed == ["matrix.weight", "matrix.master"]
-        assert after["matrix.master"][3, 4] == model.matrix[3, 4]
-        after["matrix.master"][3, 4] = before["matrix.master"][3, 4]
-        assert same_bits(after["matrix.master"], before["matrix.master"])  # element by element
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -53,27 +53,6 @@ def run(
         return states(optimizer, parameters)
 
 
-@pytest.mark.late(shared=True)
-@pytest.mark.parametrize(
-    ("placement", "form"), [("cpu", "compact8"), ("gpu", "compact8"), (0.5, "compact8"), (0.5, "compact16")]
-)
-def test_bits_are_the_same_on_a_gpu(placement: Any, form: str, tmp_path: Path) -> None:
-    expected = run({}, form=form)
-    parameters = [torch.nn.Parameter(weight.detach().to("late")) for weight in weights()]
-    settings = offload.OffloadConfig(
-        state_format=form,
-        placement=placement,
-        paths=[tmp_path],
-        host_memory="40KB",
-        staging_memory="256KiB",
-        subgroup_numel=4096,
-        gpu_memory=0,
-    )
-    with offload.AdamW(named(parameters), lr=1e-2, offload=settings) as optimizer:
-        train(optimizer, parameters, range(STEPS))
-        assert same([tensor.cpu() for tensor in states(optimizer, parameters)], expected)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_that_is_read_and_written_back_is_the_same(form: str, dtype: torch.dtype) -> None:

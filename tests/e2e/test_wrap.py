@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import prepared
 import pytest
 import torch
 from mirror import same_bits
@@ -247,43 +243,6 @@ def test_a_resumed_run_goes_on_exactly(kind: type, tmp_path: Path) -> None:
             assert_same(optimizer.state_dict(), wanted[1])
 
 
-PROGRAM = """
-import os, signal, sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/e2e"]
-import torch, offload
-from test_wrap import Odd, draw, streamed, two_groups, weights
-folder, first, last, dies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "dies"
-ours = weights(torch.bfloat16)
-optimizer = offload.wrap(Odd, two_groups(ours), offload=streamed(folder + "/path"))
-if first:
-    optimizer.load_checkpoint(folder + "/saved")
-for step in range(first, last):
-    draw(ours, step)
-    optimizer.step()
-    if step == 3:
-        optimizer.save_checkpoint(folder + "/saved")
-        optimizer.wait_checkpoint()
-if dies:
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save([p.detach() for p in ours], folder + "/weights")
-"""
-
-
-def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
-    program = PROGRAM.format(tests=os.path.dirname(os.path.dirname(__file__)))
-
-    def run(name: str, *arguments: str) -> int:
-        (tmp_path / name / "path").mkdir(parents=True, exist_ok=True)
-        command = [prepared.python(), "-c", program, str(tmp_path / name), *arguments]
-        return subprocess.run(command, check=False).returncode
-
-    assert run("whole", "0", "9", "lives") == 0
-    assert run("killed", "0", "6", "dies") == -signal.SIGKILL
-    assert run("killed", "4", "9", "lives") == 0
-    whole, killed = (torch.load(tmp_path / name / "weights") for name in ("whole", "killed"))
-    assert_same(whole, killed)
-
-
 def test_state_dicts_are_the_class_s_own(tmp_path: Path) -> None:
     """The class loads what the wrapped one gives, and the other way round."""
     own, ours = weights(), weights()
@@ -512,13 +471,6 @@ def test_bad_parameters_are_refused_as_ever(params: Any, error: Any) -> None:
         return
     with pytest.raises(error):
         offload.wrap(optim.AdamW, params)
-
-
-def test_weights_that_share_memory_are_refused() -> None:
-    memory = torch.zeros(100)
-    params = [torch.nn.Parameter(memory[:60]), torch.nn.Parameter(memory[40:])]
-    with pytest.raises(ConfigError, match="share memory"):
-        offload.wrap(optim.SGD, params)
 
 
 def test_what_shows_only_in_training_ends_it_by_name() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import same, same_bits
-from sharded import spawn
+from sharded import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
@@ -152,30 +152,6 @@ def test_each_way_to_put_weights_back(way: Callable[[Parameters], None]) -> None
     assert same(run(made, {}, torch.bfloat16, lambda parameters, _: way(parameters)), expected)
 
 
-@pytest.mark.late(shared=True)
-@pytest.mark.parametrize("placement", ["cpu", "gpu"])
-@pytest.mark.parametrize("form", ["exact", "compact8"])
-def test_on_an_accelerator_too(form: str, placement: str, tmp_path: Path) -> None:
-    """Beside changes of some rows, which count: the bits of a run in host memory where nothing else is written."""
-    found = []
-    common = {"state_format": form, "exact_names": [], "subgroup_numel": 8192}
-    streamed = {**common, "host_memory": 0, "paths": [tmp_path], "placement": placement}
-    for device, config in (("cpu", common), ("late", streamed)):
-        parameters = parameters_of(device=device)
-        with offload.AdamW(named(parameters), lr=1e-3, offload=config) as optimizer:
-            for step in range(STEPS):
-                gradients(parameters, step)
-                with torch.no_grad():
-                    if device == "late":
-                        sharpness_aware(parameters)
-                        between_looks(parameters, optimizer.state_dict)
-                    parameters[0][step : step + 5] = 0.25
-                optimizer.step()
-            found.append([tensor for p in parameters for tensor in optimizer.state_for(p).values()])
-            found[-1] += [parameter.detach().cpu() for parameter in parameters]
-    assert same(*found)
-
-
 @pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
 @pytest.mark.parametrize(
     ("dtype", "piece"), [(torch.bfloat16, 1 << 20), (torch.float16, 1 << 20), (torch.bfloat16, 100)]
@@ -262,7 +238,8 @@ def gone_on(optimizer: Any, parameters: Parameters) -> list[torch.Tensor]:
 # Ranks
 
 
-def replicas(folder: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_one_state_settle_it_together(folder: Path) -> None:
     """One rank saves for both amid an evaluation of averaged weights: both go on with the same masters."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 70, bias=False).bfloat16()
@@ -285,7 +262,9 @@ def replicas(folder: Path) -> None:
         assert same_bits(both[0], both[1])
 
 
-def shards(folder: Path, shard: bool) -> None:
+@pytest.mark.parametrize("shard", [True, False], ids=["ddp", "fsdp2"])
+@on_ranks(2)
+def test_shards_that_are_written_and_put_back(folder: Path, shard: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     found = []
@@ -309,47 +288,3 @@ def shards(folder: Path, shard: bool) -> None:
             states = [optimizer.state_for(parameter)["master"] for parameter in model.parameters()]
             found.append([getattr(state, "_local_tensor", state) for state in states])
     assert same(*found)
-
-
-@pytest.mark.slow
-def test_ranks_with_one_state_settle_it_together(tmp_path: Path) -> None:
-    spawn(2, tmp_path, replicas)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", [True, False], ids=["ddp", "fsdp2"])
-def test_shards_that_are_written_and_put_back(shard: bool, tmp_path: Path) -> None:
-    spawn(2, tmp_path, shards, shard)
-
-
-def test_an_fp32_weight_that_was_written_to_is_in_the_next_checkpoint(tmp_path: Path) -> None:
-    """It is its master: the version that the checkpoint before holds is old."""
-    weight, loaded = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
-    settings = {"host_memory": 0, "paths": [str(tmp_path)], "checkpoints_kept": 2}
-    with offload.AdamW([("w", weight)], offload=settings) as optimizer:
-        for value in (0.0, 7.0):
-            with torch.no_grad():
-                weight.fill_(value)
-            optimizer.save_checkpoint(tmp_path / "checkpoint")
-            optimizer.wait_checkpoint()
-    with offload.AdamW([("w", loaded)], offload=settings) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "checkpoint")
-        assert loaded.tolist() == weight.tolist()
-
-
-def test_a_resume_keeps_masters_that_a_reset_has_left_for_state_dicts(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(64).bfloat16())
-    settings = {"host_memory": 0, "paths": [str(tmp_path)]}
-    with offload.AdamW([("w", weight)], lr=1e-3, offload=settings) as optimizer:
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        optimizer.reset_state()
-        master = optimizer.state_for(weight)["master"].clone()
-        optimizer.save_checkpoint(tmp_path / "checkpoint")
-        optimizer.wait_checkpoint()
-    assert not torch.equal(master, weight.detach().float())
-    with offload.AdamW([("w", weight)], lr=1e-3, offload=settings) as optimizer:
-        optimizer.load_checkpoint(tmp_path / "checkpoint")
-        saved = optimizer.state_dict()["state"][0]
-        assert saved["step"] == 0
-        assert torch.equal(saved["master"], master)

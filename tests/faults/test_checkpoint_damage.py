@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import prepared
 import pytest
 import torch
 from faulty import FaultyTier
@@ -35,7 +33,6 @@ from offload.checkpoint.manifest import (
     unseal_commit,
 )
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import find_stores
 from offload.protocols import Tier, TileRequest
 from offload.session import setup
 from offload.tiers import SLOT_HEADER_BYTES, open_tier
@@ -528,66 +525,6 @@ def test_a_directory_that_is_removed_under_a_running_session(tmp_path: Path) -> 
         assert all(torch.equal(left, right) for left, right in zip(other, expected, strict=True))
 
 
-INTERRUPTED_SAVES = """
-import random, signal, sys, torch, offload
-folder, path = sys.argv[1:]
-class Stop(BaseException):
-    pass
-armed = False
-def interrupt(*_):
-    global armed
-    if armed:
-        armed = False
-        raise Stop
-signal.signal(signal.SIGALRM, interrupt)
-def make(**config):
-    torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(4096).bfloat16()) for _ in range(8)]
-    config = offload.OffloadConfig(subgroup_numel=4096, **config)
-    return parameters, offload.AdamW(parameters, lr=1e-2, offload=config)
-def step(parameters, optimizer, number):
-    generator = torch.Generator().manual_seed(number)
-    for parameter in parameters:
-        parameter.grad = torch.randn(4096, generator=generator).bfloat16()
-    optimizer.step()
-parameters, optimizer = make(host_memory=200_000, paths=[path])
-rng = random.Random(1)
-interrupts = 0
-for number in range(30):
-    step(parameters, optimizer, number)
-    try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, rng.choice((1e-4, 1e-3, 1e-2)) * rng.random() + 1e-6)
-        optimizer.save_checkpoint(folder, extra=number + 1, copy=number % 3 == 0)
-        armed = False
-    except Stop:
-        interrupts += 1
-optimizer.save_checkpoint(folder, extra=30)
-optimizer.wait_checkpoint()
-optimizer.engine._parts.machine.check()
-optimizer.close()
-other, optimizer = make()
-whole = optimizer.load_checkpoint(folder) == 30
-twin, reference = make()
-for number in range(30):
-    step(twin, reference, number)
-same = all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(parameters, other, twin))
-print("whole", whole and same and interrupts > 0)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_during_saves_leaves_the_session_and_the_checkpoints_whole(tmp_path: Path) -> None:
-    path, folder = tmp_path / "path", tmp_path / "ck"
-    path.mkdir()
-    command = [prepared.python(), "-c", INTERRUPTED_SAVES, str(folder), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.stdout.strip() == "whole True", done.stderr
-    (left,) = find_stores(str(path))
-    assert len(left.pins) == 1
-    assert not list(folder.glob("offload-*")), "a copy that was interrupted, or replaced, is left behind"
-
-
 def test_an_interrupt_while_a_copy_is_opened_leaves_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoint"
     parameter = torch.nn.Parameter(torch.ones(100))
@@ -727,65 +664,6 @@ def test_a_session_that_breaks_while_a_copy_is_written_says_why(
             optimizer.wait_checkpoint()
 
 
-@pytest.fixture(params=["tmpfs", "ext4"])
-def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A small file system of its own: 3 MiB of memory, or ext4 on a loop device."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
-    if request.param == "ext4":
-        if shutil.which("mkfs.ext4") is None:
-            pytest.skip("no mkfs.ext4")
-        image = tmp_path / "image"
-        image.touch()
-        os.truncate(image, 4 << 20)
-        subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-b", "4096", "-O", "^has_journal", str(image)], check=True)
-        command = ["mount", "-t", "ext4", "-o", "loop", str(image), str(place)]
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        pytest.skip("no such mounts here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_full_disk_costs_the_checkpoint_and_not_the_training(small: Path, tmp_path: Path, copy: bool) -> None:
-    """The disk is filled by somebody else, after the plan was made."""
-    path = small if not copy else tmp_path / "path"
-    folder = tmp_path / "ck" if not copy else small / "ck"
-    path.mkdir(exist_ok=True)
-    expected, optimizer = make([], host_memory=None)
-    with optimizer:
-        for number in range(4):
-            step(expected, optimizer, number)
-    parameters, optimizer = make([path], host_memory="1MiB")
-    with optimizer:
-        step(parameters, optimizer, 0)
-        filler = small / "filler"
-        with open(filler, "wb", buffering=0) as file:
-            for _ in range(4):  # ext4 finds out what is left when it has written
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(4096))
-                os.fsync(file.fileno())
-
-        def save() -> None:
-            optimizer.save_checkpoint(folder, copy=copy)
-            optimizer.wait_checkpoint()
-
-        with pytest.raises(offload.OffloadError, match=r"ENOSPC|No space"):
-            save()
-        step(parameters, optimizer, 1)
-        filler.unlink()
-        step(parameters, optimizer, 2)
-        optimizer.save_checkpoint(folder, copy=copy)
-        step(parameters, optimizer, 3)
-        optimizer.wait_checkpoint()
-        assert all(torch.equal(left, right) for left, right in zip(parameters, expected, strict=True))
-
-
 def test_a_read_only_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     path = tmp_path / "path"
     path.mkdir()
@@ -812,21 +690,3 @@ def test_a_read_only_checkpoint_can_be_loaded(tmp_path: Path) -> None:
     finally:
         if os.geteuid() == 0:
             subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_folder_that_goes_away_meanwhile(tmp_path: Path) -> None:
-    path = tmp_path / "path"
-    path.mkdir()
-    parameters, optimizer = make([path], host_memory="1MiB")
-    with optimizer:
-        step(parameters, optimizer)
-        optimizer.save_checkpoint(tmp_path / "ck")
-        optimizer.wait_checkpoint()
-        shutil.rmtree(tmp_path / "ck")
-        step(parameters, optimizer, 2)
-        optimizer.save_checkpoint(tmp_path / "ck2")
-        optimizer.wait_checkpoint()
-    other, optimizer = make([], host_memory=None, seed=4)
-    with optimizer:
-        optimizer.load_checkpoint(tmp_path / "ck2")
-        assert all(torch.equal(left, right) for left, right in zip(parameters, other, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -246,27 +245,6 @@ def test_a_plan_without_room_says_who_may_tell_what_ended_sessions_hold(tmp_path
 # A folder's name that means something else by now ------------------------------------------------------------------
 
 
-def test_a_link_that_points_elsewhere_now(tmp_path: Path, path: Path) -> None:
-    for name in ("run1", "run2"):
-        (tmp_path / name).mkdir()
-    latest = tmp_path / "latest"
-    latest.symlink_to("run1")
-    write(path, 1, latest / "ck")
-    latest.unlink()
-    latest.symlink_to("run2")
-    write(path, 2, latest / "ck")
-    assert steps_in(tmp_path / "run1/ck", path) == 1
-    assert steps_in(tmp_path / "run2/ck", path) == 2
-
-
-def test_a_folder_that_was_renamed_before_a_new_session_saves_there(tmp_path: Path, path: Path) -> None:
-    write(path, 1, tmp_path / "ck")
-    os.rename(tmp_path / "ck", tmp_path / "best")
-    write(path, 2, tmp_path / "ck")
-    assert steps_in(tmp_path / "best", path) == 1
-    assert steps_in(tmp_path / "ck", path) == 2
-
-
 def test_a_folder_that_was_renamed_while_its_session_goes_on(
     tmp_path: Path, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,24 +260,6 @@ def test_a_folder_that_was_renamed_while_its_session_goes_on(
     assert steps_in(tmp_path / "ck", path) == 4
 
 
-def test_another_folder_that_is_mounted_at_the_same_name(tmp_path: Path, path: Path) -> None:
-    for name in ("host1", "host2", "ck"):
-        (tmp_path / name).mkdir()
-
-    def mounted(host: str, work: Callable[[], object]) -> None:
-        done = subprocess.run(["mount", "--bind", tmp_path / host, tmp_path / "ck"], capture_output=True)
-        if done.returncode:
-            pytest.skip("directories cannot be mounted here")
-        try:
-            work()
-        finally:
-            subprocess.run(["umount", "--lazy", tmp_path / "ck"], check=True)
-
-    mounted("host1", lambda: write(path, 1, tmp_path / "ck"))
-    mounted("host2", lambda: write(path, 2, tmp_path / "ck"))
-    mounted("host1", lambda: steps_in(tmp_path / "ck", path) == 1 or pytest.fail("another checkpoint"))
-
-
 def test_a_path_and_its_checkpoint_that_were_moved_together(tmp_path: Path) -> None:
     paths = tmp_path / "disk/a", tmp_path / "disk/b"
     for path in paths:
@@ -313,17 +273,6 @@ def test_a_path_and_its_checkpoint_that_were_moved_together(tmp_path: Path) -> N
         (store,) = find_stores(str(place))
         assert [pin.folder for pin in store.pins] == [str(tmp_path / "elsewhere/ck")]
         assert not store.missing
-
-
-def test_a_copy_of_a_folder_leaves_the_original_its_state(tmp_path: Path, path: Path) -> None:
-    write(path, 1, tmp_path / "ck")
-    shutil.copytree(tmp_path / "ck", tmp_path / "copied")
-    with Run(path) as run:
-        run.optimizer.load_checkpoint(tmp_path / "copied")
-        run.train().save(tmp_path / "copied")
-        run.train(3)
-    assert steps_in(tmp_path / "ck", path) == 1
-    assert steps_in(tmp_path / "copied", path) == 2
 
 
 def test_a_release_that_was_cut_short_is_finished_by_the_next_commit(tmp_path: Path, path: Path) -> None:
@@ -416,43 +365,6 @@ def test_a_deleted_checkpoint_gives_its_room_back_when_it_is_released(tmp_path: 
 # Stores that are taken over ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_older_checkpoints_stay_when_a_path_is_called_something_else(tmp_path: Path, path: Path, moved: bool) -> None:
-    (tmp_path / "link").symlink_to(path)
-    with Run(tmp_path / "link", keep=2) as run:
-        run.train().save(tmp_path / "ck1")
-        run.train().save(tmp_path / "ck2")
-    if moved:
-        path = path.rename(tmp_path / "elsewhere")
-    with Run(path, keep=3) as run:
-        run.optimizer.load_checkpoint(tmp_path / "ck2")
-        run.train(3).save(tmp_path / "ck3")
-        run.train(3)
-    for name, steps in (("ck1", 1), ("ck2", 2), ("ck3", 5)):
-        with Checkpoint(tmp_path / name, paths=[str(path)]) as checkpoint:
-            assert checkpoint.step == steps
-            assert not [problem for _, _, problem in checkpoint.verify() if problem is not None]
-
-
-def test_two_paths_that_have_changed_their_names_lose_nothing(tmp_path: Path) -> None:
-    paths = tmp_path / "a", tmp_path / "b"
-    for path in paths:
-        path.mkdir()
-
-    def swap() -> None:
-        paths[0].rename(tmp_path / "c")
-        paths[1].rename(paths[0])
-        (tmp_path / "c").rename(paths[1])
-
-    with Run(*paths) as run:
-        run.train(2).save(tmp_path / "ck")
-    swap()
-    with Run(*paths) as run, contextlib.suppress(offload.OffloadError):
-        run.optimizer.load_checkpoint(tmp_path / "ck")
-    swap()
-    assert steps_in(tmp_path / "ck", *paths) == 2
-
-
 def test_a_resumed_session_does_not_take_later_state_for_its_own(tmp_path: Path, path: Path) -> None:
     """It counts on from the versions of all checkpoints in the store, also of those that are later than its own."""
     with Run(path, keep=3, host_memory=16384) as run:
@@ -508,16 +420,6 @@ def test_a_released_name_frees_what_is_there_and_not_what_was_moved(tmp_path: Pa
         run.train().save(tmp_path / "ck")
         run.optimizer.release_checkpoint(tmp_path / "ck")
         run.train(3).save(tmp_path / "other")
-    assert steps_in(tmp_path / "best", path) == 1
-
-
-def test_saving_over_a_copy_releases_nothing_of_the_original(tmp_path: Path, path: Path) -> None:
-    write(path, 1, tmp_path / "ck")
-    shutil.copytree(tmp_path / "ck", tmp_path / "copied")
-    write(path, 2, tmp_path / "copied")
-    os.rename(tmp_path / "ck", tmp_path / "best")
-    os.rename(tmp_path / "copied", tmp_path / "ck")
-    assert cli.main(["gc", str(path), "--quiet"]) == 0
     assert steps_in(tmp_path / "best", path) == 1
 
 
@@ -819,7 +721,7 @@ def run_histories(*arguments: str) -> None:
 
 @pytest.mark.slow
 def test_a_few_random_histories_lose_nothing() -> None:
-    run_histories("--histories", "10", "--seed", "108")
+    run_histories("--histories", "30", "--seed", "108")
 
 
 @pytest.mark.full

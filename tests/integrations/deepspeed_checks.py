@@ -19,20 +19,62 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import deepspeed
+import deepspeed.utils as utils
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed_runs import (
+    ADAM,
+    DTYPES,
+    Case,
+    Deep,
+    Given,
+    Net,
+    ReferenceAdam,
+    ReferenceLion,
+    assert_equals_stock,
+    assert_same,
+    get_accelerator,
+    micro_batch,
+    offload_deepspeed,
+    state_of,
+    train,
+    training,
+)
+
+import offload
+from offload import CheckpointError, ConfigError, SaveRequest
+from offload.checkpoint import commit
+from offload.integrations.deepspeed import behind, common, gathers, stream
+from offload.integrations.deepspeed.behind import SavesBehind
+from offload.integrations.deepspeed.common import OffloadedOptimizer
+from offload.memory import touching
+from offload.optim.pace import Pace
+from offload.protocols import LANES
+from offload.session.checkpoints import Checkpoints
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 CHECKS: dict[str, Callable[[Path], None]] = {}
@@ -67,8 +109,6 @@ PAIRWISE += [(2, "fp32", 1, 0.3), (1, "bf16", 3, 0.0), (1, "fp16", 1, 0.3), (1, 
 
 
 def matrix(folder: Path, cases: list[tuple[int, str, int, float]], steps: int) -> None:
-    from deepspeed_runs import Case, assert_equals_stock
-
     for stage, dtype, accumulation, clip in cases:
         case = Case(stage, dtype, accumulation, clip, steps=steps, offload=paths(folder))
         try:
@@ -95,9 +135,6 @@ its optimizer is torch's AdamW: the last bits of Adam's arithmetic, and what 16-
 @check
 def matrix_is_near_stock_with_torch(folder: Path) -> None:
     """The whole matrix beside stock CPU offload with `torch.optim.AdamW`; prints how far each is from it."""
-    import torch
-    from deepspeed_runs import ADAM, Case, state_of, train, training
-
     for stage, dtype, accumulation, clip in MATRIX:
         case = Case(stage, dtype, accumulation, clip, steps=50, offload=paths(folder))
         with training(case, ours=False, optimizer=lambda given: torch.optim.AdamW(given, **ADAM)) as engine:
@@ -121,11 +158,6 @@ def alone_older(folder: Path) -> None:
 @check
 def lion_equals_its_definition(folder: Path) -> None:
     """Beside stock with the reference's Lion; and from a checkpoint of DeepSpeed's, streamed and in memory."""
-    import pytest
-    from deepspeed_runs import Case, ReferenceLion, assert_same, state_of, train, training
-
-    from offload import ConfigError
-
     lion = {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1}
     for stage, dtype in ((1, "fp32"), (2, "bf16"), (3, "bf16")):
         case = Case(stage, dtype, offload=paths(folder))
@@ -152,9 +184,6 @@ def lion_equals_its_definition(folder: Path) -> None:
 @check
 def placements_agree(folder: Path) -> None:
     """All state in memory, half of it, none of it: the same bits."""
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (2, 3):
         seen = []
         for number, host in enumerate((0, "30KiB", "1GiB")):
@@ -178,15 +207,12 @@ def placements_agree(folder: Path) -> None:
 @check
 def gradients_on_paths_change_nothing(folder: Path) -> None:
     """Gradients that leave host memory as they are reduced: the bits of those that stay, and of stock."""
-    import torch
-    from deepspeed_runs import Case, Deep, assert_equals_stock, assert_same, state_of, training
-
     leaving = {**paths(folder), "gradient_memory": 0}
     assert_equals_stock(Case(3, "bf16", 2, 0.3, steps=6, offload=leaving))
     for stage, dtype, accumulation in ((3, "bf16", 2), (3, "fp32", 1), (2, "fp16", 2), (1, "bf16", 1)):
         seen = []
-        for offload in (paths(folder), leaving):
-            case = Case(stage, dtype, accumulation, 0.3, offload=offload)
+        for settings in (paths(folder), leaving):
+            case = Case(stage, dtype, accumulation, 0.3, offload=settings)
             with training(case, ours=True, model=Deep()) as engine:
                 losses = []
                 for micro in range(4 * accumulation):
@@ -200,7 +226,7 @@ def gradients_on_paths_change_nothing(folder: Path) -> None:
                     losses.append(float(loss))
                 seen.append((losses, state_of(engine)))
                 plan = engine.optimizer.offload.plan
-                assert (0 < plan.gradient_buffers < len(plan.layout.subgroups)) == ("gradient_memory" in offload)
+                assert (0 < plan.gradient_buffers < len(plan.layout.subgroups)) == ("gradient_memory" in settings)
         assert seen[0][0] == seen[1][0], (stage, dtype, accumulation)
         assert_same(seen[0][1], seen[1][1])
 
@@ -208,9 +234,6 @@ def gradients_on_paths_change_nothing(folder: Path) -> None:
 @check
 def phases_change_nothing(folder: Path) -> None:
     """`offload_states` and `reload_states` between steps, of all and of some kinds of state: the same bits."""
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     chosen = (None, [Kind.optim_states], [Kind.lp_params], [Kind.contiguous_grad_buffer, Kind.hp_params])
     for stage in (1, 2, 3):
         seen = []
@@ -241,8 +264,6 @@ def phases_change_nothing(folder: Path) -> None:
 
 @check
 def overflows_are_skipped_as_stock_does(folder: Path) -> None:
-    from deepspeed_runs import Case, assert_equals_stock
-
     for stage in (1, 2, 3):
         seen = assert_equals_stock(Case(stage, "fp16", 2, steps=24, scale=64.0, offload=paths(folder)))
         skipped, scales = seen[-1][4], [step[3] for step in seen]
@@ -263,8 +284,6 @@ def two_groups(model: Any) -> list[dict[str, Any]]:
 @check
 def groups_schedules_and_frozen_parameters(folder: Path) -> None:
     """Each step uses the rate that is in its group then, whatever changes it."""
-    from deepspeed_runs import Case, assert_equals_stock
-
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 8}}
     schedule["params"]["warmup_max_lr"] = [3e-3, 1e-2]
     schedule["params"]["warmup_min_lr"] = [0, 0]
@@ -287,9 +306,6 @@ def groups_schedules_and_frozen_parameters(folder: Path) -> None:
 @check
 def client_optimizers_are_taken_over(folder: Path) -> None:
     """torch's AdamW and Adam, objects or callables, keep their hyperparameters; stock agrees to a tolerance."""
-    import torch
-    from deepspeed_runs import Case, state_of, train, training
-
     makers = [
         lambda parameters: torch.optim.AdamW(parameters, lr=5e-3, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.2),
         lambda parameters: torch.optim.Adam(parameters, lr=5e-3, weight_decay=0.1),
@@ -314,9 +330,6 @@ def client_optimizers_are_taken_over(folder: Path) -> None:
 
 @check
 def user_scheduler_sets_the_rate_of_each_step(folder: Path) -> None:
-    import torch
-    from deepspeed_runs import Case, ReferenceAdam, state_of, train, training
-
     results = []
     for ours in (False, True):
         case = Case(3, offload=paths(folder))
@@ -341,9 +354,6 @@ def user_scheduler_sets_the_rate_of_each_step(folder: Path) -> None:
 @check
 def unused_parameters_stay_as_they_are(folder: Path) -> None:
     """A parameter without a gradient is neither decayed nor moved by the last one (stock does both)."""
-    import torch
-    from deepspeed_runs import Case, state_of, train, training
-
     for stage in (1, 2, 3):
         for accumulation in (1, 2):
             case = Case(stage, "bf16", accumulation, net={"branch": True}, offload=paths(folder))
@@ -369,8 +379,6 @@ ALL_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type
 @check
 def model_variants_equal_stock(folder: Path) -> None:
     """Recomputed activations, weights offloaded to the CPU, no sharing of weights, fp32 accumulation, no clipping."""
-    from deepspeed_runs import Case, assert_equals_stock
-
     cases = [
         Case(3, net={"recompute": True}, accumulation=2),
         Case(2, net={"recompute": True}),
@@ -399,10 +407,6 @@ def model_variants_equal_stock(folder: Path) -> None:
 @check
 def pieces_know_their_place(folder: Path) -> None:
     """The ranks' pieces of a parameter are all of it, and each has the weights that its place says."""
-    import deepspeed
-    import torch
-    from deepspeed_runs import Case, training
-
     for stage in (1, 2, 3):
         with training(Case(stage, offload=paths(folder)), ours=True) as engine:
             weights = dict(engine.module.named_parameters())
@@ -428,10 +432,6 @@ def pieces_know_their_place(folder: Path) -> None:
 
 @check
 def zero_init_equals_stock(folder: Path) -> None:
-    import deepspeed
-    import torch
-    from deepspeed_runs import Case, Net, assert_same, state_of, train, training
-
     results = []
     for ours in (False, True):
         case = Case(3, offload=paths(folder))
@@ -447,10 +447,6 @@ def zero_init_equals_stock(folder: Path) -> None:
 @check
 def utilities_read_and_write_state(folder: Path) -> None:
     """deepspeed.utils.safe_get_* and safe_set_*."""
-    import deepspeed.utils as utils
-    import torch
-    from deepspeed_runs import Case, micro_batch, train, training
-
     for stage in (1, 2, 3):
         results = []
         for ours in (False, True):
@@ -487,8 +483,6 @@ def utilities_read_and_write_state(folder: Path) -> None:
 @check
 def micro_steps_by_hand(folder: Path) -> None:
     """Boundaries that the user sets, and steps that are thrown away."""
-    from deepspeed_runs import Case, assert_same, micro_batch, state_of, training
-
     results = []
     for ours in (False, True):
         case = Case(3, offload=paths(folder))
@@ -516,9 +510,6 @@ def micro_steps_by_hand(folder: Path) -> None:
 @check
 def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
     """Its monitor gets our figures, its timers ours steps, and ranks share the cores."""
-    import torch
-    from deepspeed_runs import Case, train, training
-
     monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     config = {"csv_monitor": monitor, "wall_clock_breakdown": True}
     for stage in (2, 3):
@@ -541,11 +532,6 @@ def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
 @check
 def ranks_stay_on_their_numa_node(folder: Path) -> None:
     """With a list of two nodes, each rank's update threads stay on one; with one rank nothing is bound."""
-    import torch
-    from deepspeed_runs import Case, train, training
-
-    from offload.memory import touching
-
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cores = sorted(os.sched_getaffinity(0))
     halves = [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
@@ -574,9 +560,6 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
 @check
 def checkpoints_go_both_ways(folder: Path) -> None:
     """Resume is exact; checkpoints go from stock to ours and back; the weights alone can be loaded too."""
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (2, 3):
         for dtype in ("bf16", "fp32"):
             # A step still goes on when it is saved.
@@ -628,9 +611,6 @@ def checkpoints_go_both_ways(folder: Path) -> None:
 @check
 def saves_behind_training_are_those_that_wait(folder: Path) -> None:
     """Byte for byte, while training goes on; `latest` follows when all is whole; what is loaded goes on exactly."""
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     rank = torch.distributed.get_rank()
     for stage, dtype, format in (
         (1, "bf16", "exact"),
@@ -674,12 +654,6 @@ def model_file(engine: Any, place: Path, tag: str) -> Path:
 @check
 def weights_that_masters_give_are_written_behind(folder: Path) -> None:
     """By all ranks, byte for byte, whatever training has made of them since; all else is there before."""
-    import pytest
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    from offload.integrations.deepspeed import behind, stream
-
     write_state = stream.write_state
     goes_on = threading.Event()
 
@@ -741,13 +715,6 @@ def weights_that_masters_give_are_written_behind(folder: Path) -> None:
 @check
 def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: Path) -> None:
     """Whoever has set them, or their masters, since the last step; a change that nobody could see fails the save."""
-    import pytest
-    import torch
-    from deepspeed.utils import safe_set_full_fp32_param
-    from deepspeed_runs import Case, train, training
-
-    from offload.integrations.deepspeed import stream
-
     write_state = stream.write_state
     goes_on = threading.Event()
     goes_on.set()
@@ -812,9 +779,6 @@ def weights_that_masters_do_not_give_are_written_before_a_save_returns(folder: P
 @check
 def ranks_that_share_no_folder_save_as_ever(folder: Path) -> None:
     """Rank 0 writes all weights before a save returns: those who cannot see its file write none, to nobody's."""
-    import torch
-    from deepspeed_runs import Case, train, training
-
     rank = torch.distributed.get_rank()
     for local in (False, True):
         place = folder / f"{local}-{rank}"
@@ -836,9 +800,6 @@ def ranks_that_share_no_folder_save_as_ever(folder: Path) -> None:
 @check
 def what_is_frozen_after_initialize_keeps_its_state(folder: Path) -> None:
     """And what is frozen before it has no room in DeepSpeed's optimizer, so that a tag with its state is refused."""
-    import pytest
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage, layout in ((2, "in_place"), (3, "in_place"), (3, "stock")):
         place = folder / f"{stage}-{layout}"
         place.mkdir(exist_ok=True)
@@ -863,14 +824,6 @@ def what_is_frozen_after_initialize_keeps_its_state(folder: Path) -> None:
 @check
 def saves_in_place_copy_nothing_and_go_on(folder: Path) -> None:
     """State stays on the paths; it is loaded by tag or `latest`, in the same session and others, and exported."""
-    import shutil
-
-    import pytest
-    import torch
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    from offload import CheckpointError
     from offload.cli.__main__ import main as offload_main
 
     rank = torch.distributed.get_rank()
@@ -960,12 +913,6 @@ def save_and_wait(engine: Any, place: Path, tag: str) -> None:
 @check
 def saves_behind_leave_what_latest_names(folder: Path) -> None:
     """What a session keeps goes when `latest` names the tag; another save of its engine waits for that."""
-    import pytest
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    from offload import SaveRequest
-    from offload.integrations.deepspeed import stream
 
     def fails(*given: Any) -> None:
         raise OSError(errno.ENOSPC, "no room")
@@ -1010,11 +957,6 @@ def saves_behind_leave_what_latest_names(folder: Path) -> None:
 @check
 def models_are_saved_behind_beside_each_other(folder: Path) -> None:
     """To one folder, named from a directory that the program then leaves."""
-    import pytest
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    from offload.integrations.deepspeed import stream
-
     write_state = stream.write_state
 
     def late(*given: Any) -> None:
@@ -1045,12 +987,6 @@ def models_are_saved_behind_beside_each_other(folder: Path) -> None:
 @check
 def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
     """Also where the engine has its part already: nothing writes to the tag's files when it is saved again."""
-    import pytest
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    from offload.integrations.deepspeed import stream
-    from offload.session.checkpoints import Checkpoints
-
     save, write_state = Checkpoints.save, stream.write_state
 
     def is_interrupted(*given: Any, **named: Any) -> None:
@@ -1087,9 +1023,6 @@ def an_interrupted_save_is_given_up_before_it_raises(folder: Path) -> None:
 @check
 def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
     """DeepSpeed is lent tensors without memory for a save; a Ctrl-C while they are taken back changes nothing."""
-    import pytest
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (1, 3):
         case = Case(stage, offload=paths(folder))
         with training(case, ours=True) as engine:
@@ -1123,9 +1056,6 @@ def an_interrupted_save_leaves_nothing_lent(folder: Path) -> None:
 @check
 def alone_saves_behind(folder: Path) -> None:
     """Go on from what `latest` names, which is whole, and save after every step until somebody kills this."""
-    import torch
-    from deepspeed_runs import Case, state_of, train, training
-
     saving = {"wait": False, "layout": os.environ.get("LAYOUT", "stock")}
     stage = int(os.environ.get("STAGE", "3"))
     case = Case(stage, offload={**paths(folder), "subgroup_numel": 4096, "checkpoint": saving})
@@ -1155,8 +1085,6 @@ def alone_saves_behind(folder: Path) -> None:
 
 def saved_weight(folder: Path, tag: str, name: str, engine: Any) -> Any:
     """Return a weight of a checkpoint, rounded to what the model has."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     found = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)[name]
     return found.to(next(engine.module.parameters()).dtype)
 
@@ -1164,10 +1092,6 @@ def saved_weight(folder: Path, tag: str, name: str, engine: Any) -> Any:
 @check
 def exports_hold_the_masters(folder: Path) -> None:
     """zero_to_fp32 and save_16bit_model."""
-    import torch
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from deepspeed_runs import Case, state_of, train, training
-
     for stage in (1, 2, 3):
         zero = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
         case = Case(stage, offload=paths(folder), zero=zero)
@@ -1186,9 +1110,6 @@ def exports_hold_the_masters(folder: Path) -> None:
 
 def wide(numel: int) -> Any:
     """Return a model whose two large matrices have `numel` elements each."""
-    import torch
-    from deepspeed_runs import Net
-
     torch.manual_seed(0)
     net = Net()
     net.body = torch.nn.ModuleList([torch.nn.Linear(30, numel // 30), torch.nn.Linear(numel // 30, 30)])
@@ -1198,9 +1119,6 @@ def wide(numel: int) -> Any:
 @check
 def gradients_set_by_hand_count(folder: Path) -> None:
     """A gradient that safe_set_full_grad changes anywhere is in the norm and in the overflow check."""
-    import deepspeed.utils as utils
-    from deepspeed_runs import Case, micro_batch, training
-
     for stage in (1, 2, 3):
         case = Case(stage, "fp16", clip=0.0, offload={**paths(folder), "subgroup_numel": 1 << 18})
         with training(case, ours=True, model=wide(150_000)) as engine:
@@ -1223,8 +1141,6 @@ def gradients_set_by_hand_count(folder: Path) -> None:
 @check
 def defaults_work_with_all_state_on_disk(folder: Path) -> None:
     """Nothing but a directory is given (stock's default buffers fail an assertion with both pipelines on)."""
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     results = []
     for ours in (False, True):
         case = Case(3, accumulation=2, zero={"sub_group_size": 10_000}, offload={**paths(folder), "threads": 1})
@@ -1239,9 +1155,6 @@ def defaults_work_with_all_state_on_disk(folder: Path) -> None:
 @check
 def two_models_on_one_path(folder: Path) -> None:
     """Two engines in one process, stepped in turns, do not touch each other's state (stock's overwrite it)."""
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (2, 3):
         first, second = Case(stage, "bf16", 1, offload=paths(folder)), Case(stage, "fp32", 2, offload=paths(folder))
         alone = []
@@ -1264,8 +1177,6 @@ def two_models_on_one_path(folder: Path) -> None:
 @check
 def compiled_models_equal_stock(folder: Path) -> None:
     """engine.compile: traced by torch.compile, run without a compiler."""
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (2, 3):
         results = []
         for ours in (False, True):
@@ -1281,9 +1192,6 @@ def compiled_models_equal_stock(folder: Path) -> None:
 @check
 def saving_takes_no_memory_for_state(folder: Path) -> None:
     """A checkpoint of state that lies in memory needs a small part of what the state takes."""
-    import torch
-    from deepspeed_runs import Case, train, training
-
     numel = 4_000_000
     for stage in (2, 3):
         offload = {"host_memory": "1GiB", "subgroup_numel": 1 << 19}
@@ -1311,13 +1219,6 @@ def memory_kib(name: str) -> int:
 
 @check
 def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
-    import shutil
-    import subprocess
-
-    import pytest
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     place = folder / "full"
     mounted = [False]
     if torch.distributed.get_rank() == 0:
@@ -1358,18 +1259,12 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
 
 
 def offload_error() -> type[Exception]:
-    import offload
-
     return offload.OffloadError
 
 
 @check
 def alone_with_little_locked_memory(folder: Path) -> None:
     """Stock's NVMe offload aborts the process here, without an exception."""
-    import resource
-
-    from deepspeed_runs import Case, assert_equals_stock
-
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == 64 << 10
     effective = Path("/proc/self/status").read_text().split("CapEff:")[1].split()[0]
     assert not int(effective, 16) >> 14 & 1, "the limit does not count for this process"
@@ -1379,12 +1274,6 @@ def alone_with_little_locked_memory(folder: Path) -> None:
 
 @check
 def a_failed_step_fails_on_every_rank(folder: Path) -> None:
-    import pytest
-    import torch
-    from deepspeed_runs import Case, micro_batch, train, training
-
-    import offload
-
     case = Case(3, offload=paths(folder))
     with training(case, ours=True) as engine:
         train(engine, case, 0, 1)
@@ -1397,10 +1286,6 @@ def a_failed_step_fails_on_every_rank(folder: Path) -> None:
 
 @check
 def a_model_that_one_rank_cannot_write_fails_the_save_on_every_rank(folder: Path) -> None:
-    import pytest
-    import torch
-    from deepspeed_runs import Case, train, training
-
     for stage in (2, 3):
         case = Case(stage, offload=paths(folder))
         with training(case, ours=True) as engine:
@@ -1418,13 +1303,6 @@ def a_model_that_one_rank_cannot_write_fails_the_save_on_every_rank(folder: Path
 @check
 def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path) -> None:
     """Within seconds, whether that is its manifest, the commit or `latest`; the next save is whole."""
-    import pytest
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    from offload import CheckpointError
-    from offload.checkpoint import commit
-    from offload.integrations.deepspeed import stream
 
     def fails(*given: Any) -> None:
         time.sleep(0.2)  # others wait by then
@@ -1470,10 +1348,6 @@ def what_one_rank_alone_cannot_write_of_a_tag_is_told_on_every_rank(folder: Path
 
 @check
 def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) -> None:
-    import pytest
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for layout in ("stock", "in_place"):
         case = Case(2, offload={**paths(folder), "checkpoint": {"layout": layout}})
         with training(case, ours=True) as engine:
@@ -1498,10 +1372,6 @@ def a_file_that_one_rank_cannot_read_fails_the_load_on_every_rank(folder: Path) 
 
 @check
 def nothing_changes_without_our_object(folder: Path) -> None:
-    import deepspeed
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed_runs import Case, ReferenceAdam, offload_deepspeed
-
     before = inspect.unwrap(DeepSpeedEngine._configure_optimizer)  # the import watches
     offload_deepspeed.enable()
     offload_deepspeed.enable()
@@ -1523,14 +1393,6 @@ def nothing_changes_without_our_object(folder: Path) -> None:
 
 @check
 def an_object_that_is_ignored_is_said_once(folder: Path) -> None:
-    import logging
-    import unittest.mock
-
-    import deepspeed
-    import torch
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed_runs import Case, offload_deepspeed
-
     original = inspect.unwrap(DeepSpeedEngine._configure_optimizer)
     offload_deepspeed.disable()
     assert DeepSpeedEngine._configure_optimizer is original
@@ -1572,11 +1434,7 @@ def an_object_that_is_ignored_is_said_once(folder: Path) -> None:
 @check
 def alone_trainer(folder: Path) -> None:
     """transformers' Trainer with a DeepSpeed config full of "auto"; a second one resumes exactly."""
-    import torch
-    from deepspeed_runs import offload_deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    from offload.integrations.deepspeed.behind import SavesBehind
 
     offload_deepspeed.enable()
     params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
@@ -1628,8 +1486,6 @@ def alone_trainer(folder: Path) -> None:
 @check
 def alone_trainer_killed(folder: Path) -> None:
     """Under the Trainer with `save_total_limit=1`: go on from a whole checkpoint until somebody kills this."""
-    import torch
-    from deepspeed_runs import offload_deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     offload_deepspeed.enable()
@@ -1687,9 +1543,6 @@ def alone_trainer_killed(folder: Path) -> None:
 @check
 def alone_universal_save(folder: Path) -> None:
     """Leave checkpoints, and what they hold, for `alone_universal_load` at another world size."""
-    import torch
-    from deepspeed_runs import Case, state_of, train, training
-
     for stage in (2, 3):
         case = Case(stage, groups=two_groups, offload=paths(folder))
         with training(case, ours=True) as engine:
@@ -1703,9 +1556,6 @@ def alone_universal_save(folder: Path) -> None:
 @check
 def alone_resume(folder: Path) -> None:
     """Go on from the checkpoint in a fresh process of the same world: exact."""
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (2, 3):
         case = Case(stage, groups=two_groups, offload=paths(folder))
         saved = folder.parent / f"state-{stage}-{torch.distributed.get_rank()}.pt"
@@ -1720,11 +1570,6 @@ def alone_resume(folder: Path) -> None:
 @check
 def alone_refused(folder: Path) -> None:
     """Of another number of ranks: the error says what to do, and training goes on."""
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
-    import offload
-
     for stage in (2, 3):
         case, saved = Case(stage, groups=two_groups, offload=paths(folder)), folder.parent / f"stage-{stage}"
         with training(case, ours=True) as engine:
@@ -1745,9 +1590,6 @@ def alone_refused(folder: Path) -> None:
 @check
 def state_of_another_format_makes_the_same_weights(folder: Path) -> None:
     """And a step at rate 0 leaves them as they are."""
-    import torch
-    from deepspeed_runs import Case, state_of, train, training
-
     for stage, dtype in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")):
         tag = f"{stage}-{dtype}"
         case = Case(stage, dtype, offload=paths(folder))
@@ -1772,10 +1614,6 @@ def state_of_another_format_makes_the_same_weights(folder: Path) -> None:
 @check
 def a_device_of_none_counts_as_the_cpu(folder: Path) -> None:
     """And is said once; the bits are those of "cpu", which are stock's."""
-    import logging
-
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (1, 2, 3):
         seen = []
         for given in ({"device": "cpu"}, {"device": "none"}, {}, None):
@@ -1799,9 +1637,6 @@ def a_device_of_none_counts_as_the_cpu(folder: Path) -> None:
 
 @check
 def alone_universal_load(folder: Path) -> None:
-    import torch
-    from deepspeed_runs import Case, assert_same, state_of, train, training
-
     for stage in (2, 3):
         config = {"checkpoint": {"load_universal": True}}
         case = Case(stage, groups=two_groups, offload=paths(folder), config=config)
@@ -1822,8 +1657,6 @@ AHEAD = "plain plain plain plain clipped plain plain plain nan plain plain writt
 
 def is_older() -> bool:
     """Whether this is a DeepSpeed before 0.19."""
-    import deepspeed
-
     return tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < (0, 19)
 
 
@@ -1838,9 +1671,6 @@ def train_as_ahead_says(case: Any, kinds: str = AHEAD) -> tuple[list[Any], list[
     Returns:
         What can be seen of each step, the share of streamed state that it confirmed and revoked, and the last state.
     """
-    import torch
-    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-    from deepspeed_runs import DTYPES, Deep, state_of, training
     from settling import settle
 
     seen, shares = [], []
@@ -1871,8 +1701,6 @@ def train_as_ahead_says(case: Any, kinds: str = AHEAD) -> tuple[list[Any], list[
 @check
 def updates_during_backward_change_nothing(folder: Path) -> None:
     """All bits are those of `overlap="off"`; what is made ahead is confirmed unless something has come between."""
-    from deepspeed_runs import Case, assert_same
-
     overlaps = {"overlap_comm": True}
     cases = [
         (3, "bf16", 1, "exact", {}),
@@ -1916,11 +1744,6 @@ def updates_during_backward_change_nothing(folder: Path) -> None:
 @check
 def auto_does_what_the_first_rank_has_measured(folder: Path) -> None:
     """All bits are those of `overlap="off"`, whatever it tries: below ZeRO-3 that is not forward."""
-    import torch
-    from deepspeed_runs import Case, assert_same
-
-    from offload.optim.pace import Pace
-
     if os.environ.get("PLACEMENT", "cpu") != "cpu":
         raise Skip("what an accelerator updates is updated in the step")
     is_first = torch.distributed.get_rank() == 0
@@ -1955,11 +1778,6 @@ def auto_does_what_the_first_rank_has_measured(folder: Path) -> None:
 @check
 def steps_that_go_on_into_forward_change_nothing(folder: Path) -> None:
     """All bits are those of `overlap="off"`, and steps do go on when they return."""
-    from deepspeed_runs import Case, assert_same
-
-    from offload.integrations.deepspeed import gathers
-    from offload.integrations.deepspeed.common import OffloadedOptimizer
-
     cases: list[tuple[int, str, int, str, dict[str, Any]]] = [
         (3, "bf16", 1, "exact", {"stage3_param_persistence_threshold": 0}),
         (3, "bf16", 2, "compact16", {}),  # all parameters are persistent
@@ -2008,9 +1826,6 @@ def steps_that_go_on_into_forward_change_nothing(folder: Path) -> None:
 @check
 def alone_given_gradients(folder: Path) -> None:
     """Train a model whose gradients are given, ours or stock by GIVEN; leave weights and state beside the folder."""
-    import torch
-    from deepspeed_runs import Case, Given, state_of, training
-
     ours = os.environ["GIVEN"] == "ours"
     wide = {"data_types": {"grad_accum_dtype": "fp32"}}
     found = {}
@@ -2045,25 +1860,20 @@ def lanes_last(engine: Any) -> Iterator[None]:
     """Let lanes of our engine run only while the accelerator has nothing else to do, or somebody waits for them."""
     from accelerator import late
 
-    from offload.protocols import LANES
-
     device = engine.optimizer.offload._parts.lanes.device
     streams = [device.stream(lane) for lane in LANES]
-    for stream in streams:
-        late.last(stream)
+    for each in streams:
+        late.last(each)
     try:
         yield
     finally:
-        for stream in streams:  # torch gives them to others
-            late.last(stream, False)
+        for each in streams:  # torch gives them to others
+            late.last(each, False)
 
 
 @check
 def alone_on_an_accelerator(folder: Path) -> None:
     """Train on what is there; leave all that can be seen, which is the same on each kind of device."""
-    import torch
-    from deepspeed_runs import Case, state_of, train, training
-
     found = []
     for number, (stage, dtype, accumulation, clip, placement, zero) in enumerate(ON_LATE):
         own = folder / str(number)
@@ -2089,14 +1899,7 @@ def alone_on_an_accelerator(folder: Path) -> None:
 
 def run(folder: Path, names: list[str]) -> None:
     """Run checks in order; what hangs ends by the collectives' timeout."""
-    import deepspeed
-    import deepspeed.utils.numa as numa
-    import torch
-    from deepspeed_runs import get_accelerator
-
-    from offload.integrations.deepspeed import common
-
-    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # every engine starts a program that tells
+    utils.numa.get_numa_cores = functools.cache(utils.numa.get_numa_cores)  # every engine starts a program that tells
     gc.collect()
     gc.freeze()  # every engine of ZeRO-3 collects twice, a third of a second each with all that is imported
     if "DELAYS" in os.environ:

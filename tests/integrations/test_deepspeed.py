@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import resource
 import shlex
 import subprocess
@@ -19,13 +20,19 @@ from typing import Any
 
 import prepared
 import pytest
-from deepspeed_checks import CHECKS, SKIPPED
+import torch
+
+from offload import ConfigError, OffloadConfig
 
 pytest.importorskip("deepspeed")
 
 FULL = ("matrix_equals_stock", "matrix_is_near_stock_with_torch")
 OLDER = ("0.17.6", "0.18.9")
 SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
+CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text("utf-8"), re.MULTILINE)
+"""Their names; the script imports DeepSpeed, which takes seconds."""
+SKIPPED = "skipped: "
+"""What the result of a check begins with that cannot be done on this machine."""
 OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("alone"))
 OF_ANY_WORLD = (
     "a_device_of_none_counts_as_the_cpu",
@@ -318,7 +325,6 @@ def config(**sections: Any) -> dict[str, Any]:
     ],
 )
 def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:
-    from offload import ConfigError
     from offload.integrations.deepspeed import settings
 
     with pytest.raises(ConfigError) as caught:
@@ -333,7 +339,6 @@ def engine_with(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("key", ["multi_tier_ofload", "multi-tier-offload", "MultiTierOffload", "tier_offload"])
 def test_a_mistyped_name_of_the_object_is_refused(key: str) -> None:
-    from offload import ConfigError
     from offload.integrations.deepspeed import switch
 
     with pytest.raises(ConfigError, match=rf'^{key}: .*did you mean "multi_tier_offload"\?'):
@@ -366,9 +371,6 @@ def test_buckets_as_large_as_the_model_are_named(
     overlap: str, stage: int, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """With DeepSpeed's default sizes a small model gains nothing, and nobody would know why."""
-    import torch
-
-    from offload import OffloadConfig
     from offload.integrations.deepspeed import common
 
     def names(size: int) -> list[str]:
@@ -411,7 +413,6 @@ def test_an_engine_without_the_object_is_logged_once(caplog: pytest.LogCaptureFi
     ],
 )
 def test_bad_optimizer_is_named(name: str | None, params: dict[str, Any], names: str) -> None:
-    from offload import ConfigError
     from offload.integrations.deepspeed import settings
 
     with pytest.raises(ConfigError, match=names):
@@ -428,9 +429,6 @@ def test_adam_of_the_config_decays_as_deepspeeds_does() -> None:
 
 
 def test_clients_that_cannot_be_taken_over_are_named() -> None:
-    import torch
-
-    from offload import ConfigError
     from offload.integrations.deepspeed.shard import check_optimizer
 
     weights = [torch.nn.Parameter(torch.zeros(2))]
@@ -446,7 +444,6 @@ def test_clients_that_cannot_be_taken_over_are_named() -> None:
 def test_an_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
-    from offload import ConfigError
     from offload.integrations import deepspeed as backend
 
     monkeypatch.setattr(deepspeed, "__version__", "0.16.9")
@@ -455,7 +452,6 @@ def test_an_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload import ConfigError
     from offload.integrations import deepspeed as backend
     from offload.integrations.deepspeed import switch
 
@@ -487,7 +483,6 @@ def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_layouts_that_cannot_be_run_are_named(attributes: dict[str, Any], names: str) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from offload import ConfigError
     from offload.integrations import deepspeed as backend
 
     config = {"multi_tier_offload": {}, "zero_optimization": {"stage": 3}}

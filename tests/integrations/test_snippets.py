@@ -45,6 +45,7 @@ HERE, README, BACK, DOORS = (
 RUN_BY = {
     r"offload (plan|machine) ": README,
     r"\.venv/bin/offload probe ": README,
+    r"import torch, offload\n": "accelerator/test_weights_in_host_memory.py",
     r"offload check-run ": "e2e/test_check_run.py",
     r"pip install (torch|dist/)": "wheels.py",
     r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,

@@ -11,7 +11,7 @@ import hostile
 import prepared
 import pytest
 
-CALLS, SEEDS, PROCESSES = 500, (1, 2, 3, 4), 50
+CALLS, SEEDS, PROCESSES = 500, (1, 2, 3, 4), 14
 
 
 @pytest.fixture
@@ -41,7 +41,6 @@ def test_processes_keep_to_limits_that_the_system_sets(places: list[str]) -> Non
     program = f"import sys; sys.path.append({str(Path(hostile.__file__).parent)!r}); import hostile; "
     program += "sys.exit(hostile.limited())"
     drawn = itertools.islice(hostile.calls(len(SEEDS) + 1, places), PROCESSES - len(BENCHES) - 1)
-    answered = 0
     for arguments, variables in [*drawn, *((["bench", *options], {}) for options in BENCHES), (PLAIN, {})]:
         environment = {**os.environ, **variables}
         done = subprocess.run(
@@ -55,8 +54,7 @@ def test_processes_keep_to_limits_that_the_system_sets(places: list[str]) -> Non
         )
         outcome = hostile.Outcome(arguments, done.returncode, done.stdout, done.stderr, 0.0, 0)
         assert not outcome.faults(), (outcome.faults(), [word[:100] for word in arguments], done.stderr[-1000:])
-        answered += done.returncode == 0
-    assert 0 < answered < PROCESSES // 2
+    assert done.returncode == 0, "the plain one is answered"
 
 
 PLAIN = ["plan", "--params", "1e6", "--rates", "h100-node-nvme-pfs"]

@@ -15,7 +15,7 @@ from offload.cli.advise import advice
 from offload.cli.machine import Machine
 from offload.cli.plan import progress_of
 from offload.cli.scenario import Scenario, ask, least, reserved_bytes
-from offload.cli.shapes import Model
+from offload.cli.shapes import MODELS, Model
 from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
 from offload.measure.rates_file import MACHINES
@@ -650,3 +650,73 @@ def test_what_a_session_refuses_is_not_planned(rates, capsys):
     arguments = ["plan", "--params", "1e9", "--rates", rates, "--gpus", "0", "--host-memory", "64GiB"]
     assert cli.main([*arguments, "--path-count", "0", "--gradient-memory", "0"]) == 2
     assert "--gradient-memory: 0 cannot be used; give paths" in capsys.readouterr().err
+
+
+class TestWeightsElsewhere:
+    """Weights in host memory, or in a file, computed on the GPU: by hand, from sizes and rates."""
+
+    MACHINE = "--gpu rtx-4090 --link 25GB/s --host 100GB/s:512GiB --drive 4GB/s,2GB/s:2TB --cores 16 --flops 100e12"
+    SHAPE = MODELS["llama-8b"]
+    WHOLE, REST = 2 * SHAPE.params, 2 * (2 * 128256 * 4096 + 4096)
+
+    def asked(self, capsys, words: str) -> dict:
+        return plan_json(capsys, "--model", "llama-8b", *self.MACHINE.split(), *words.split())
+
+    @pytest.mark.parametrize(("tokens", "steps"), [(1024, 1), (8192, 1), (8192, 4)])
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_the_link_is_hidden_or_it_is_waited_for(self, capsys, tokens, steps, recompute):
+        words = f"--weights-on host --tokens {tokens} --accumulate {steps}" + " --recompute" * recompute
+        if tokens == 8192 and steps == 1 and not recompute:
+            assert cli.main(["plan", "--model", "llama-8b", *self.MACHINE.split(), *words.split()]) == 2
+            assert "take tokens in more micro-steps (--accumulate)" in capsys.readouterr().err
+            return
+        found = self.asked(capsys, words)
+        once_s = self.SHAPE.params * tokens / 100e12
+        down, again = steps * self.WHOLE, steps * (self.WHOLE - self.REST)
+        assert found["weights"]["link_bytes"] == {"forward": down, "backward": again, "gradients": down}
+        assert found["forward_s"] == pytest.approx(max(2 * once_s, down / 25e9))
+        assert found["backward_s"] == pytest.approx(max((6 if recompute else 4) * once_s, down / 25e9))
+        assert found["rank"]["host_memory_bytes"]["weights"] == self.WHOLE
+        assert found["rank"]["host_memory_bytes"]["gradients"] == self.WHOLE
+        window = 2 * 2 * self.SHAPE.layer_params + self.REST
+        assert found["rank"]["gpu_memory_bytes"]["gathered weights"] == window
+        assert found["rank"]["gpu_update_share"] == 0
+
+    def test_what_memory_has_no_room_for_is_read(self, capsys):
+        room = "--node-memory 56GiB --host-memory 24GiB --state-format compact8 --tokens 4096 --recompute"
+        found = self.asked(capsys, f"--weights-on path {room}")
+        used, left = found["node"]["used_bytes"], 56 * GIB - reserved_bytes(56 * GIB, 1)
+        read = self.WHOLE - (left - used) - found["rank"]["host_memory_bytes"]["weights"]
+        drive = found["weights"]["drive_bytes"]
+        assert drive == {"forward": read, "backward": read, "step": read + self.WHOLE}
+        assert found["forward_s"] >= read / 4e9
+        by_host = self.asked(capsys, f"--weights-on host {room}")
+        assert found["step_s"] >= read / 4e9 + self.WHOLE / 2e9
+        assert found["paths"][0]["written_bytes_per_step"] >= self.WHOLE
+        assert by_host["paths"][0]["written_bytes_per_step"] < found["paths"][0]["written_bytes_per_step"]
+        assert set(found["hidden_iteration_s"]) == {"forward"}
+        said = cli.main(["plan", "--model", "llama-8b", *self.MACHINE.split(), "--weights-on", "path", *room.split()])
+        assert said == 0
+        assert "of weights are read in forward, and in backward; not hidden" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("words", ["--placement gpu", "--gpu-memory 1GiB"])
+    def test_the_cpu_updates_all(self, capsys, words):
+        arguments = ["plan", "--model", "llama-8b", *self.MACHINE.split(), "--weights-on", "host", *words.split()]
+        assert cli.main(arguments) == 2
+        assert "the weights are not on a GPU" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("place", "lacks"), [("host", "a GPU that computes them"), ("path", "a path (--drive)")])
+    def test_what_is_needed_is_named(self, capsys, place, lacks):
+        assert cli.main(["plan", "--params", "1e9", "--host", "64GiB", "--weights-on", place]) == 2
+        assert lacks in capsys.readouterr().err
+
+    def test_advice_says_the_line(self, capsys):
+        arguments = [
+            "--model",
+            "qwen-32b",
+            *["--gpu", "rtx-4090", "--link", "25GB/s", "--host", "512GiB", "--cores", "16"],
+        ]
+        assert cli.main(["plan", *arguments, "--tokens", "2048", "--advise"]) == 0
+        said = capsys.readouterr().out
+        assert "    offload.weights_in_host_memory(model)\n" in said
+        assert "use_cpu" not in said

@@ -394,3 +394,11 @@ def test_nothing_is_left_where_there_is_no_checkpoint_to_resume(tmp_path, monkey
     assert cli.main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
     assert "there is no checkpoint in this folder" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "offload.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert (done.returncode, done.stdout) == (0, capsys.readouterr().out)

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "offload"
 # siblings that do not import each other, but for those that SIBLINGS allows.
 ROWS: list[tuple[str, ...]] = [
     ("cli", "integrations"),
+    ("weights.host",),
     ("optim",),
     ("session",),
     ("world",),  # of the tests

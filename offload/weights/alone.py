@@ -1,0 +1,58 @@
+"""The process group of a process that is alone: torch wants one for a mesh, even of one device.
+
+Its collectives copy, or leave what they are given. It opens no port, has no thread, and reads no environment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from offload import combinations
+
+BACKEND = "offload"
+"""What torch calls it."""
+
+_made: weakref.ref[Alone] | None = None
+
+
+class Alone:
+    """The default process group, made here, until nobody has this any more or somebody has ended it."""
+
+    def __init__(self, device: torch.device) -> None:
+        distributed: Any = torch.distributed
+        if BACKEND not in distributed.Backend.backend_list:
+            distributed.Backend.register_backend(BACKEND, _group, extended_api=True, devices=["cpu", device.type])
+        distributed.init_process_group(BACKEND, store=distributed.HashStore(), rank=0, world_size=1)
+        end = weakref.finalize(self, _end, weakref.ref(distributed.group.WORLD))
+        end.atexit = False  # a process that ends needs no group
+
+
+def check_alone() -> None:
+    """Refuse a process that is one of several."""
+    if torch.distributed.is_initialized() and (ranks := torch.distributed.get_world_size()) > 1:
+        combinations.HOST_ALONE.refuse("model", f"of one of {ranks} processes")
+
+
+def alone(device: torch.device) -> Alone | None:
+    """Return what keeps the default process group, which is made if there is none; None for one that others made."""
+    global _made
+    if torch.distributed.is_initialized():
+        return _made() if _made is not None else None
+    made = Alone(device)
+    _made = weakref.ref(made)
+    return made
+
+
+def _group(common: Any, options: Any) -> Any:
+    """Return torch's group for tests, whose results are those of any other where there is one process."""
+    kind: Any = torch._C._distributed_c10d.FakeProcessGroup
+    return kind._create_internal(common.group_rank, common.group_size)
+
+
+def _end(group: weakref.ref[Any]) -> None:
+    distributed: Any = torch.distributed
+    if distributed.is_initialized() and distributed.group.WORLD is group():
+        distributed.destroy_process_group()
