@@ -276,13 +276,18 @@ def adamw_of(**more: Any) -> dict[str, Any]:
     return {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"]), **more}}
 
 
+def without_native_collectives() -> None:
+    """Have DeepSpeed use gloo on a CPU: a native part of its own would be compiled when it is initialized."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def with_deepspeed(model: Any, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Return DeepSpeed's engine; with our backend, if the settings say something of that."""
     import deepspeed
-    import deepspeed.ops
 
-    # Collectives on a CPU need no native part, which would be compiled at first use.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    without_native_collectives()
     deepspeed.utils.logger.setLevel("WARNING")
     if "multi_tier_offload" in settings:
         import offload.integrations.deepspeed as offload_deepspeed

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from _common import computing, kernel_io, moved, progress
 from _harness import Option, Row, Run, beyond_around, column, digest, in_process, main, show
-from _worker import with_deepspeed
+from _worker import with_deepspeed, without_native_collectives
 
 from offload.plan import Home
 
@@ -48,6 +48,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
     size, share, folder = SimpleNamespace(**request), request["share"], Path(request["folder"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    without_native_collectives()
     deepspeed.init_distributed(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, verbose=False
     )

@@ -8,7 +8,7 @@ that stand-in as their `sys.executable`, so launchers start ranks with it, too. 
 
 What differs from a fresh interpreter: the hash seed is the same in all programs, the stand-in's process id is not the
 program's, what the server has imported is there even where a program forgets to import it, and is not taken apart at
-the end, which would take three times as long as the fork. So programs that do what users' do are started by
+the end, which would take many times as long as the fork. So programs that do what users' do are started by
 `sys.executable` in one test at least, too.
 """
 
@@ -36,8 +36,6 @@ READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "PYTHON")
 ANY = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_WAIT_POLICY")
 """Those whose values may differ from the server's: path and warnings are changed, and of one thread none waits."""
 FORCED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Of programs that give torch several threads: those would spin, on cores that others need."""
 
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:
@@ -69,7 +67,7 @@ def python() -> str:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stand_in.exists():
-            environment = {**os.environ, **FORCED, **PATIENT}
+            environment = {**os.environ, **FORCED}
             with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("w") as log:
                 listener.bind(str(folder / "socket"))
                 listener.listen(64)

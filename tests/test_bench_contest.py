@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 
+import prepared
 import pytest
 from _contest import (
     BASELINE,
@@ -26,7 +28,10 @@ COMMON = {"shape": {"layers": 1, "hidden": 32}, "numel": 20_000, "seq": 8, "smok
 
 
 @pytest.mark.slow
-def test_a_contender_that_crashes_is_reported_and_the_others_run(tmp_path: Path) -> None:
+def test_a_contender_that_crashes_is_reported_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", prepared.python())
     field = [
         Contender(BASELINE, "plain"),
         Contender("broken", "torch", {"no_such_setting": 1}),
