@@ -102,9 +102,9 @@ MACHINES = (
 
 RTX_4090 = "--gpu rtx-4090 --link 25GB/s --host 200GB/s:1TiB --cores 64 --recompute --weights-on host"
 PUBLISHED = (
-    ("RoundPipe (github.com/ITcarrot/RoundPipe), its README", "llama-8b", 3142),
+    ("RoundPipe (README of thustorage/RoundPipe, arXiv 2604.27085)", "llama-8b", 3142),
     ("the same", "qwen-32b", 740),
-    ("LLMQ (github.com/IST-DASLab/llmq), its README, bf16", "qwen-7b", 2800),
+    ("LLMQ in bf16 (IST-DASLab/llmq at b77d969)", "qwen-7b", 2800),
     ("the same", "qwen-14b", 1300),
 )
 """Tokens a second on one RTX 4090 with weights in host memory; by which system, of a model of which size."""
