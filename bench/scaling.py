@@ -108,7 +108,7 @@ def nodes(run: Run) -> dict[str, Any]:
         own = dataclasses.replace(rates, paths=rates.paths[:1])
         shared = with_shared_path(rates, f"1={SHARED_BYTES_PER_S:.0f}", count)
         for storage, of_node in (("its own drive", own), ("and a shared file system", shared)):
-            trained = Trained(params=numel_of(RANKS * count) // (1000 if run.smoke else 1), weights_on_gpu=True)
+            trained = Trained(params=numel_of(RANKS * count) // (1000 if run.smoke else 1), weights_on="gpu")
             machine = Machine(rates=of_node, nodes=count, ranks=RANKS)
             answer = ask(Scenario.of(trained, machine, host_memory=0 if run.smoke else PAPER_HOST_BYTES))
             plan = answer.plan
