@@ -42,8 +42,8 @@ def test_the_most_layers_that_fit_are_found(truth: int, predicted: int, believed
 
 def test_losses_and_weights_are_compared_at_sizes_that_both_trained() -> None:
     chosen = [contender for contender in CONTENDERS if contender.same == "exact"]
-    assert len(chosen) == 3
-    one, other, _ = (contender.name for contender in chosen)
+    assert len(chosen) == 4
+    one, other, *_ = (contender.name for contender in chosen)
     assert same_weights({one: [trained(3, 1, digest=5)], other: [trained(4, 1, digest=5)]}, chosen) is None
     assert same_weights({one: [trained(3, 1, digest=5)], other: [trained(3, 1, digest=5)]}, chosen) == 1.0
     assert same_weights({one: [trained(3, 1, digest=5)], other: [trained(3, 1, digest=6)]}, chosen) == 0.0
