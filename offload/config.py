@@ -591,7 +591,7 @@ class OffloadConfig:
         0,
         Count(0),
         """What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
-        ranks. A checkpoint brings its own.""",
+        ranks. A checkpoint brings its own, unless all its state is exact.""",
         **NO_OPTION,
         alike=True,
     )

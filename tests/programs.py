@@ -708,6 +708,7 @@ class Session:
     def snapshot(self) -> Snapshot:
         self.saves += 1
         more = {"folder": self.folder / f"save{self.saves}", "saves": self.saves, "scale": self.scale}
+        more["form"] = self.settings["form"]
         return self.loop.snapshot(**more, added=[*self.added])
 
     def load(self, _value: Any) -> None:
@@ -734,8 +735,11 @@ class Session:
     def resume(self, value: Any) -> None:
         """Go on in a new optimizer, from the last checkpoint."""
         if self.saved is not None:
+            settings, *more = value
+            if self.saved.more["form"] == "exact":  # nothing of it was rounded, so it brings no seed
+                settings = {**settings, "seed": SEED}
             self.optimizer.close()
-            self.reopen(*value, self.saved, self.load_saved)
+            self.reopen(settings, *more, self.saved, self.load_saved)
 
     def dict(self, value: Any) -> None:
         """Go on in a new optimizer, from a state dict."""
