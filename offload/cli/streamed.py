@@ -24,8 +24,8 @@ REDUCED = 3
 """Times that gradients of what is computed together lie on the GPU: backward's, what FSDP2 reduces, and into what."""
 
 PAGEABLE_PART = 1 / 6.56
-"""Of a link's speed, for memory that is not pinned, as a mapped file's: measured on a PCIe 4 x8 laptop by Soup
-(MakazhanAlpamys/Soup, `layer_stream.py`)."""
+"""Of a link's speed, for memory that is not pinned, as a mapped file's: what Soup, which streams frozen 4-bit weights
+of a 32B model, loses on an H100 (MakazhanAlpamys/Soup, `PIN_THROUGHPUT_GAIN_REAL`); nobody has measured ours."""
 
 
 def window_bytes(shape: Shape) -> int:
