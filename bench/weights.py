@@ -11,10 +11,8 @@ that the kernel takes to read as many bytes more through its cache, alone; over 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -38,7 +36,7 @@ CALIBRATED_BYTES = 512 << 20, 4 << 20
 """Of the file by which the drive is measured, at full and at smoke size."""
 
 
-def serve(pipe: Connection, folder: str, width: int, layers: int, longest: int) -> None:
+def serve(pipe: Connection, folder: str, width: int, layers: int) -> None:
     """Train as a pipe says: its role first, then tokens for an iteration each; None to end."""
     import _llama
 
@@ -112,19 +110,12 @@ def bound_s(memory: dict[str, float], file: dict[str, float], reading_s: float) 
     return by_drive_s, by_cores_s
 
 
-@contextlib.contextmanager
-def trained(run: Run, group: Group | None) -> Iterator[dict[str, Connection]]:
-    """Yield who trains, each with the other's model."""
-    args = run.args
-    given = str(run.folder), args.width, args.layers, max(args.tokens)
-    with spawned(serve, len(ROLES), *given) as pipes:
-        yield dict(zip(ROLES, pipes, strict=True))
-
-
 def measure(run: Run) -> None:
     args = run.args
     reading_s = reading_cpu_s(run.folder, CALIBRATED_BYTES[run.smoke])
-    with made_group() as group, trained(run, group) as pipes:
+    given = str(run.folder), args.width, args.layers
+    with made_group() as group, spawned(serve, len(ROLES), *given) as both:
+        pipes = dict(zip(ROLES, both, strict=True))
         for role, pipe in pipes.items():
             pipe.send((role, group if role == "file" else None))
         nbytes = {role: pipe.recv() for role, pipe in pipes.items()}["file"]

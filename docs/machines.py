@@ -130,6 +130,7 @@ def streaming(page: Path) -> str:
     return "\n".join(lines)
 
 
+@cache
 def _most_rows(model: str, flops: float) -> tuple[int, float]:
     """Return the most tokens of a micro-step that leave what has to stay free of the card, and tokens a second."""
     best = 0, 0.0

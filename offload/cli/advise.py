@@ -104,9 +104,8 @@ class Choices:
         recompute = (False, True) if scenario.beside and not scenario.model.recompute else (scenario.model.recompute,)
         places = [scenario.model.weights_on]
         if weights_on is None and scenario.machine.all_ranks == 1 and not ON_GPU & given.keys():
-            places += ["host"] * bool(scenario.machine.rates.gpu.lanes) + ["path"] * bool(
-                scenario.machine.rates.paths
-            )
+            rates = scenario.machine.rates
+            places += [place for place, has in (("host", rates.gpu.lanes), ("path", rates.paths)) if has]
         return cls(frozenset(computed - scenario.decided), frozenset(given), recompute, tuple(places))
 
     def _tried(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
@@ -509,16 +508,17 @@ def to_paste(setting: Setting) -> str:
 
 def _lying(answer: Answer) -> list[str]:
     """Return the line that has weights lie elsewhere than where they are computed."""
-    if answer.scenario.model.weights_on == "host" and answer.scenario.machine.all_ranks > 1:
-        return ["    # sharded by FSDP2 with offload_policy=CPUOffloadPolicy()"]
-    if answer.scenario.model.weights_on == "host":
-        return ["    offload.weights_in_host_memory(model)"]
-    if answer.scenario.model.weights_on == "path":
-        place = answer.scenario.machine.path_place(path_of(answer.rates))
-        if answer.scenario.computes_on_gpu:
-            return [f"    offload.weights_in_host_memory(model, path={json.dumps(place)})"]
-        return [f"    offload.weights_in_file(model, {json.dumps(place)})"]
-    return []
+    scenario = answer.scenario
+    if not scenario.model.is_streamed:
+        return []
+    if scenario.model.weights_on == "host":
+        several = scenario.machine.all_ranks > 1
+        line = "# sharded by FSDP2 with offload_policy=CPUOffloadPolicy()"
+        return [f"    {line if several else 'offload.weights_in_host_memory(model)'}"]
+    place = json.dumps(scenario.machine.path_place(path_of(answer.rates)))
+    if scenario.computes_on_gpu:
+        return [f"    offload.weights_in_host_memory(model, path={place})"]
+    return [f"    offload.weights_in_file(model, {place})"]
 
 
 def _checkpointing() -> str:

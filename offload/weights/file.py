@@ -21,14 +21,11 @@ from torch.utils import _pytree
 
 from offload.errors import ConfigError
 from offload.units import format_bytes
-from offload.weights.layers import own_parameters, units
-from offload.weights.mapping import PAGE_BYTES, MappedFile, Turns, joined
+from offload.weights.layers import give_buffers, own_parameters, units
+from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
 from offload.weights.safetensors import tensors_in
 
 log = logging.getLogger("offload")
-
-ALIGNMENT_BYTES = 64
-"""Of each weight in the file."""
 
 
 def weights_in_file(
@@ -99,18 +96,18 @@ class WeightsInFile:
                 raise ConfigError(name, where, "have the model on the CPU, or on the meta device, and dense")
         self.nbytes = 0
         for modules in parts:
-            self.nbytes = _up(self.nbytes, PAGE_BYTES)
+            self.nbytes = up(self.nbytes, PAGE_BYTES)
             for weight in (weight for module in modules for weight in own_parameters(module).values()):
                 if weight not in offsets and weight.numel():
                     offsets[weight] = self.nbytes
-                    self.nbytes = _up(self.nbytes + weight.nbytes, ALIGNMENT_BYTES)
-        self.file = MappedFile(path, _up(max(self.nbytes, 1), PAGE_BYTES))
+                    self.nbytes = up(self.nbytes + weight.nbytes)
+        self.file = MappedFile(path, up(max(self.nbytes, 1), PAGE_BYTES))
         self._handles: list[Any] = []
         names = {module: name for name, module in model.named_modules()}
         moved: dict[torch.Tensor, nn.Parameter] = {}
         self._units = [self._move(modules, names, offsets, moved) for modules in parts]
-        self._turns = Turns(self.file, [unit.ranges for unit in self._units])
-        _give_buffers(model)
+        self._layers = Layers(self.file, [unit.ranges for unit in self._units])
+        give_buffers(model, torch.device("cpu"))
         self._read(model, safetensors)
         for number, modules in enumerate(parts):
             self._handles += [
@@ -199,7 +196,7 @@ class WeightsInFile:
             return
         for module, name, full_name, address in self._units[number].weights:
             _check_place(full_name, module(), name, address)
-        self._turns.begin(number)
+        self._layers.begin(number)
 
 
 def _of_a_copy() -> WeightsInFile:
@@ -217,16 +214,3 @@ def _check_place(full_name: str, module: nn.Module | None, name: str, address: i
             "change dtype or device, and load with assign=True, before weights_in_file: this weight has left its file"
         )
         raise ConfigError(full_name, what, allowed)
-
-
-def _give_buffers(model: nn.Module) -> None:
-    """Give buffers on the meta device memory."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-
-
-def _up(nbytes: int, unit: int) -> int:
-    """Return the next multiple of a unit."""
-    return -(-nbytes // unit) * unit

@@ -27,16 +27,13 @@ from offload.memory.arenas import Arena
 from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.alone import Alone, alone, check_alone
-from offload.weights.layers import Groups, own_parameters
-from offload.weights.mapping import PAGE_BYTES, MappedFile, Turns, is_mapped
+from offload.weights.layers import Groups, give_buffers, own_parameters
+from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, is_mapped, up
 
 log = logging.getLogger("offload")
 
 OUTSIDE = -1
 """Torch's number of a backward pass, where there is none."""
-
-ALIGNMENT_BYTES = 64
-"""Of each weight in its arena."""
 
 
 def weights_in_host_memory(
@@ -111,8 +108,8 @@ class WeightsInHostMemory:
         self._numbers: dict[Any, int] = {}
         """Of each group in the file: where it lies, and its number there."""
         if path is not None:
-            sizes_there = (_up(weight.nbytes) for weight in model.parameters() if weight not in stays)
-            self.file = MappedFile(path, _up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
+            sizes_there = (up(weight.nbytes) for weight in model.parameters() if weight not in stays)
+            self.file = MappedFile(path, up(sum(sizes_there) + len(modules) * PAGE_BYTES, PAGE_BYTES))
         group = alone(self.device)
         end = weakref.finalize(self, _end, self._pinned, self._arenas, group)
         end.atexit = False  # a process that ends gives all back by itself
@@ -123,7 +120,7 @@ class WeightsInHostMemory:
             sizes = {gathered: self._place(gathered, originals) for gathered in self._groups}
             _state_of(model)._lazy_init()
         self.nbytes, self.pinned_bytes = sum(sizes.values()), self._pinned.pinned_bytes
-        self._turns = None if self.file is None else Turns(self.file, [[place] for place in self._ranges])
+        self._layers = None if self.file is None else Layers(self.file, [[place] for place in self._ranges])
         own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
@@ -140,7 +137,7 @@ class WeightsInHostMemory:
         """Have the weights of a group lie in an arena of their own, or in the file; return their size."""
         managed = group.fsdp_params
         weights = [originals[each._module_info.module, each._module_info.param_name] for each in managed]
-        ends = [*accumulate(map(_up, (weight.nbytes for _, weight in weights)))]
+        ends = [*accumulate(map(up, (weight.nbytes for _, weight in weights)))]
         if not ends:
             return 0
         memory, begin = self._memory(group, ends[-1])
@@ -173,7 +170,7 @@ class WeightsInHostMemory:
         if self.file is None:
             self._arenas.append(Arena(max(1, nbytes)))
             return self._arenas[-1], 0
-        begin = _up(sum(self._ranges[-1]), PAGE_BYTES) if self._ranges else 0
+        begin = up(sum(self._ranges[-1]), PAGE_BYTES) if self._ranges else 0
         self._numbers[group] = len(self._ranges)
         self._ranges.append((begin, nbytes))
         return self.file, begin
@@ -205,8 +202,8 @@ class WeightsInHostMemory:
             name, address = self._places.get(each, ("", 0))
             if name and each._sharded_param_data.data_ptr() != address:
                 _refuse_left(name, each.sharded_param)
-        if self._turns is not None and group in self._numbers:
-            self._turns.begin(self._numbers[group])
+        if self._layers is not None and group in self._numbers:
+            self._layers.begin(self._numbers[group])
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
             copies = [each._sharded_param_data.to(self.device, non_blocking=True) for each in group.fsdp_params]
@@ -394,11 +391,9 @@ def _shard(model: nn.Module, modules: Iterable[nn.Module], stays: set[nn.Paramet
     for module in modules:
         policy = CPUOffloadPolicy(pin_memory=False)
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=stays or None)
+    give_buffers(model, device)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
         for name, weight in own_parameters(module).items():
             if weight in stays and weight.is_meta:
                 if weight not in moved:
@@ -413,11 +408,6 @@ def _refuse_left(name: str, weight: torch.Tensor) -> None:
     where = f"{mine.dtype}, on {mine.device}"
     allowed = "change dtype or device before weights_in_host_memory: this weight has left its place in host memory"
     raise ConfigError(name, where, allowed)
-
-
-def _up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
-    """Return the next multiple of a unit."""
-    return -(-nbytes // unit) * unit
 
 
 def _end(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:

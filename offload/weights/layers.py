@@ -151,3 +151,11 @@ class Groups:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters by name, without those of its children."""
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def give_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give buffers on the meta device memory."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)

@@ -31,6 +31,8 @@ from offload.kernels.table import weights_at
 from offload.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
+ALIGNMENT_BYTES = 64
+"""Of each weight."""
 FOLIO_BYTES = 2 << 20
 """Pages that the kernel writes together at most: what others still write to is not begun with."""
 
@@ -121,7 +123,8 @@ class MappedFile:
         Args:
             offset: Where it begins.
             nbytes: Its size.
-            was_written: Begin to write it, as memory cannot be taken before that.
+            was_written: Begin to write it, as memory cannot be taken before that; but for its end, which shares what
+                the kernel writes at once with others, and is written with the next range.
         """
         if was_written:
             start, end = (place // FOLIO_BYTES * FOLIO_BYTES for place in (offset, offset + nbytes))
@@ -148,8 +151,8 @@ class MappedFile:
         return 0
 
 
-class Turns:
-    """Layers of a model whose weights lie in a file: each is brought at its turn, and what comes next meanwhile.
+class Layers:
+    """Those of a model whose weights lie in a file: each is brought at its turn, and what comes next meanwhile.
 
     What comes next is what came last time, at first the next layer in the order of the passes; forward and backward
     passes may come in any order.
@@ -193,14 +196,12 @@ class Ahead:
     written to or let go of: 8 times the processor time (Linux 6.18, 512 MiB brought to be written: 0.53 s for 0.07).
     """
 
-    def __init__(self) -> None:
-        self._wanted: SimpleQueue[tuple[MappedFile, Sequence[tuple[int, int]]] | None] = SimpleQueue()
-        self._of = 0
+    _of = 0  # the process that has the thread
 
     def bring(self, file: MappedFile, ranges: Sequence[tuple[int, int]]) -> None:
         """Have ranges of a file brought; where others still wait for that, they are left out."""
         if self._of != os.getpid():  # a child that was forked has no thread
-            self._of, self._wanted = os.getpid(), SimpleQueue()
+            self._of, self._wanted = os.getpid(), SimpleQueue[Any]()
             threading.Thread(target=_bring_all, args=(self._wanted,), name="offload-weights", daemon=True).start()
             weakref.finalize(self, self._wanted.put, None).atexit = False
         self._wanted.put((file, ranges))
@@ -299,6 +300,11 @@ def is_mapped(address: int) -> bool:
 
 def _living() -> list[MappedFile]:
     return [file for reference in [*_files] if (file := reference()) is not None]
+
+
+def up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
+    """Return the next multiple of a unit."""
+    return -(-nbytes // unit) * unit
 
 
 def _pages(offset: int, nbytes: int) -> tuple[int, int]:
