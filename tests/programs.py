@@ -350,6 +350,8 @@ class Session:
         settings = self.fixed = {**PLAIN, **program.settings}
         self.seed, self.folder, self.small, self.kills = program.seed, folder, small, program.kills
         self.saves, self.saved = 0, None
+        self.before: list[Snapshot | None] = []
+        """What was saved before the last save, as long as that is not known to be whole."""
         self.told = Counter[str]()
         self.is_last = False
         self.free(None)
@@ -687,14 +689,17 @@ class Session:
 
     def save(self, value: Any) -> None:
         copies, waits = value
+        if self.small is not None:
+            self.settle_saves()  # else one that found no room would be raised here
         snapshot = self.snapshot()
         self.keep(snapshot)
-        self.saved = snapshot
+        self.saved, self.before = snapshot, [self.saved, *self.before]
         extra = {"saves": self.saves, "drawn": torch.arange(self.saves)}
         try:
             self.optimizer.save_checkpoint(self.saved.more["folder"], extra=extra, copy=copies)
             if waits:
                 self.optimizer.wait_checkpoint()
+                self.before = []
         finally:
             # A save may settle a master or not: until the next update nothing may be changed that tells which.
             kept, settled = self.loop.kept, self.saved.kept
@@ -711,12 +716,27 @@ class Session:
         more["form"] = self.settings["form"]
         return self.loop.snapshot(**more, added=[*self.added])
 
+    def settle_saves(self) -> None:
+        """Wait for a save that goes on; one that others have left no room is none."""
+        try:
+            self.optimizer.wait_checkpoint()
+            self.before = []
+        except offload.CheckpointError:
+            if not self.told["filled"]:
+                raise
+            self.forget_save()
+
+    def forget_save(self) -> None:
+        if self.before:
+            self.saved, *self.before = self.before
+        self.told["save refused"] += 1
+
     def load(self, _value: Any) -> None:
         """Go on from the last checkpoint."""
+        self.settle_saves()
         if self.saved is None or self.saved.more["added"] != self.added:
             return
         self.drop("optimizer")
-        self.optimizer.wait_checkpoint()
         self.load_saved()
         self.after_load(self.saved)
 
@@ -734,6 +754,7 @@ class Session:
 
     def resume(self, value: Any) -> None:
         """Go on in a new optimizer, from the last checkpoint."""
+        self.settle_saves()
         if self.saved is not None:
             settings, *more = value
             if self.saved.more["form"] == "exact":  # nothing of it was rounded, so it brings no seed
@@ -743,6 +764,7 @@ class Session:
 
     def dict(self, value: Any) -> None:
         """Go on in a new optimizer, from a state dict."""
+        self.settle_saves()
         saved, state_dict = self.snapshot(), self.optimizer.state_dict()
         self.optimizer.close()
         self.reopen(*value, saved, lambda: self.optimizer.load_state_dict(state_dict))
@@ -760,7 +782,7 @@ class Session:
 
     def kill(self, changes: int) -> None:
         """Save, and die at some change of the file system, or when it is done."""
-        self.optimizer.wait_checkpoint()  # the one before is whole
+        self.settle_saves()
         snapshot = self.snapshot()
         self.keep(snapshot)
         kill_at(changes)
@@ -769,18 +791,18 @@ class Session:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def keep(self, newest: Snapshot) -> None:
-        """Note for the next life what is about to be saved, and what was before."""
+        """Note for the next life what is about to be saved, and what was before, down to one that is whole."""
         if self.kills:
-            (self.folder / "kept.new").write_bytes(pickle.dumps((newest, self.saved)))
+            (self.folder / "kept.new").write_bytes(pickle.dumps((newest, self.saved, *self.before)))
             (self.folder / "kept.new").rename(self.folder / "kept")
 
     def die(self, _delay_s: float) -> None:
         """It has been arranged for when this life began."""
 
-    def take_up(self, newest: Snapshot, older: Snapshot | None) -> None:
+    def take_up(self, newest: Snapshot, *before: Snapshot | None) -> None:
         """Go on from the newest checkpoint that is whole, or from the beginning."""
-        self.saves = newest.more["saves"]
-        for snapshot in (newest, older):
+        self.saves, self.before = newest.more["saves"], []
+        for snapshot in (newest, *before):
             self.saved = snapshot
             if snapshot is None:
                 self.begin()
@@ -792,7 +814,7 @@ class Session:
                 return
             except offload.CheckpointError:
                 self.optimizer.close()
-                assert snapshot is newest, "a checkpoint was lost"
+                assert snapshot is not before[-1], "a checkpoint was lost"
 
     def load_saved(self) -> None:
         extra, saves = self.optimizer.load_checkpoint(self.saved.more["folder"]), self.saved.more["saves"]
@@ -830,12 +852,10 @@ class Session:
 
     def save_beside(self, _value: Any) -> None:
         """Save while there may be no room: that alone may fail."""
-        saved = self.saved
         try:
             self.save((False, True))
         except offload.CheckpointError:
-            self.saved = saved
-            self.told["save refused"] += 1
+            self.forget_save()
 
     def free(self, _value: Any) -> None:
         if self.small is not None:
