@@ -470,7 +470,10 @@ def table(settings: list[Setting]) -> str:
 
 
 def to_paste(setting: Setting) -> str:
-    """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer."""
+    """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer.
+
+    Weights that lie elsewhere than where they are computed: not for the Trainer, and in a file not for DeepSpeed.
+    """
     answer, config, checkpointing = setting.answer, setting.config, _checkpointing()
     model = answer.scenario.model
     python = ", ".join(f"{name}={value!r}" for name, value in config.items()).replace("'", '"')
@@ -493,16 +496,21 @@ def to_paste(setting: Setting) -> str:
     if setting.overlap in ("forward", "both"):
         lines.append("    optimizer.overlap_forward(model)")
         lines.append("    # optimizer.finish() before you read weights outside the model: an EMA, a save of your own")
-    lines += [
-        "JSON:",
-        f"    {json.dumps(config)}",
-        f"DeepSpeed, in its config{on_gpu}:",
-        f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
-        f"Trainer{on_gpu}:",
-        "    import offload.integrations.transformers as offload_transformers",
-        f"    offload_transformers.enable({_python(config)})",
-        f"    arguments = TrainingArguments({trainer})",
-    ]
+    lines += ["JSON:", f"    {json.dumps(config)}"]
+    if model.weights_on != "path":
+        lines += [
+            f"DeepSpeed, in its config{on_gpu}:",
+            f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
+        ]
+    if model.weights_on == "host":
+        lines.append('    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}')
+    if not model.is_streamed:
+        lines += [
+            f"Trainer{on_gpu}:",
+            "    import offload.integrations.transformers as offload_transformers",
+            f"    offload_transformers.enable({_python(config)})",
+            f"    arguments = TrainingArguments({trainer})",
+        ]
     return "\n".join(lines)
 
 
