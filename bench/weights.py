@@ -56,7 +56,7 @@ def serve(pipe: Connection, folder: str, width: int, layers: int) -> None:
     pipe.send(sum(weight.nbytes for weight in model.parameters()))
     while (tokens := pipe.recv()) is not None:
         window = torch.randint(0, 250, (1, tokens + 1), generator=generator)
-        began_s, used_s, before = time.monotonic(), cpu_s(), kernel_io()
+        began_s, used_s, before = time.monotonic(), time.process_time(), kernel_io()
         with computing():
             logits = model(window[:, :-1]).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
@@ -70,18 +70,13 @@ def serve(pipe: Connection, folder: str, width: int, layers: int) -> None:
         names = ("forward_s", "backward_s", "step_s")
         found = {name: end - begin for name, begin, end in zip(names, marks, marks[1:], strict=False)}
         moved = {name: count - before[name] for name, count in kernel_io().items()}
-        found |= {"cpu_s": cpu_s() - used_s, "loss": float(loss.detach()), **moved}
+        found |= {"cpu_s": time.process_time() - used_s, "loss": float(loss.detach()), **moved}
         path = optimizer.engine.rates.paths[0]
         rates = {"read_rate": path.read.alone, "write_rate": path.write.alone}
         pipe.send({**found, **rates, "whole_s": sum(found[name] for name in names)})
     optimizer.finish()
     pipe.send(sum(float(weight.detach().double().sum()) for weight in model.parameters()))
     optimizer.close()
-
-
-def cpu_s() -> float:
-    """Return the CPU seconds of this process, the kernel's for it included."""
-    return sum(os.times()[:2])
 
 
 def reading_cpu_s(folder: Path, nbytes: int) -> float:
@@ -93,10 +88,10 @@ def reading_cpu_s(folder: Path, nbytes: int) -> float:
         os.fsync(out.fileno())
     descriptor, buffer = os.open(file, os.O_RDONLY), bytearray(PIECE_BYTES)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    size, used_s = file.stat().st_size, cpu_s()
+    size, used_s = file.stat().st_size, time.process_time()
     for start in range(0, size, PIECE_BYTES):
         os.preadv(descriptor, [buffer], start)
-    took_s = cpu_s() - used_s
+    took_s = time.process_time() - used_s
     os.close(descriptor)
     file.unlink()
     return took_s / size
