@@ -144,7 +144,8 @@ HOST_LATE = Row(CALLED, "`weights_in_host_memory`", "an optimizer of the model",
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
     "call optimizer.overlap_forward(model) before the first step: its modules wait for weights", values=FORWARD)
-IMAGES_OF_MAPPED = Row(MADE, '`overlap` "backward", "both"', "`weights_in_file`",
+IMAGES_OF_MAPPED = Row(MADE + ATTACHED, '`overlap` "backward", "both"',
+    '`weights_in_file`; ZeRO-3\'s `offload_param` on `"nvme"`',
     'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory',
     values=BACKWARD)
 SCRIPTED = Row(CALLED, "`overlap_forward`", "models with a `ScriptModule`",
@@ -174,6 +175,10 @@ DEEPSPEED_DTYPE = Row(ATTACHED, "`gradient_dtype`", "DeepSpeed",
     'leave it out and write "data_types": {{"grad_accum_dtype": "fp32"}}')
 DEEPSPEED_FORWARD = Row(CALLED, "`overlap_forward`", "DeepSpeed",
     'leave it out, and write "overlap": "forward" in the config: weights are gathered in forward then')
+SWAPPED_BY_DEEPSPEED = Row(ATTACHED, "weights that DeepSpeed's own swapper has on NVMe since `zero.Init`",
+    "`multi_tier_offload`",
+    'give zero.Init a config with a "multi_tier_offload" object too, and switch the backend on before it: by the '
+    'launcher, or by enable()')
 DEEPSPEED_MUON = Row(ATTACHED, "Muon", "DeepSpeed",
     "use AdamW, Adam or Lion: ZeRO cuts parameters anywhere, and Muon updates whole matrices")
 ZERO_1_REDUCES = Row(ATTACHED, '`overlap` "backward", "both"', "ZeRO-1 without `overlap_comm`",

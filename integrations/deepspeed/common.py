@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload import CheckpointError, Engine, OffloadConfig, SessionBrokenError
+from offload import CheckpointError, Engine, OffloadConfig
 from offload.checkpoint.torch_files import fill, start_of
 from offload.combinations import DEEPSPEED_FORWARD, NONE_KEPT, SAVED_APART
 from offload.integrations.deepspeed import in_place, stream
 from offload.integrations.deepspeed.behind import PendingTag, SavesBehind, discard, partial_of, set_aside
 from offload.integrations.deepspeed.in_place import Frame, InPlace
 from offload.integrations.deepspeed.pieces import Piece
+from offload.integrations.deepspeed.ranks import greatest, on_all_ranks, told_on
 from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
@@ -113,7 +114,8 @@ class OffloadedOptimizer:
 
     Attributes:
         shard: State and update of this rank.
-        reduces_early: Whether gradients are reduced during backward.
+        updates_early: Whether updates can be made during backward: gradients are reduced there, and new weights have
+            memory to wait in.
     """
 
     shard: Shard
@@ -133,7 +135,7 @@ class OffloadedOptimizer:
     _streamed: list[FlatState] | None = None
     _model: UnnamedModel | None = None
     behind: SavesBehind | None = None
-    reduces_early = True
+    updates_early = True
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
     _layout = ""
@@ -179,8 +181,8 @@ class OffloadedOptimizer:
         found = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.can_go_on, "backward": self.reduces_early}
-            self._auto.after_step(self.offload, [self.dp_process_group], self._told_on, **ways)
+            ways = {"forward": self.can_go_on, "backward": self.updates_early}
+            self._auto.after_step(self.offload, [self.dp_process_group], told_on(self.dp_process_group), **ways)
         if self.behind is not None and not self.overflow:
             self.note_weights()
         return found
@@ -202,35 +204,13 @@ class OffloadedOptimizer:
         self._announcer.arrives(self.offload.gradients, number, is_last=is_last, scale=float(self.loss_scale))
         return is_last
 
-    @property
-    def _told_on(self) -> torch.device:
-        """The device on which ranks tell each other numbers."""
-        if "gloo" in torch.distributed.get_backend(self.dp_process_group):
-            return torch.device("cpu")
-        return torch.device(import_module("deepspeed.accelerator").get_accelerator().device_name())
-
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
-        """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
-        error: Exception | None = None
-        try:
-            found = work()
-        except Exception as caught:
-            error = caught
-        if torch.distributed.get_world_size(self.dp_process_group) > 1 and self._any(error is not None):
-            error = error or SessionBrokenError("another rank could not do its part; its log says why")
-        if error is not None:
-            raise error
-        return found
+        """Do one rank's work; what cannot be done raises on all ranks."""
+        return on_all_ranks(work, self.dp_process_group)
 
     def _any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return bool(self._greatest(flag))
-
-    def _greatest(self, number: int) -> int:
-        """Return the greatest of all ranks' numbers."""
-        numbers = torch.tensor([number], dtype=torch.int64, device=self._told_on)
-        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
-        return int(numbers.item())
+        return bool(greatest(flag, self.dp_process_group))
 
     def _update_all(self) -> None:
         groups, order = group_values(self.optimizer), self._use_order()
@@ -474,10 +454,11 @@ class OffloadedOptimizer:
             with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
             if with_state and not engine.load_universal_checkpoint():
                 # Of all ranks: each node may have the files of its own.
-                there = self._greatest(_ranks_of(os.path.join(load_dir, tag)))
+                there = greatest(_ranks_of(os.path.join(load_dir, tag)), self.dp_process_group)
                 here = engine.seq_dp_world_size
                 if there not in (0, here):  # or files are missing, or there from before
-                    there = self._greatest(_ranks_in(engine._get_ckpt_name(load_dir, tag))) or there
+                    in_model = _ranks_in(engine._get_ckpt_name(load_dir, tag))
+                    there = greatest(in_model, self.dp_process_group) or there
                 if there not in (0, here):
                     raise _other_ranks(os.path.join(load_dir, tag), there, here)
             return load(load_dir, tag, *arguments, **keywords)

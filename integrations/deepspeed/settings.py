@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import ConfigError, OffloadConfig
-from offload.combinations import DEEPSPEED_MUON, ZERO_1_REDUCES
+from offload.combinations import DEEPSPEED_MUON, IMAGES_OF_MAPPED, ZERO_1_REDUCES
 from offload.integrations import shared
 
 KEY = "multi_tier_offload"
@@ -79,6 +79,10 @@ _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("compile", "deepcompile", False, "use false; torch.compile of the model is fine"),
     ("torch_autocast", "enabled", False, 'leave it out and use "bf16" or "fp16"'),
 )
+
+_WEIGHTS = "zero_optimization.offload_param"
+WEIGHTS_FOLDER = f"{_WEIGHTS}.nvme_path"
+_OF_DEEPSPEEDS_SWAPPER = "buffer_count", "buffer_size", "max_in_cpu"
 
 ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
@@ -190,12 +194,32 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
     if device not in ("cpu", "none"):
         allowed = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
         raise ConfigError(f"{OFFLOAD}.device", device, allowed)
-    parameters = _section(config, "zero_optimization.offload_param").get("device", "none")
-    if parameters not in ("none", "cpu"):
-        raise ConfigError(
-            "zero_optimization.offload_param.device", parameters, 'use "cpu" or leave it out: weights stay in memory'
-        )
+    weights = _section(config, _WEIGHTS)
+    if weights_folder(config) is not None:
+        if stage != 3:
+            raise ConfigError(f"{_WEIGHTS}.device", "nvme", "use stage 3: others do not shard weights")
+        for key in _OF_DEEPSPEEDS_SWAPPER:
+            if key in weights:
+                allowed = "leave it out: the kernel decides how much of the weights' file stays in memory"
+                raise ConfigError(f"{_WEIGHTS}.{key}", weights[key], allowed)
+        IMAGES_OF_MAPPED.check(f"{KEY}.overlap", settings.overlap)
+    elif (device := weights.get("device", "none")) not in ("none", "cpu"):
+        raise ConfigError(f"{_WEIGHTS}.device", device, 'use "cpu" or "nvme", or leave it out')
     return settings
+
+
+def weights_folder(config: Mapping[str, Any]) -> str | None:
+    """Return the folder in which a config has weights; None if they stay in memory.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    weights = _section(config, _WEIGHTS)
+    if weights.get("device") != "nvme":
+        return None
+    if not (folder := weights.get("nvme_path")):
+        raise ConfigError(WEIGHTS_FOLDER, folder, "give the folder on the drive in which weights are to lie")
+    return os.fspath(folder)
 
 
 def reduces_early(config: Mapping[str, Any]) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from offload.integrations.deepspeed import weights
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import rule_of
+from offload.weights.partitions import Partitions
 
 
 def _after_step(
@@ -46,13 +48,17 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     grad_partitions_flat_buffer: torch.Tensor
     persistent_parameters: list[Any]
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, weights_file: Partitions | None, **keywords: Any) -> None:
+        self._file = weights_file
         super().__init__(*arguments, **keywords)
         # The engine has memory of its own for them.
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
         self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
         self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
-        if self.can_go_on:
+        if self._file is not None:
+            self._file.follow(self.module, lambda parameter: parameter.ds_tensor)
+            weights.let_go()
+        if self.can_go_on or self._file is not None:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
             for parameter in self.module.parameters():
                 for name in ("all_gather", "all_gather_coalesced"):
@@ -71,11 +77,13 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         return bool(self.can_go_on and self._auto.goes_on)
 
     def before_gather(self, parameters: Sequence[Any]) -> None:
-        """Wait until the last step has updated this rank's parts of some parameters."""
+        """Wait until the last step has updated this rank's parts of some parameters, and these are in memory."""
         found = (self._numbers.get(parameter.ds_id) for parameter in parameters)
         numbers = [number for number in found if number is not None]
         self._used.update(dict.fromkeys(numbers))
         self.offload.wait_for(numbers, on_any_stream=True)
+        if self._file is not None:
+            self._file.begin(parameter.ds_tensor for parameter in parameters)
 
     def _use_order(self) -> Mapping[int, int] | None:
         used, self._used = self._used, {}
@@ -90,6 +98,22 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             super()._post_step(*arguments, **keywords)
         finally:
             self.persistent_parameters = persistent
+
+    # Weights in a file
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Make the flat tensors that DeepSpeed is about to move trained weights to; frozen ones are moved here."""
+        if self._file is None:
+            super()._create_param_groups_fp16_flat_cpu_memory()
+            return
+        trained = set[Any]()
+        for group in self.trainable_param_groups:
+            trained.update(group["params"])
+            numel = sum(parameter.partition_numel() for parameter in group["params"])
+            self.param_groups_fp16_flat_cpu_memory.append(self._file.take(numel, self.dtype))
+        for parameter in self.module.parameters():
+            if parameter not in trained and parameter.ds_tensor.is_cpu:
+                self._file.move(parameter.ds_tensor)
 
     # State
 
@@ -185,6 +209,11 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def _optimizer_step(self, sub_group_id: int) -> None:
         if sub_group_id == 0:
             self._update_all()
+
+    def _update_all(self) -> None:
+        super()._update_all()
+        if self._file is not None:
+            self._file.note_written()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         self._unflatten_partitioned_parameters(sub_group_id)

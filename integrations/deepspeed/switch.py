@@ -20,7 +20,7 @@ import torch
 
 from offload import ConfigError
 from offload.combinations import OTHER_PARALLELISM
-from offload.integrations.deepspeed import settings
+from offload.integrations.deepspeed import settings, weights
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
 log = logging.getLogger("offload")
@@ -45,6 +45,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "_get_all_zero_checkpoints": "load_dir tag",
     },
     _STAGE3: {
+        "_create_param_groups_fp16_flat_cpu_memory": "",
         "_create_fp32_partitions": "",
         "initialize_optimizer_states": "",
         "partition_grads": "params_to_release grad_partitions",
@@ -91,6 +92,8 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "_get_offload_gradient_dict": "",
         "destroy": "",
     },
+    weights.CONFIG: {"_initialize_params": "param_dict"},
+    weights.INIT: {"_validate_remote_device": "remote_device ds_config", "_partition_param": "param"},
 }
 """Methods that are overridden or called, with the parameters that they must begin with."""
 
@@ -112,6 +115,8 @@ _original: Callable[..., Any] | None = None
 for_all: Mapping[str, Any] | None = None
 """Our object for configs that have none."""
 _said_own = _said_stock = _said_ignored = False
+_undo = contextlib.ExitStack()
+"""Puts back what weights in files take."""
 
 
 def check_deepspeed() -> None:
@@ -181,8 +186,9 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     with contextlib.suppress(ImportError):  # DeepSpeed derives from its classes when it first imports this
         import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     with contextlib.ExitStack() as stack:
+        weights_file = stack.enter_context(weights.reserved(engine, optimizer))
         for (module, name), ours in (
-            (_STAGE3, OffloadedStage3),
+            (_STAGE3, functools.partial(OffloadedStage3, weights_file=weights_file)),
             ((_ENGINE[0], _STAGE12[1]), OffloadedStage12),
         ):
             home = import_module(module)
@@ -192,7 +198,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     if not isinstance(engine.optimizer, OffloadedOptimizer):
         made = type(engine.optimizer).__name__
         raise ConfigError("deepspeed", made, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
-    engine.optimizer.reduces_early = settings.reduces_early(engine.config)
+    engine.optimizer.updates_early = weights_file is None and settings.reduces_early(engine.config)
     engine.optimizer.report_to(engine)
     engine.optimizer.follow(engine.module)
     engine.optimizer.stream_checkpoints(engine)
@@ -205,16 +211,22 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         log.info("offload keeps the optimizer state of this DeepSpeed engine (%s)", type(engine.optimizer).__name__)
 
 
-def _is_offloaded(engine: Any) -> bool:
-    """Return whether the config of an engine that has an optimizer offloads it to some device."""
-    given = engine._config.zero_config.offload_optimizer
+def _is_offloaded(config: Any) -> bool:
+    """Return whether a `DeepSpeedConfig` offloads its optimizer to some device."""
+    given = config.zero_config.offload_optimizer
     none = import_module("deepspeed.runtime.zero.offload_config").OffloadDeviceEnum.none
     return bool(given is not None and given.device != none)
 
 
+def _is_ours(config: Any) -> bool:
+    """Return whether the engine of a `DeepSpeedConfig`, if it has an optimizer, is ours, or will be."""
+    has_object = KEY in config._param_dict or (for_all is not None and _is_offloaded(config))
+    return _mode is _Mode.ON and has_object
+
+
 def _offload_to_cpu(engine: Any) -> None:
     """Have an optimizer that is offloaded to no device, DeepSpeed's default, count as offloaded to the CPU."""
-    if _is_offloaded(engine):
+    if _is_offloaded(engine._config):
         return
     zero, found = engine._config.zero_config, import_module("deepspeed.runtime.zero.offload_config")
     given, device = zero.offload_optimizer, found.OffloadDeviceEnum
@@ -256,7 +268,7 @@ def inject(engine: Any) -> None:
         if speaks and not _said_stock:
             _said_stock = True
             log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s (said once)", KEY)
-    elif _is_offloaded(engine):
+    elif _is_offloaded(engine._config):
         engine.config = {**config, KEY: dict(for_all)}  # the program may use its own for another engine
     elif speaks:
         log.warning("an optimizer stays DeepSpeed's, with its state: its config has no %s.device", settings.OFFLOAD)
@@ -283,6 +295,7 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     given = for_all if config is None else settings.load(config)
     if _mode is not _Mode.ON:
         check_deepspeed()
+        weights.stand_in(_undo, _is_ours)
     if given is not for_all:
         for_all, _said_own = given, False
     _mode = _Mode.ON
@@ -341,6 +354,7 @@ def disable() -> None:
     global _mode, _original, for_all, _said_stock, _said_ignored
     for_all, _said_stock, _said_ignored, _mode = None, False, False, _Mode.OFF
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AtImport)]
+    _undo.close()
     if _original is None:
         return
     kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])

@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -555,6 +555,63 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
         assert sorted(os.sched_getaffinity(0)) == cores
     finally:
         touching.NODES = system
+
+
+def in_file(folder: Path) -> dict[str, Any]:
+    """Return `zero_optimization`'s keys for weights in a file in a folder."""
+    return {"offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+
+
+def files_at(tensors: Iterable[torch.Tensor], folder: Path) -> list[str]:
+    """Return which files without a name in a folder some tensors lie in."""
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    places = [([int(end, 16) for end in row[0].split("-")], row[-1]) for row in maps]
+    found = [name for each in tensors for (begin, end), name in places if begin <= each.data_ptr() < end]
+    assert all(name.startswith(str(folder)) and "deleted" in name for name in found), found
+    return found
+
+
+@check
+def weights_in_files_change_nothing(folder: Path) -> None:
+    """All bits are those of weights in memory: trained, frozen and persistent ones, also those of `zero.Init`."""
+    if "PLACEMENT" in os.environ:
+        raise Skip("the CPU updates weights that are not on the accelerator")
+    cases: list[tuple[Case, bool]] = [
+        (Case(3, "bf16", 2, net={"recompute": True, "branch": True}), True),
+        (Case(3, "fp16", groups=two_groups, config={"communication_data_type": "fp32"}), False),
+        (Case(3, "fp32", freeze="body.0", zero={"stage3_param_persistence_threshold": 0}), True),
+        (Case(3, "bf16", freeze="body.1", offload={"overlap": "forward", "gradient_memory": 0}), False),
+    ]
+    for number, (case, is_made_there) in enumerate(cases):
+        found = []
+        for place in ({"offload_param": {"device": "cpu"}}, in_file(folder)):
+            offload = {**paths(folder), **case.offload}
+            case = dataclasses.replace(case, zero={**case.zero, **place}, offload=offload)
+            model = None
+            if is_made_there:
+                torch.manual_seed(0)
+                given = {**case.ds_config(), "train_batch_size": None, "multi_tier_offload": offload}
+                offload_deepspeed.enable()
+                with deepspeed.zero.Init(config_dict_or_path=given):
+                    model = Net(**case.net)
+                offload_deepspeed.disable()
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(not case.freeze or not name.startswith(case.freeze))
+                if place == in_file(folder):
+                    parts = [parameter.ds_tensor for parameter in model.parameters()]
+                    assert len(files_at(parts, folder)) == len(parts)
+            with training(case, ours=True, model=model) as engine:
+                parts = [parameter.ds_tensor for parameter in engine.module.parameters()]
+                flats = engine.optimizer.fp16_partitioned_groups_flat
+                if place == in_file(folder):
+                    assert len(files_at([*parts, *flats], folder)) == len(parts) + len(flats)
+                    assert len({*files_at([*parts, *flats], folder)}) == 1
+                found.append((train(engine, case), state_of(engine)))
+                if place == in_file(folder):
+                    assert len({*files_at([*parts, *flats], folder)}) == 1
+            del engine, parts, flats, model
+        assert found[0][0] == found[1][0], f"case {number}: {found[1][0]}, not {found[0][0]}"
+        assert_same(found[1][1], found[0][1])
 
 
 @check

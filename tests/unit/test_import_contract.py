@@ -47,6 +47,7 @@ PUBLIC = (
     "offload.optim.overlap",
     "offload.optim.pace",
     "offload.rules",
+    "offload.weights.partitions",
 )
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
 SCHEDULE = ("operations", "machine", "staging", "runs", "saving", "index", "issued", "scratch")

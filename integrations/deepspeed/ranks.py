@@ -1,0 +1,41 @@
+"""What ranks of a process group tell each other, so that none waits for another for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+
+from offload import SessionBrokenError
+
+_T = TypeVar("_T")
+
+
+def told_on(group: Any) -> torch.device:
+    """Return the device on which ranks tell each other numbers."""
+    if "gloo" in torch.distributed.get_backend(group):
+        return torch.device("cpu")
+    return torch.device(import_module("deepspeed.accelerator").get_accelerator().device_name())
+
+
+def greatest(number: int, group: Any) -> int:
+    """Return the greatest of all ranks' numbers."""
+    numbers = torch.tensor([number], dtype=torch.int64, device=told_on(group))
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=group)
+    return int(numbers.item())
+
+
+def on_all_ranks(work: Callable[[], _T], group: Any) -> _T:
+    """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
+    error: Exception | None = None
+    try:
+        found = work()
+    except Exception as caught:
+        error = caught
+    if torch.distributed.get_world_size(group) > 1 and greatest(error is not None, group):
+        error = error or SessionBrokenError("another rank could not do its part; its log says why")
+    if error is not None:
+        raise error
+    return found

@@ -1,0 +1,122 @@
+"""ZeRO-3's weights in files, where a config has them on NVMe: `"offload_param": {"device": "nvme", "nvme_path": ...}`.
+
+DeepSpeed is told that they are on the CPU, and so leaves its own swapper out. Its tensors, which it still makes, lie
+in mapped files: those of `zero.Init` one by one as they are made, and all that an engine trains in one file, which is
+reserved before the engine changes anything. Files have no names, and each rank has its own.
+
+What is relied on beside the methods of `switch.RELIED_ON`: a parameter's `ds_tensor` is this rank's part of it, flat,
+and `ds_process_group` the ranks that have the others; DeepSpeed reads and writes parts by their tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from offload import ConfigError
+from offload.combinations import SWAPPED_BY_DEEPSPEED
+from offload.integrations import shared
+from offload.integrations.deepspeed import settings
+from offload.integrations.deepspeed.ranks import on_all_ranks
+from offload.weights.partitions import GrowingPartitions, Partitions, room_for
+
+CONFIG = "deepspeed.runtime.config", "DeepSpeedConfig"
+INIT = "deepspeed.runtime.zero.partition_parameters", "Init"
+
+_growing: weakref.WeakKeyDictionary[Any, GrowingPartitions] = weakref.WeakKeyDictionary()
+"""Of each `zero.Init` whose partitions lie in files."""
+_is_reserved = False
+"""Whether an engine is being made that has a file for all."""
+
+
+def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None:
+    """Have weights lie in files where a DeepSpeed config says NVMe, until `undo` is closed.
+
+    Args:
+        undo: Puts DeepSpeed's methods back.
+        is_ours: Whether a `DeepSpeedConfig` is one of which engines are ours.
+    """
+    config, init = (getattr(import_module(module), kind) for module, kind in (CONFIG, INIT))
+    initialize, validate, partition = config._initialize_params, init._validate_remote_device, init._partition_param
+
+    @functools.wraps(initialize)
+    def initialize_params(given: Any, param_dict: Any) -> None:
+        initialize(given, param_dict)
+        if is_ours(given) and settings.weights_folder(given._param_dict) is not None:
+            zero, device = given.zero_config, import_module("deepspeed.runtime.zero.offload_config").OffloadDeviceEnum
+            zero.offload_param = zero.offload_param.model_copy(update={"device": device.cpu, "pin_memory": False})
+
+    @functools.wraps(validate)
+    def validate_remote_device(made: Any, remote_device: Any, ds_config: Any) -> Any:
+        found = validate(made, remote_device, ds_config)
+        if not _is_reserved and ds_config is not None and (folder := _folder_of(ds_config)) is not None:
+            group = made.ds_process_group
+            _growing[made] = GrowingPartitions(lambda nbytes: on_all_ranks(lambda: _open(folder, nbytes), group))
+        return found
+
+    @functools.wraps(partition)
+    def partition_param(made: Any, param: Any, *arguments: Any, **keywords: Any) -> Any:
+        is_first = param.ds_tensor is None
+        found = partition(made, param, *arguments, **keywords)
+        if is_first and made in _growing and param.ds_tensor.is_cpu:
+            _growing[made].move(param.ds_tensor)
+        return found
+
+    shared.replace(undo, config, "_initialize_params", initialize_params)
+    shared.replace(undo, init, "_validate_remote_device", validate_remote_device)
+    shared.replace(undo, init, "_partition_param", partition_param)
+
+
+def _folder_of(config: Any) -> str | None:
+    """Return the folder in which the weights of a `DeepSpeedConfig` lie; None for any that are not ours."""
+    given = config.zero_config.offload_param
+    return None if given is None or given.device == "nvme" else settings.weights_folder(config._param_dict)
+
+
+@contextlib.contextmanager
+def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
+    """Yield a file with room for this rank's part of all weights of a DeepSpeed engine; None where they lie elsewhere.
+
+    Those that are in memory stay there meanwhile, until the engine's optimizer moves them. Collective.
+
+    Raises:
+        ConfigError: DeepSpeed's own swapper has some, or the folder cannot be used.
+        TierFullError: There is no room.
+    """
+    global _is_reserved
+    parameters = dict.fromkeys(engine.module.parameters())
+    for group in optimizer.param_groups:
+        parameters.update(dict.fromkeys(group["params"]))
+    for parameter in parameters:
+        if getattr(parameter, "nvme_swapper", None) is not None:
+            SWAPPED_BY_DEEPSPEED.refuse(engine.param_names.get(parameter, "parameter"), "on NVMe by DeepSpeed's swapper")
+    if (folder := _folder_of(engine._config)) is None:
+        yield None
+        return
+    group, ranks = engine.seq_data_parallel_group, torch.distributed.get_world_size(engine.seq_data_parallel_group)
+    nbytes = room_for(-(-getattr(each, "ds_numel", each.numel()) // ranks) * each.itemsize for each in parameters)
+    file = on_all_ranks(lambda: _open(folder, nbytes), group)
+    _is_reserved = True
+    try:
+        yield file
+    finally:
+        _is_reserved = False
+
+
+def _open(folder: str, nbytes: int) -> Partitions:
+    try:
+        return Partitions(folder, nbytes)
+    except ConfigError as error:
+        raise ConfigError(settings.WEIGHTS_FOLDER, folder, error.allowed) from error.__cause__
+
+
+def let_go() -> None:
+    """Take no more into files that `zero.Init` has begun, as an engine has moved what lay there."""
+    for growing in _growing.values():
+        growing.close()
