@@ -206,7 +206,8 @@ class OffloadedOptimizer:
 
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
         """Do one rank's work; what cannot be done raises on all ranks."""
-        return on_all_ranks(work, self.dp_process_group)
+        found: _T = on_all_ranks(work, self.dp_process_group)
+        return found
 
     def _any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

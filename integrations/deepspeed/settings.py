@@ -80,8 +80,8 @@ _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("torch_autocast", "enabled", False, 'leave it out and use "bf16" or "fp16"'),
 )
 
-_WEIGHTS = "zero_optimization.offload_param"
-WEIGHTS_FOLDER = f"{_WEIGHTS}.nvme_path"
+WEIGHTS = "zero_optimization.offload_param"
+WEIGHTS_FOLDER = f"{WEIGHTS}.nvme_path"
 _OF_DEEPSPEEDS_SWAPPER = "buffer_count", "buffer_size", "max_in_cpu"
 
 ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
@@ -194,17 +194,17 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
     if device not in ("cpu", "none"):
         allowed = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
         raise ConfigError(f"{OFFLOAD}.device", device, allowed)
-    weights = _section(config, _WEIGHTS)
+    weights = _section(config, WEIGHTS)
     if weights_folder(config) is not None:
         if stage != 3:
-            raise ConfigError(f"{_WEIGHTS}.device", "nvme", "use stage 3: others do not shard weights")
+            raise ConfigError(f"{WEIGHTS}.device", "nvme", "use stage 3: others do not shard weights")
         for key in _OF_DEEPSPEEDS_SWAPPER:
             if key in weights:
                 allowed = "leave it out: the kernel decides how much of the weights' file stays in memory"
-                raise ConfigError(f"{_WEIGHTS}.{key}", weights[key], allowed)
+                raise ConfigError(f"{WEIGHTS}.{key}", weights[key], allowed)
         IMAGES_OF_MAPPED.check(f"{KEY}.overlap", settings.overlap)
     elif (device := weights.get("device", "none")) not in ("none", "cpu"):
-        raise ConfigError(f"{_WEIGHTS}.device", device, 'use "cpu" or "nvme", or leave it out')
+        raise ConfigError(f"{WEIGHTS}.device", device, 'use "cpu" or "nvme", or leave it out')
     return settings
 
 
@@ -214,12 +214,12 @@ def weights_folder(config: Mapping[str, Any]) -> str | None:
     Raises:
         ConfigError: It names none.
     """
-    weights = _section(config, _WEIGHTS)
+    weights = _section(config, WEIGHTS)
     if weights.get("device") != "nvme":
         return None
     if not (folder := weights.get("nvme_path")):
         raise ConfigError(WEIGHTS_FOLDER, folder, "give the folder on the drive in which weights are to lie")
-    return os.fspath(folder)
+    return str(folder)
 
 
 def reduces_early(config: Mapping[str, Any]) -> bool:

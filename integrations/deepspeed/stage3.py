@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from offload.integrations.deepspeed import weights
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.in_place import InPlace
 from offload.integrations.deepspeed.pieces import Piece
@@ -45,19 +44,14 @@ FP32_FLAT_GROUPS = "fp32_flat_groups"
 class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
-    grad_partitions_flat_buffer: torch.Tensor
     persistent_parameters: list[Any]
 
     def __init__(self, *arguments: Any, weights_file: Partitions | None, **keywords: Any) -> None:
         self._file = weights_file
         super().__init__(*arguments, **keywords)
-        # The engine has memory of its own for them.
-        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
-        self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
         self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
         if self._file is not None:
             self._file.follow(self.module, lambda parameter: parameter.ds_tensor)
-            weights.let_go()
         if self.can_go_on or self._file is not None:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
             for parameter in self.module.parameters():
@@ -154,8 +148,16 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
 
+    def _setup_for_real_optimizer(self) -> None:
+        super()._setup_for_real_optimizer()
+        self.fp16_groups = self._groups
+
     def initialize_optimizer_states(self) -> None:
-        """Nothing: the engine's state starts with zero moments, and there are no fp32 gradients."""
+        """Nothing: the engine's state starts with zero moments, and there are no fp32 gradients.
+
+        What follows would make a buffer for the gradients of these groups, for which the engine has memory.
+        """
+        self._groups, self.fp16_groups = self.fp16_groups, []
 
     def take_back(self) -> None:
         for flat in self._flats:

@@ -46,6 +46,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
     },
     _STAGE3: {
         "_create_param_groups_fp16_flat_cpu_memory": "",
+        "_setup_for_real_optimizer": "",
         "_create_fp32_partitions": "",
         "initialize_optimizer_states": "",
         "partition_grads": "params_to_release grad_partitions",

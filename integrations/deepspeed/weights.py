@@ -1,4 +1,4 @@
-"""ZeRO-3's weights in files, where a config has them on NVMe: `"offload_param": {"device": "nvme", "nvme_path": ...}`.
+"""ZeRO-3's weights in files, where a config has them on NVMe: `{"device": "nvme", "nvme_path": ...}`.
 
 DeepSpeed is told that they are on the CPU, and so leaves its own swapper out. Its tensors, which it still makes, lie
 in mapped files: those of `zero.Init` one by one as they are made, and all that an engine trains in one file, which is
@@ -24,12 +24,15 @@ from offload.combinations import SWAPPED_BY_DEEPSPEED
 from offload.integrations import shared
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.ranks import on_all_ranks
-from offload.weights.partitions import GrowingPartitions, Partitions, room_for
+from offload.weights.partitions import Partitions
 
 CONFIG = "deepspeed.runtime.config", "DeepSpeedConfig"
 INIT = "deepspeed.runtime.zero.partition_parameters", "Init"
 
-_growing: weakref.WeakKeyDictionary[Any, GrowingPartitions] = weakref.WeakKeyDictionary()
+LEAST_BYTES = 1 << 20
+"""What is smaller stays in memory until an engine has a file for all; there are many such."""
+
+_folders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Of each `zero.Init` whose partitions lie in files."""
 _is_reserved = False
 """Whether an engine is being made that has a file for all."""
@@ -54,18 +57,17 @@ def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None
 
     @functools.wraps(validate)
     def validate_remote_device(made: Any, remote_device: Any, ds_config: Any) -> Any:
-        found = validate(made, remote_device, ds_config)
         if not _is_reserved and ds_config is not None and (folder := _folder_of(ds_config)) is not None:
-            group = made.ds_process_group
-            _growing[made] = GrowingPartitions(lambda nbytes: on_all_ranks(lambda: _open(folder, nbytes), group))
-        return found
+            _folders[made] = folder
+        return validate(made, remote_device, ds_config)
 
     @functools.wraps(partition)
     def partition_param(made: Any, param: Any, *arguments: Any, **keywords: Any) -> Any:
         is_first = param.ds_tensor is None
         found = partition(made, param, *arguments, **keywords)
-        if is_first and made in _growing and param.ds_tensor.is_cpu:
-            _growing[made].move(param.ds_tensor)
+        part = param.ds_tensor
+        if is_first and made in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
+            on_all_ranks(lambda: _open(_folders[made], [part.nbytes]), param.ds_process_group).move(part)
         return found
 
     shared.replace(undo, config, "_initialize_params", initialize_params)
@@ -81,7 +83,7 @@ def _folder_of(config: Any) -> str | None:
 
 @contextlib.contextmanager
 def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
-    """Yield a file with room for this rank's part of all weights of a DeepSpeed engine; None where they lie elsewhere.
+    """Yield a file with room for this rank's part of a DeepSpeed engine's weights; None where they lie elsewhere.
 
     Those that are in memory stay there meanwhile, until the engine's optimizer moves them. Collective.
 
@@ -93,15 +95,18 @@ def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
     parameters = dict.fromkeys(engine.module.parameters())
     for group in optimizer.param_groups:
         parameters.update(dict.fromkeys(group["params"]))
+    given = engine._config.zero_config.offload_param
+    if given is not None and given.device == "nvme":  # read before the backend was switched on
+        SWAPPED_BY_DEEPSPEED.refuse(f"{settings.WEIGHTS}.device", "nvme")
     for parameter in parameters:
         if getattr(parameter, "nvme_swapper", None) is not None:
-            SWAPPED_BY_DEEPSPEED.refuse(engine.param_names.get(parameter, "parameter"), "on NVMe by DeepSpeed's swapper")
+            SWAPPED_BY_DEEPSPEED.refuse(engine.param_names.get(parameter, "parameter"), "has DeepSpeed's swapper")
     if (folder := _folder_of(engine._config)) is None:
         yield None
         return
-    group, ranks = engine.seq_data_parallel_group, torch.distributed.get_world_size(engine.seq_data_parallel_group)
-    nbytes = room_for(-(-getattr(each, "ds_numel", each.numel()) // ranks) * each.itemsize for each in parameters)
-    file = on_all_ranks(lambda: _open(folder, nbytes), group)
+    ranks = torch.distributed.get_world_size(engine.seq_data_parallel_group)
+    sizes = [-(-getattr(each, "ds_numel", each.numel()) // ranks) * each.itemsize for each in parameters]
+    file = on_all_ranks(lambda: _open(folder, sizes), engine.seq_data_parallel_group)
     _is_reserved = True
     try:
         yield file
@@ -109,14 +114,8 @@ def reserved(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
         _is_reserved = False
 
 
-def _open(folder: str, nbytes: int) -> Partitions:
+def _open(folder: str, sizes: list[int]) -> Partitions:
     try:
-        return Partitions(folder, nbytes)
+        return Partitions(folder, sizes)
     except ConfigError as error:
         raise ConfigError(settings.WEIGHTS_FOLDER, folder, error.allowed) from error.__cause__
-
-
-def let_go() -> None:
-    """Take no more into files that `zero.Init` has begun, as an engine has moved what lay there."""
-    for growing in _growing.values():
-        growing.close()

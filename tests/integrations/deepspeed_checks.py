@@ -68,13 +68,14 @@ from deepspeed_runs import (
 import offload
 from offload import CheckpointError, ConfigError, SaveRequest
 from offload.checkpoint import commit
-from offload.integrations.deepspeed import behind, common, gathers, stream
+from offload.integrations.deepspeed import behind, common, gathers, stream, weights
 from offload.integrations.deepspeed.behind import SavesBehind
 from offload.integrations.deepspeed.common import OffloadedOptimizer
 from offload.memory import touching
 from offload.optim.pace import Pace
 from offload.protocols import LANES
 from offload.session.checkpoints import Checkpoints
+from offload.weights.mapping import MappedFile
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 CHECKS: dict[str, Callable[[Path], None]] = {}
@@ -557,61 +558,170 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
         touching.NODES = system
 
 
-def in_file(folder: Path) -> dict[str, Any]:
+def in_file(folder: Path, **more: Any) -> dict[str, Any]:
     """Return `zero_optimization`'s keys for weights in a file in a folder."""
-    return {"offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+    return {"offload_param": {"device": "nvme", "nvme_path": str(folder)}, **more}
 
 
-def files_at(tensors: Iterable[torch.Tensor], folder: Path) -> list[str]:
-    """Return which files without a name in a folder some tensors lie in."""
+IN_MEMORY = {"offload_param": {"device": "cpu"}}
+
+
+def files_of(tensors: Iterable[torch.Tensor], folder: Path) -> list[str]:
+    """Return the files in a folder that tensors lie in; they have no names."""
     maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     places = [([int(end, 16) for end in row[0].split("-")], row[-1]) for row in maps]
     found = [name for each in tensors for (begin, end), name in places if begin <= each.data_ptr() < end]
-    assert all(name.startswith(str(folder)) and "deleted" in name for name in found), found
-    return found
+    return [name for name in found if name.startswith(str(folder)) and name.endswith("(deleted)")]
+
+
+def parts_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return this rank's parts of weights, but for those that ZeRO-3 leaves on an accelerator."""
+    return [each.ds_tensor for each in model.parameters() if each.ds_tensor.is_cpu]  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def made_by_zero_init(case: Case, least_bytes: int = 1) -> Iterator[Any]:
+    """Yield what a case trains, made under `zero.Init`, which has partitions from that size on leave memory."""
+    torch.manual_seed(0)
+    least, weights.LEAST_BYTES = weights.LEAST_BYTES, least_bytes
+    offload_deepspeed.enable()
+    try:
+        with deepspeed.zero.Init(config_dict_or_path={**case.ds_config(), "multi_tier_offload": case.offload}):
+            model = Net(**case.net)
+        yield model
+    finally:
+        offload_deepspeed.disable()
+        weights.LEAST_BYTES = least
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not case.freeze or not name.startswith(case.freeze))
 
 
 @check
 def weights_in_files_change_nothing(folder: Path) -> None:
     """All bits are those of weights in memory: trained, frozen and persistent ones, also those of `zero.Init`."""
-    if "PLACEMENT" in os.environ:
-        raise Skip("the CPU updates weights that are not on the accelerator")
     cases: list[tuple[Case, bool]] = [
         (Case(3, "bf16", 2, net={"recompute": True, "branch": True}), True),
-        (Case(3, "fp16", groups=two_groups, config={"communication_data_type": "fp32"}), False),
+        (Case(3, "fp16", groups=two_groups, config=ALL_FP32), False),
         (Case(3, "fp32", freeze="body.0", zero={"stage3_param_persistence_threshold": 0}), True),
         (Case(3, "bf16", freeze="body.1", offload={"overlap": "forward", "gradient_memory": 0}), False),
     ]
-    for number, (case, is_made_there) in enumerate(cases):
+    for number, (given, is_made_there) in enumerate(cases):
         found = []
-        for place in ({"offload_param": {"device": "cpu"}}, in_file(folder)):
-            offload = {**paths(folder), **case.offload}
-            case = dataclasses.replace(case, zero={**case.zero, **place}, offload=offload)
+        for place in (IN_MEMORY, in_file(folder)):
+            offload = {**paths(folder), **given.offload}
+            offload.pop("placement", None)  # weights are not on the accelerator
+            case = dataclasses.replace(given, zero={**given.zero, **place}, offload=offload)
             model = None
             if is_made_there:
-                torch.manual_seed(0)
-                given = {**case.ds_config(), "train_batch_size": None, "multi_tier_offload": offload}
-                offload_deepspeed.enable()
-                with deepspeed.zero.Init(config_dict_or_path=given):
-                    model = Net(**case.net)
-                offload_deepspeed.disable()
-                for name, parameter in model.named_parameters():
-                    parameter.requires_grad_(not case.freeze or not name.startswith(case.freeze))
-                if place == in_file(folder):
-                    parts = [parameter.ds_tensor for parameter in model.parameters()]
-                    assert len(files_at(parts, folder)) == len(parts)
+                with made_by_zero_init(case) as model:
+                    parts = parts_of(model)
+                    assert len(files_of(parts, folder)) == (len(parts) if place is not IN_MEMORY else 0)
             with training(case, ours=True, model=model) as engine:
-                parts = [parameter.ds_tensor for parameter in engine.module.parameters()]
-                flats = engine.optimizer.fp16_partitioned_groups_flat
-                if place == in_file(folder):
-                    assert len(files_at([*parts, *flats], folder)) == len(parts) + len(flats)
-                    assert len({*files_at([*parts, *flats], folder)}) == 1
+                parts = [*parts_of(engine.module), *engine.optimizer.fp16_partitioned_groups_flat]
                 found.append((train(engine, case), state_of(engine)))
-                if place == in_file(folder):
-                    assert len({*files_at([*parts, *flats], folder)}) == 1
-            del engine, parts, flats, model
+                there = files_of(parts, folder)
+                assert (len(there), len({*there})) == ((len(parts), 1) if place is not IN_MEMORY else (0, 0))
+                assert engine.optimizer.updates_early == (place is IN_MEMORY)
+            del engine, model, parts
+        assert not files_of([], folder)
         assert found[0][0] == found[1][0], f"case {number}: {found[1][0]}, not {found[0][0]}"
         assert_same(found[1][1], found[0][1])
+
+
+@check
+def weights_in_files_are_saved_as_any(folder: Path) -> None:
+    """Checkpoints go both ways between weights in files and in memory, whole and weights alone."""
+    places, found = (IN_MEMORY, in_file(folder)), []
+    gathering = {"stage3_gather_16bit_weights_on_model_save": True}
+    cases = [
+        Case(3, freeze="body.1", zero={**place, **gathering}, offload={**paths(folder), "overlap": "forward"})
+        for place in places
+    ]
+    for case in cases:
+        case.offload.pop("placement", None)
+    for number, case in enumerate(cases):
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 3)
+            engine.save_checkpoint(str(folder), tag=str(number))
+            engine.save_16bit_model(str(folder), f"{number}.bin")
+            found.append((train(engine, case, 3, 3), state_of(engine)))
+    models = [torch.load(folder / f"{number}.bin") for number in (0, 1)]
+    assert_same(models[0], models[1])
+    assert found[0][0] == found[1][0]
+    for number, case in enumerate(reversed(cases)):
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)  # state that must go
+            engine.load_checkpoint(str(folder), tag=str(number))
+            assert train(engine, case, 3, 3) == found[0][0]
+            assert_same(state_of(engine), found[0][1])
+            alone = {"load_module_only": True, "load_optimizer_states": False}
+            engine.load_checkpoint(str(folder), tag=str(number), **alone)
+            weights = {name: weight for name, weight in state_of(engine).items() if name.endswith(" weight")}
+            saved = {
+                f"{name} weight": weight for name, weight in models[number].items() if f"{name} weight" in weights
+            }
+            assert_same(weights, saved)
+
+
+@check
+def weights_that_have_no_file_are_refused_before_anything_changes(folder: Path) -> None:
+    """Where one rank's drive is full or its folder missing, all ranks raise; so do they where a drive fails later."""
+    rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
+    refused = pytest.raises(offload.TierFullError if rank == last else offload.SessionBrokenError)
+    reserve = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        if rank == last:
+            raise OSError(errno.ENOSPC, "full")
+        reserve(descriptor, offset, nbytes)
+
+    offload_ = {name: value for name, value in paths(folder).items() if name != "placement"}
+    case = Case(3, zero=in_file(folder), offload=offload_)
+    before, model = case.model().to(torch.bfloat16), case.model()
+    with unittest.mock.patch("os.posix_fallocate", full):
+        with refused, training(case, ours=True, model=model):
+            pass
+        with refused, made_by_zero_init(case):
+            pass
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    assert_same({k: v.to("cpu") for k, v in model.state_dict().items()}, before.state_dict())
+    missing = dataclasses.replace(case, zero=in_file(folder / "missing"))
+    with (
+        pytest.raises(ConfigError, match=r"^zero_optimization\.offload_param\.nvme_path: "),
+        training(missing, ours=True),
+    ):
+        pass
+    swapped = case.model()
+    swapped.embed.weight.nvme_swapper = object()  # type: ignore[attr-defined]  # as `zero.Init` leaves it
+    with (
+        pytest.raises(ConfigError, match="switch the backend on before it"),
+        training(case, ours=True, model=swapped),
+    ):
+        pass
+    with training(case, ours=True) as engine:
+        train(engine, case, 0, 1)
+        failed = offload.TierError("read", tier="file", path=str(folder))
+        with unittest.mock.patch.object(MappedFile, "bring", side_effect=failed), pytest.raises(offload.TierError):
+            engine(micro_batch(engine, 0, 0))
+
+
+@check
+def weights_of_an_engine_without_an_optimizer_lie_in_files(folder: Path) -> None:
+    """Also those that were in memory before; the backend has no part in it otherwise."""
+    found = []
+    for place in (IN_MEMORY, in_file(folder)):
+        case = Case(3, zero=place, offload=paths(folder))
+        least, weights.LEAST_BYTES = weights.LEAST_BYTES, 1
+        config = {**case.ds_config(), "multi_tier_offload": case.offload}
+        try:
+            engine, *_ = offload_deepspeed.initialize(model=case.model(), config=config)
+        finally:
+            weights.LEAST_BYTES = least
+        parts = parts_of(engine.module)
+        assert len(files_of(parts, folder)) == (0 if place is IN_MEMORY else len(parts))
+        found.append(engine(micro_batch(engine, 0, 0)).item())
+        engine.destroy()
+    assert found[0] == found[1]
 
 
 @check
