@@ -173,7 +173,7 @@ class ArrivingGradients(SlotGradients):
         super().begin(kept)
 
     def _give(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
-        given, gradient = gradient, gradient.to(self._dtypes[self._pieces[number].flat])
+        given, gradient = gradient, gradient.to(self._place, self._dtypes[self._pieces[number].flat])
         stays = first and self._engine.gradients.stays(number)
         if gradient is given and self._reads_later and (stays or gradient.nbytes <= COPIED_BYTES):
             gradient = gradient.clone()

@@ -2019,6 +2019,7 @@ ON_LATE = (
     (3, "fp16", 3, 0.3, "cpu", {"overlap_comm": False}),
     (3, "fp32", 1, 0.0, "gpu", {}),
     (3, "bf16", 2, 0.3, "auto", {"offload_param": {"device": "cpu"}}),  # gradients leave for weights in host memory
+    (3, "bf16", 2, 0.3, "auto", {"offload_param": {"device": "nvme"}}),  # in a file; gradients leave for the paths
 )
 
 
@@ -2047,6 +2048,8 @@ def alone_on_an_accelerator(folder: Path) -> None:
         own.mkdir(exist_ok=True)
         os.environ["PLACEMENT"] = placement if "DELAYS" in os.environ else "auto"
         case = Case(stage, dtype, accumulation, clip, steps=3, zero=zero, offload=paths(own))
+        if zero.get("offload_param") == {"device": "nvme"}:
+            case.zero, case.offload["gradient_memory"] = in_file(own), 0
         with training(case, ours=True) as engine, contextlib.ExitStack() as stack:
             assert engine.optimizer.plan.weights_on_gpu == ("DELAYS" in os.environ and "offload_param" not in zero)
             if engine.optimizer.plan.weights_on_gpu and number % 2:
