@@ -45,6 +45,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
     persistent_parameters: list[Any]
+    fp16_groups: list[Any]
 
     def __init__(self, *arguments: Any, weights_file: Partitions | None, **keywords: Any) -> None:
         self._file = weights_file

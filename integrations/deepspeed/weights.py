@@ -52,8 +52,8 @@ def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None
     def initialize_params(given: Any, param_dict: Any) -> None:
         initialize(given, param_dict)
         if is_ours(given) and settings.weights_folder(given._param_dict) is not None:
-            zero, device = given.zero_config, import_module("deepspeed.runtime.zero.offload_config").OffloadDeviceEnum
-            zero.offload_param = zero.offload_param.model_copy(update={"device": device.cpu, "pin_memory": False})
+            zero = given.zero_config
+            zero.offload_param = zero.offload_param.model_copy(update={"device": "cpu", "pin_memory": False})
 
     @functools.wraps(validate)
     def validate_remote_device(made: Any, remote_device: Any, ds_config: Any) -> Any:

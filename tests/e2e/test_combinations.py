@@ -268,8 +268,8 @@ WITH_DEEPSPEED: list[Case] = [
         lambda folder: zero(folder, {"checkpoint": {"use_node_local_storage": True}}, checkpoint=IN_PLACE),
     ),
 ]
-IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "VERL_CLIPS", "VERL_GENERATES"}
-"""In `test_weights_in_file.py`; `integrations/test_verl.py` has verl's classes."""
+IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "SWAPPED_BY_DEEPSPEED", "VERL_CLIPS", "VERL_GENERATES"}
+"""In `test_weights_in_file.py`, `deepspeed_checks.py` and `integrations/test_verl.py`, which has verl's classes."""
 
 
 def fsdp1() -> torch.nn.Module:

@@ -249,6 +249,9 @@ def config(**sections: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "multi_tier_offload": {}, **sections}
 
 
+ON_NVME = {"offload_param": {"device": "nvme", "nvme_path": "/x"}}
+
+
 @pytest.mark.parametrize(
     ("given", "names", "says"),
     [
@@ -298,15 +301,21 @@ def config(**sections: Any) -> dict[str, Any]:
             "MiCS",
         ),
         (
-            config(
-                zero_optimization={
-                    "stage": 3,
-                    "offload_optimizer": {"device": "cpu"},
-                    "offload_param": {"device": "nvme", "nvme_path": "/x"},
-                }
-            ),
+            config(zero_optimization={"stage": 3, "offload_param": {"device": "disk"}}),
             "offload_param.device",
-            '"cpu"',
+            '"nvme"',
+        ),
+        (config(zero_optimization={"stage": 2, **ON_NVME}), "offload_param.device", "stage 3"),
+        (config(zero_optimization={"stage": 3, "offload_param": {"device": "nvme"}}), "nvme_path", "give the folder"),
+        (
+            config(zero_optimization={"stage": 3, "offload_param": {**ON_NVME["offload_param"], "buffer_count": 5}}),
+            "offload_param.buffer_count",
+            "leave it out",
+        ),
+        (
+            config(zero_optimization={"stage": 3, **ON_NVME}, multi_tier_offload={"overlap": "both"}),
+            "multi_tier_offload.overlap",
+            "weights in a file",
         ),
         (config(torch_autocast={"enabled": True}), "torch_autocast.enabled", "bf16"),
         (
@@ -469,6 +478,41 @@ def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "_optimizer_step(sub_group_id) took (shard)" in str(caught.value)
     assert "_no_such_method is gone" in str(caught.value)
     assert "step(closure)" not in str(caught.value)
+
+
+def test_weights_on_nvme_are_deepspeeds_where_the_backend_has_no_part_in_them() -> None:
+    """Its config is another one only while the backend is on, and if it has the object."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    from offload.integrations import deepspeed as backend
+
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, **ON_NVME}
+    ours = config(zero_optimization=zero, train_batch_size=1)
+    stock = {key: value for key, value in ours.items() if key != "multi_tier_offload"}
+
+    def devices() -> list[tuple[str, bool]]:
+        found = [DeepSpeedConfig(each).zero_config.offload_param for each in (ours, stock)]
+        return [(each.device, each.pin_memory) for each in found]
+
+    methods = DeepSpeedConfig._initialize_params, Init._validate_remote_device, Init._partition_param
+    assert devices() == [("nvme", True), ("nvme", True)]
+    for _ in range(2):
+        backend.enable()
+        backend.enable()
+        try:
+            assert devices() == [("cpu", False), ("nvme", True)]
+        finally:
+            backend.disable()
+        assert devices() == [("nvme", True), ("nvme", True)]
+    assert methods == (DeepSpeedConfig._initialize_params, Init._validate_remote_device, Init._partition_param)
+    backend.enable({"host_memory": 0})
+    try:
+        assert devices() == [("cpu", False), ("cpu", False)]
+        del zero["offload_optimizer"]
+        assert devices() == [("cpu", False), ("nvme", True)]
+    finally:
+        backend.disable()
 
 
 @pytest.mark.parametrize(
