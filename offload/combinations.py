@@ -144,6 +144,8 @@ HOST_LATE = Row(CALLED, "`weights_in_host_memory`", "an optimizer of the model",
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
     "call optimizer.overlap_forward(model) before the first step: its modules wait for weights", values=FORWARD)
+FILE_PINNED = Row(CALLED, "`weights_in_file`", "FSDP2 that pins shards",
+    "use fully_shard(..., offload_policy=CPUOffloadPolicy(pin_memory=False)): pinned memory is no file's")
 IMAGES_OF_MAPPED = Row(MADE + ATTACHED, '`overlap` "backward", "both"',
     '`weights_in_file`; ZeRO-3\'s `offload_param` on `"nvme"`',
     'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory',
@@ -166,6 +168,8 @@ BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP", "integrations of A
 DEEPSPEED_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`', "its `deepspeed`",
     'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by `python -m '
     'offload.integrations.deepspeed`, without which DeepSpeed ignores it')
+TWO_SAVES = Row(ATTACHED, "`commit_on_sigterm` of a Hugging Face `Trainer`", "its `enable_jit_checkpoint`",
+    "leave one of them out: both save at a SIGTERM")
 OTHER_PARALLELISM = Row(ATTACHED, "DeepSpeed's MoE layers, `PipelineModule`, model and tensor parallelism",
     "`multi_tier_offload`",
     "leave multi_tier_offload out: only data parallelism is supported")

@@ -20,10 +20,12 @@ from torch import nn
 from torch.utils import _pytree
 
 from offload.errors import ConfigError
+from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.layers import give_buffers, own_parameters, units
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
-from offload.weights.safetensors import tensors_in
+from offload.weights.safetensors import read_into
+from offload.weights.sharded import ShardsInFile
 
 log = logging.getLogger("offload")
 
@@ -34,7 +36,7 @@ def weights_in_file(
     *,
     layers: Sequence[nn.Module] | None = None,
     safetensors: Iterable[str | os.PathLike[str]] = (),
-) -> WeightsInFile:
+) -> WeightsInFile | ShardsInFile:
     """Have all weights of a model, trainable and frozen, lie in a file instead of in memory of their own.
 
     Call it before the optimizer is made. Parameters are the same objects, with the same values. Hooks of its layers
@@ -44,10 +46,14 @@ def weights_in_file(
     A model on the meta device gets memory here for the first time: new parameters, whose values are zero until
     `safetensors`, `load_state_dict` or an initialisation writes them; its buffers get memory as `to_empty` gives it.
 
+    Of a model that FSDP2 has sharded (`fully_shard`) each rank calls it, and its shards lie in a file of its own. It
+    is for shards in host memory: on a mesh of CPUs, or by `CPUOffloadPolicy(pin_memory=False)`.
+
     Args:
         model: On the CPU, or on the meta device.
         path: A folder on the drive.
-        layers: What is used one after another, if not what the model's lists repeat.
+        layers: What is used one after another, if not what the model's lists repeat; what FSDP2 gathers, of a
+            sharded model.
         safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
@@ -58,6 +64,10 @@ def weights_in_file(
         TierFullError: The drive has no room for all weights; nothing has changed then.
         TierError: The drive fails.
     """
+    if shards.unsharders(model):
+        if layers is not None:
+            raise ConfigError("layers", "given", "leave it out: a sharded model has what fully_shard was called with")
+        return ShardsInFile(model, path, safetensors)
     return WeightsInFile(model, path, layers, safetensors)
 
 
@@ -108,7 +118,7 @@ class WeightsInFile:
         self._units = [self._move(modules, names, offsets, moved) for modules in parts]
         self._layers = Layers(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
-        self._read(model, safetensors)
+        read_into(model, safetensors, self.file)
         for number, modules in enumerate(parts):
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._begins, number), prepend=True),
@@ -165,21 +175,6 @@ class WeightsInFile:
             place.copy_(weight)
             weight.data = place
         return weight
-
-    def _read(self, model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> None:
-        """Read tensors of files into the model, one after another."""
-        targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        for file in files:
-            for name, tensor in tensors_in(file):
-                target = targets.get(name)
-                if target is None or target.shape != tensor.shape:
-                    found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
-                    what = f"{name}, shape {tuple(tensor.shape)}, in {os.fspath(file)}"
-                    raise ConfigError("safetensors", what, f"give files of this model, which has {found}")
-                with torch.no_grad():
-                    target.copy_(tensor)
-                if 0 <= (offset := target.data_ptr() - self.file.address) < self.nbytes:
-                    self.file.let_go(offset, target.nbytes, was_written=True)
 
     def _begins(self, number: int, *of_forward: Any) -> None:
         self._begin(number)

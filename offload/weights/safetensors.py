@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 
 from offload.errors import ConfigError
+from offload.optim import shards
+from offload.weights.mapping import MappedFile
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -60,3 +63,31 @@ def tensors_in(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor
             yield name, torch.frombuffer(content, dtype=dtype, count=numel, offset=start + begin).view(shape)
         else:
             yield name, torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def read_into(model: nn.Module, files: Iterable[str | os.PathLike[str]], file: MappedFile | None = None) -> None:
+    """Read tensors of files into a model, one after another; of what is sharded this rank's part.
+
+    Args:
+        model: The model; its own tensors have these names.
+        files: Such files.
+        file: Where its weights lie, as far as they do: each is written there behind being read.
+
+    Raises:
+        ConfigError: See `tensors_in`, or a file has what the model has not; what came before has been read.
+        OSError: See `tensors_in`.
+    """
+    targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    for each in files:
+        for name, tensor in tensors_in(each):
+            target = targets.get(name)
+            if target is None or target.shape != tensor.shape:
+                found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+                what = f"{name}, shape {tuple(tensor.shape)}, in {os.fspath(each)}"
+                raise ConfigError("safetensors", what, f"give files of this model, which has {found}")
+            if shards.is_sharded(target):
+                tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
+            mine = shards.local(target.detach())
+            mine.copy_(tensor)
+            if file is not None and 0 <= (offset := mine.data_ptr() - file.address) < file.nbytes:
+                file.let_go(offset, mine.nbytes, was_written=True)
