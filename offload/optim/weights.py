@@ -136,7 +136,7 @@ class Weights:
             if is_mapped(shards.local(parameter).data_ptr()):
                 self.are_in_file = True
                 combinations.IMAGES_OF_MAPPED.check("overlap", self._holder.config.overlap)
-        _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
+        check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
         return tuple(
             self._describe(parameter, labels[parameter][0], *kept_as(parameter, *labels[parameter]))
             for parameter in parameters
@@ -214,7 +214,7 @@ class Weights:
         """Notice weights that were moved or changed since the last check; refuse those that cannot be updated now."""
         changed_names = []
         if not self.are_where_bound():
-            _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
+            check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
             stamp = bound.current_stamp()
             if stamp == bound.stamp:
@@ -430,7 +430,7 @@ def check_form(bound: BoundParameter) -> None:
         raise ConfigError(bound.name, text, allowed)
 
 
-def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
+def check_apart(names: Mapping[torch.Tensor, str]) -> None:
     """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
     parameters, texts = [shards.local(parameter) for parameter in names], [*names.values()]
     ranges = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())

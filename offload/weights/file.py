@@ -17,13 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offload import combinations
 from offload.errors import ConfigError
+from offload.optim.weights import is_dense
 from offload.units import format_bytes
-from offload.weights.layers import give_buffers, own_parameters, units
+from offload.weights.layers import check_weights, give_buffers, own_parameters, units
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
-from offload.weights.safetensors import tensors_in
+from offload.weights.safetensors import Entry, entries_in, tensors_in
 
 log = logging.getLogger("offload")
 
@@ -54,7 +58,9 @@ def weights_in_file(
         What tells the kernel; nobody has to keep it.
 
     Raises:
-        ConfigError: A weight is elsewhere, or the folder cannot be used, or a file has what the model has not.
+        ConfigError: A weight is elsewhere, or shares memory with another; the model has an optimizer, or is in a file
+            already; the folder cannot be used; a file has what the model has not. Nothing has changed then.
+        OSError: A file cannot be opened; nothing has changed then.
         TierFullError: The drive has no room for all weights; nothing has changed then.
         TierError: The drive fails.
     """
@@ -90,10 +96,8 @@ class WeightsInFile:
         safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         parts, offsets = units(model, layers), dict[torch.Tensor, int]()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
-                where = f"{tensor.layout} on {tensor.device}"
-                raise ConfigError(name, where, "have the model on the CPU, or on the meta device, and dense")
+        _check_model(model)
+        files = _checked(model, safetensors)
         self.nbytes = 0
         for modules in parts:
             self.nbytes = up(self.nbytes, PAGE_BYTES)
@@ -108,7 +112,7 @@ class WeightsInFile:
         self._units = [self._move(modules, names, offsets, moved) for modules in parts]
         self._layers = Layers(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
-        self._read(model, safetensors)
+        self._read(model, files, moved)
         for number, modules in enumerate(parts):
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._begins, number), prepend=True),
@@ -155,10 +159,9 @@ class WeightsInFile:
     def _moved(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Return a weight that lies in the file: itself, but for one on the meta device."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
-        is_dense = sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)) == weight.numel() - 1
-        place = flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)
+        place = flat.as_strided(weight.shape, weight.stride()) if is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
-            made = nn.Parameter(place, requires_grad=weight.requires_grad)
+            made: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
             made.__dict__.update(weight.__dict__)
             return made
         with torch.no_grad():
@@ -166,24 +169,26 @@ class WeightsInFile:
             weight.data = place
         return weight
 
-    def _read(self, model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> None:
+    def _read(self, model: nn.Module, files: _Files, moved: dict[torch.Tensor, nn.Parameter]) -> None:
         """Read tensors of files into the model, one after another."""
-        targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        for file in files:
-            for name, tensor in tensors_in(file):
-                target = targets.get(name)
-                if target is None or target.shape != tensor.shape:
-                    found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
-                    what = f"{name}, shape {tuple(tensor.shape)}, in {os.fspath(file)}"
-                    raise ConfigError("safetensors", what, f"give files of this model, which has {found}")
+        targets = _targets(model)
+        missing: set[torch.Tensor] = {moved[weight] for weight in moved if weight.is_meta}
+        for file, entries in files:
+            for name, tensor in tensors_in(file, entries):
                 with torch.no_grad():
-                    target.copy_(tensor)
-                if 0 <= (offset := target.data_ptr() - self.file.address) < self.nbytes:
-                    self.file.let_go(offset, target.nbytes, was_written=True)
+                    targets[name].copy_(tensor)
+                missing.discard(targets[name])
+                if 0 <= (offset := targets[name].data_ptr() - self.file.address) < self.nbytes:
+                    self.file.let_go(offset, tensor.nbytes, was_written=True)
+        if files and missing:
+            named = [name for name, weight in model.named_parameters() if weight in missing]
+            log.warning("%d weights are in none of the safetensors files, and zero: %s", len(named), named[0])
 
+    @_disable_dynamo
     def _begins(self, number: int, *of_forward: Any) -> None:
         self._begin(number)
 
+    @_disable_dynamo
     def _ends(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Have a layer be brought again when its backward pass begins: with the gradient of what it returned."""
         for each in _pytree.tree_leaves(outputs):
@@ -192,7 +197,7 @@ class WeightsInFile:
                 return
 
     def _begin(self, number: int) -> None:
-        if not self._units:
+        if not self._units or torch.compiler.is_compiling():  # it is exported
             return
         for module, name, full_name, address in self._units[number].weights:
             _check_place(full_name, module(), name, address)
@@ -205,9 +210,53 @@ def _of_a_copy() -> WeightsInFile:
     return made
 
 
+_Files = list[tuple[str | os.PathLike[str], list[Entry]]]
+"""Safetensors files, and what is in each."""
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model whose weights cannot lie in a file, or do already."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
+            where = f"{tensor.layout} on {tensor.device}"
+            raise ConfigError(name, where, "have the model on the CPU, or on the meta device, and dense")
+    weights: dict[str, Any] = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if is_traceable_wrapper_subclass(weight):
+            raise ConfigError(name, type(weight).__name__, "have tensors with memory of their own, not sharded")
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            home = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(home, WeightsInFile) and home._units:
+                allowed = "call weights_in_file once, or close() before what it returned"
+                raise ConfigError("model", f"{name}, whose weights lie in a file", allowed)
+    check_weights(model, combinations.FILE_LATE)
+
+
+def _checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> _Files:
+    """Return what is in files, all of which the model has."""
+    if isinstance(files, str | os.PathLike):
+        raise ConfigError("safetensors", files, "give a list of files")
+    targets, found = _targets(model), [(file, entries_in(file)) for file in files]
+    for file, entries in found:
+        for each in entries:
+            target = targets.get(each.name)
+            if target is None or target.shape != each.shape:
+                has = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+                what = f"{each.name}, shape {each.shape}, in {os.fspath(file)}"
+                raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
+    return found
+
+
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
 def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:
-    """Refuse a weight that has left the file."""
-    weight = None if module is None else module._parameters.get(name)
+    """Refuse a weight that has left the file; `functional_call` puts plain tensors in its place for a while."""
+    weight: torch.Tensor | None = None if module is None else module._parameters.get(name)
+    if weight is not None and not isinstance(weight, nn.Parameter):
+        return
     if weight is None or weight.device.type != "cpu" or weight.data_ptr() != address:
         what = "is not in the model any more" if weight is None else f"{weight.dtype}, in memory, on {weight.device}"
         allowed = (

@@ -7,7 +7,6 @@ must not happen behind its back.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import weakref
@@ -27,7 +26,7 @@ from offload.memory.arenas import Arena
 from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.alone import Alone, alone, check_alone
-from offload.weights.layers import Groups, give_buffers, own_parameters
+from offload.weights.layers import Groups, check_weights, give_buffers, own_parameters
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, is_mapped, up
 
 log = logging.getLogger("offload")
@@ -321,8 +320,7 @@ def _check_free(model: nn.Module) -> None:
         taker = takers.get(type(module).__name__, "")
         if taker or hasattr(module, "_get_fsdp_state"):
             combinations.HOST_TAKEN.refuse("model", type(module).__name__, taker=taker or "FSDP")
-    weights = dict(model.named_parameters())
-    for name, weight in weights.items():
+    for name, weight in model.named_parameters():
         taker = "DeepSpeed" if hasattr(weight, "ds_id") else ""
         if shards.is_sharded(weight):
             taker = "torch.distributed"
@@ -330,22 +328,7 @@ def _check_free(model: nn.Module) -> None:
             taker = "weights_in_file"
         if taker:
             combinations.HOST_TAKEN.refuse(name, str(tuple(weight.shape)), taker=taker)
-    if _optimizer_of(weights) is not None:
-        gc.collect()  # one that nobody has any more
-        if (late := _optimizer_of(weights)) is not None:
-            combinations.HOST_LATE.refuse(late[0], f"a weight of {late[1]}", optimizer=late[1])
-
-
-def _optimizer_of(weights: dict[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Return the name of a weight that an optimizer has, and the optimizer's class."""
-    names = {id(weight): name for name, weight in weights.items()}
-    for each in gc.get_objects():  # torch has no list of optimizers, and a weight does not know its own
-        if issubclass(type(each), torch.optim.Optimizer):
-            for group in vars(each).get("param_groups", ()):
-                for weight in group["params"]:
-                    if id(weight) in names:
-                        return names[id(weight)], type(each).__name__
-    return None
+    check_weights(model, combinations.HOST_LATE)
 
 
 def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: torch.device) -> None:

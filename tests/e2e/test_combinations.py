@@ -174,6 +174,7 @@ CASES: list[Case] = [
     ),
     ("HOST_TAKEN", in_file),
     ("HOST_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_host_memory(net))),
+    ("FILE_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_file(net, folder))),
 ]
 
 
