@@ -146,6 +146,8 @@ FILE_LATE = Row(CALLED, "`weights_in_file`", "an optimizer of the model",
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
     "call optimizer.overlap_forward(model) before the first step: its modules wait for weights", values=FORWARD)
+FILE_PINNED = Row(CALLED, "`weights_in_file`", "FSDP2 that pins shards",
+    "use fully_shard(..., offload_policy=CPUOffloadPolicy(pin_memory=False)): pinned memory is no file's")
 IMAGES_OF_MAPPED = Row(MADE, '`overlap` "backward", "both"', "`weights_in_file`",
     'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory',
     values=BACKWARD)

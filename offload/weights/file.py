@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload import combinations
 from offload.errors import ConfigError
-from offload.optim.weights import is_dense
+from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.layers import check_weights, give_buffers, own_parameters, units
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
-from offload.weights.safetensors import Entry, entries_in, tensors_in
+from offload.weights.safetensors import checked, read_into
+from offload.weights.sharded import ShardsInFile
 
 log = logging.getLogger("offload")
 
@@ -38,7 +39,7 @@ def weights_in_file(
     *,
     layers: Sequence[nn.Module] | None = None,
     safetensors: Iterable[str | os.PathLike[str]] = (),
-) -> WeightsInFile:
+) -> WeightsInFile | ShardsInFile:
     """Have all weights of a model, trainable and frozen, lie in a file instead of in memory of their own.
 
     Call it before the optimizer is made. Parameters are the same objects, with the same values. Hooks of its layers
@@ -48,10 +49,14 @@ def weights_in_file(
     A model on the meta device gets memory here for the first time: new parameters, whose values are zero until
     `safetensors`, `load_state_dict` or an initialisation writes them; its buffers get memory as `to_empty` gives it.
 
+    Of a model that FSDP2 has sharded (`fully_shard`) each rank calls it, and its shards lie in a file of its own. It
+    is for shards in host memory: on a mesh of CPUs, or by `CPUOffloadPolicy(pin_memory=False)`.
+
     Args:
         model: On the CPU, or on the meta device.
         path: A folder on the drive.
-        layers: What is used one after another, if not what the model's lists repeat.
+        layers: What is used one after another, if not what the model's lists repeat; what FSDP2 gathers, of a
+            sharded model.
         safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
@@ -64,6 +69,11 @@ def weights_in_file(
         TierFullError: The drive has no room for all weights; nothing has changed then.
         TierError: The drive fails.
     """
+    _check_once(model)
+    if shards.unsharders(model):
+        if layers is not None:
+            raise ConfigError("layers", "given", "leave it out: a sharded model has what fully_shard was called with")
+        return ShardsInFile(model, path, safetensors)
     return WeightsInFile(model, path, layers, safetensors)
 
 
@@ -97,7 +107,7 @@ class WeightsInFile:
     ) -> None:
         parts, offsets = units(model, layers), dict[torch.Tensor, int]()
         _check_model(model)
-        files = _checked(model, safetensors)
+        files = checked(model, safetensors)
         self.nbytes = 0
         for modules in parts:
             self.nbytes = up(self.nbytes, PAGE_BYTES)
@@ -112,7 +122,7 @@ class WeightsInFile:
         self._units = [self._move(modules, names, offsets, moved) for modules in parts]
         self._layers = Layers(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
-        self._read(model, files, moved)
+        read_into(model, files, self.file)
         for number, modules in enumerate(parts):
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._begins, number), prepend=True),
@@ -159,7 +169,7 @@ class WeightsInFile:
     def _moved(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Return a weight that lies in the file: itself, but for one on the meta device."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
-        place = flat.as_strided(weight.shape, weight.stride()) if is_dense(weight) else flat.view(weight.shape)
+        place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
             made: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
             made.__dict__.update(weight.__dict__)
@@ -168,21 +178,6 @@ class WeightsInFile:
             place.copy_(weight)
             weight.data = place
         return weight
-
-    def _read(self, model: nn.Module, files: _Files, moved: dict[torch.Tensor, nn.Parameter]) -> None:
-        """Read tensors of files into the model, one after another."""
-        targets = _targets(model)
-        missing: set[torch.Tensor] = {moved[weight] for weight in moved if weight.is_meta}
-        for file, entries in files:
-            for name, tensor in tensors_in(file, entries):
-                with torch.no_grad():
-                    targets[name].copy_(tensor)
-                missing.discard(targets[name])
-                if 0 <= (offset := targets[name].data_ptr() - self.file.address) < self.nbytes:
-                    self.file.let_go(offset, tensor.nbytes, was_written=True)
-        if files and missing:
-            named = [name for name, weight in model.named_parameters() if weight in missing]
-            log.warning("%d weights are in none of the safetensors files, and zero: %s", len(named), named[0])
 
     @_disable_dynamo
     def _begins(self, number: int, *of_forward: Any) -> None:
@@ -210,12 +205,8 @@ def _of_a_copy() -> WeightsInFile:
     return made
 
 
-_Files = list[tuple[str | os.PathLike[str], list[Entry]]]
-"""Safetensors files, and what is in each."""
-
-
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model whose weights cannot lie in a file, or do already."""
+    """Refuse a model whose weights cannot lie in a file."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
             where = f"{tensor.layout} on {tensor.device}"
@@ -224,32 +215,17 @@ def _check_model(model: nn.Module) -> None:
     for name, weight in weights.items():
         if is_traceable_wrapper_subclass(weight):
             raise ConfigError(name, type(weight).__name__, "have tensors with memory of their own, not sharded")
-    for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            home = getattr(getattr(hook, "func", None), "__self__", None)
-            if isinstance(home, WeightsInFile) and home._units:
-                allowed = "call weights_in_file once, or close() before what it returned"
-                raise ConfigError("model", f"{name}, whose weights lie in a file", allowed)
     check_weights(model, combinations.FILE_LATE)
 
 
-def _checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> _Files:
-    """Return what is in files, all of which the model has."""
-    if isinstance(files, str | os.PathLike):
-        raise ConfigError("safetensors", files, "give a list of files")
-    targets, found = _targets(model), [(file, entries_in(file)) for file in files]
-    for file, entries in found:
-        for each in entries:
-            target = targets.get(each.name)
-            if target is None or target.shape != each.shape:
-                has = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
-                what = f"{each.name}, shape {each.shape}, in {os.fspath(file)}"
-                raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
-    return found
-
-
-def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+def _check_once(model: nn.Module) -> None:
+    """Refuse a model that hooks of an earlier call still serve: they would miss its weights in their file."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            home = getattr(getattr(hook, "func", hook), "__self__", None)
+            if isinstance(home, WeightsInFile | ShardsInFile) and home._handles:
+                allowed = "call weights_in_file once, or close() before what it returned"
+                raise ConfigError("model", f"{name or 'it all'}, whose weights lie in a file", allowed)
 
 
 def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:

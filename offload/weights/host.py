@@ -28,6 +28,7 @@ from offload.units import format_bytes
 from offload.weights.alone import Alone, alone, check_alone
 from offload.weights.layers import Groups, check_weights, give_buffers, own_parameters
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, is_mapped, up
+from offload.weights.safetensors import checked, read_into
 
 log = logging.getLogger("offload")
 
@@ -41,6 +42,7 @@ def weights_in_host_memory(
     layers: Sequence[nn.Module] | None = None,
     on_device: Iterable[str] = (),
     path: str | os.PathLike[str] | None = None,
+    safetensors: Iterable[str | os.PathLike[str]] = (),
 ) -> WeightsInHostMemory:
     """Have the weights of a model lie in host memory, and come to the current device a layer at a time.
 
@@ -60,16 +62,17 @@ def weights_in_host_memory(
         path: A folder on a drive: weights lie in a file there that is mapped into memory, as `weights_in_file` has
             them, and are read layer by layer where memory has no room for all. Copies are from memory that is not
             pinned then.
+        safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
         What it has done; nobody has to keep it.
 
     Raises:
         ConfigError: There is no accelerator, or a weight cannot be brought, or the model has an optimizer already, or
-            belongs to something else; nothing has changed then.
+            belongs to something else, or a file of tensors has what the model has not; nothing has changed then.
         OffloadError: The system does not have that much memory, or the drive no room.
     """
-    return WeightsInHostMemory(model, layers, on_device, path)
+    return WeightsInHostMemory(model, layers, on_device, path, safetensors)
 
 
 class WeightsInHostMemory:
@@ -89,9 +92,11 @@ class WeightsInHostMemory:
         layers: Sequence[nn.Module] | None = None,
         on_device: Iterable[str] = (),
         path: str | os.PathLike[str] | None = None,
+        safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         stays = _staying(model, on_device)
         _check_free(model)
+        files = checked(model, safetensors)
         modules = Groups(model, layers, stays).modules
         driver = _driver()
         self.device = driver.device
@@ -123,6 +128,7 @@ class WeightsInHostMemory:
         own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
+        read_into(model, files, self.file)
         said = format_bytes(self.nbytes), len(self._places), len(sizes), format_bytes(self.window_bytes), self.device
         log.info(
             "%s of weights lie in host memory: %d, in %d layers and the rest, of which %s are on %s at a time", *said

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload import combinations
 from offload.errors import ConfigError
-from offload.optim.weights import check_apart, is_dense
+from offload.optim import shards
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -174,15 +174,16 @@ def check_weights(model: nn.Module, late: combinations.Row) -> None:
     Raises:
         ConfigError: Two weights share memory, or an optimizer has one.
     """
-    names = {weight: name for name, weight in model.named_parameters()}
-    check_apart({weight: name for weight, name in names.items() if not weight.is_meta and is_dense(weight)})
+    names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    dense = (weight for weight in names if weight.layout == torch.strided and shards.is_dense(weight))
+    shards.check_apart({weight: names[weight] for weight in dense if shards.local(weight).data_ptr()})
     if _optimizer_of(names) is not None:
         gc.collect()  # one that nobody has any more
         if (found := _optimizer_of(names)) is not None:
             late.refuse(found[0], f"a weight of {found[1]}", optimizer=found[1])
 
 
-def _optimizer_of(names: Mapping[nn.Parameter, str]) -> tuple[str, str] | None:
+def _optimizer_of(names: Mapping[torch.Tensor, str]) -> tuple[str, str] | None:
     """Return the name of a weight that an optimizer has, and the optimizer's class."""
     for each in gc.get_objects():  # torch has no list of optimizers, and a weight does not know its own
         if issubclass(type(each), torch.optim.Optimizer):

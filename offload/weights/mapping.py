@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import metrics
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.kernels.table import weights_at
 from offload.units import format_bytes
@@ -38,6 +39,9 @@ FOLIO_BYTES = 2 << 20
 
 _COLD, _POPULATE_READ, _POPULATE_WRITE = 20, 22, 23  # linux/mman.h
 _SYNC_WRITE = 2  # of sync_file_range: begin to write, wait for nothing
+
+UPDATING = b"(offload-update"
+"""How the kernel's account of a thread that updates begins, of those of `csrc/kernels/worker_pool.cpp`."""
 
 BEHIND = 2
 """Visits that a subgroup's weights stay for after their own: updates of that many are under way at once."""
@@ -271,6 +275,10 @@ class Visiting:
         visit.bring()
         self._before.append(visit)
 
+    def metrics(self) -> dict[str, float]:
+        """Return how often updates of this process have waited for a drive; nothing before the first visit."""
+        return {metrics.WEIGHT_FAULTS: _major_faults(UPDATING)} if self._before else {}
+
 
 def visit_of(table: npt.NDArray[Any]) -> Visit | None:
     """Return the weights of an update that lie in mapped files; None if none does, as in most programs.
@@ -305,6 +313,17 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def is_mapped(address: int) -> bool:
     """Return whether an address lies in a mapped file."""
     return any(file.address <= address < file.address + file.nbytes for file in _living())
+
+
+def _major_faults(name: bytes) -> int:
+    """Return those of this process's threads of a name, as far as there are any: pages that came from a drive."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/self/task/{task}/stat", "rb") as file:
+                head, _, fields = file.read().rpartition(b")")
+            total += int(fields.split()[9]) if head.endswith(name) else 0
+    return total
 
 
 def _living() -> list[MappedFile]:

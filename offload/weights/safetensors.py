@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import os
@@ -11,8 +12,11 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from offload.errors import ConfigError
+from offload.optim import shards
+from offload.weights.mapping import MappedFile
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -27,6 +31,8 @@ DTYPES = {
     "U8": torch.uint8,
 }
 
+log = logging.getLogger("offload")
+
 MOST_HEADER_BYTES = 100_000_000
 """What the format allows."""
 
@@ -39,6 +45,10 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+Files = list[tuple[str | os.PathLike[str], list[Entry]]]
+"""Files, and what is in each."""
 
 
 def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
@@ -82,6 +92,54 @@ def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterat
             yield name, torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
         else:
             yield name, torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
+    """Return what is in files, all of which the model has; warn of weights on the meta device that none has.
+
+    Raises:
+        ConfigError: See `entries_in`, or a file has what the model has not.
+        OSError: See `entries_in`.
+    """
+    if isinstance(files, str | os.PathLike):
+        raise ConfigError("safetensors", files, "give a list of files")
+    targets, found = _targets(model), [(file, entries_in(file)) for file in files]
+    for file, entries in found:
+        for each in entries:
+            target = targets.get(each.name)
+            if target is None or target.shape != each.shape:
+                has = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+                what = f"{each.name}, shape {each.shape}, in {os.fspath(file)}"
+                raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
+    read = {targets[each.name] for _, entries in found for each in entries}
+    missing = [name for name, weight in model.named_parameters() if weight.is_meta and weight not in read]
+    if found and missing:
+        log.warning("%d weights are in none of the safetensors files, and zero: %s", len(missing), missing[0])
+    return found
+
+
+def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) -> None:
+    """Read tensors of files into a model, one after another; of what is sharded this rank's part.
+
+    Args:
+        model: The model; its own tensors have these names.
+        files: What `checked` has returned.
+        file: Where its weights lie, as far as they do: each is written there behind being read.
+    """
+    targets = _targets(model)
+    for each, entries in files:
+        for name, tensor in tensors_in(each, entries):
+            target = targets[name]
+            if shards.is_sharded(target):
+                tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
+            mine = shards.local(target.detach())
+            mine.copy_(tensor)
+            if file is not None and 0 <= (offset := mine.data_ptr() - file.address) < file.nbytes:
+                file.let_go(offset, mine.nbytes, was_written=True)
+
+
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def _entry(start: int, name: str, described: Any) -> Entry:

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import json
+import mmap
 import os
 import time
 import weakref
@@ -23,9 +24,10 @@ from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload import metrics
 from offload.weights.file import WeightsInFile
 from offload.weights.layers import find_layers, units
-from offload.weights.mapping import Ahead, MappedFile, is_mapped
+from offload.weights.mapping import Ahead, MappedFile, Visit, is_mapped
 
 WIDTH, WORDS = 32, 50
 
@@ -400,6 +402,27 @@ def test_a_drive_that_fails_is_an_error(tmp_path: Path) -> None:
         assert "EIO" in str(raised.value.__cause__)
     with pytest.raises(offload.TierError, match=r"EIO.*weights that are mapped"):
         loss_of(model, 1)
+
+
+@pytest.mark.parametrize("are_brought", [True, False])
+def test_updates_wait_for_no_drive(are_brought: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as the kernel does: none where weights are brought before, and some where they are not."""
+    model = made()
+    file = offload.weights_in_file(model, tmp_path).file
+    if not are_brought:
+        monkeypatch.setattr(Visit, "bring", lambda self: None)
+    with optimizer_of(model, tmp_path) as optimizer:
+        assert metrics.WEIGHT_FAULTS not in optimizer.metrics()
+        faults = []
+        for step in range(3):
+            loss_of(model, step).backward()
+            os.fsync(file.descriptor)
+            file.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            optimizer.step()
+            optimizer.zero_grad()
+            faults.append(optimizer.metrics()[metrics.WEIGHT_FAULTS])
+    assert (faults[-1] == faults[0]) == are_brought
 
 
 def test_what_comes_next_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

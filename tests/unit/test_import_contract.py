@@ -16,7 +16,7 @@ PACKAGE = ROOT / "offload"
 # siblings that do not import each other, but for those that SIBLINGS allows.
 ROWS: list[tuple[str, ...]] = [
     ("cli", "integrations"),
-    ("weights.host",),
+    ("weights",),
     ("optim",),
     ("session",),
     ("world",),  # of the tests
@@ -24,7 +24,7 @@ ROWS: list[tuple[str, ...]] = [
     ("gradients", "config"),
     ("engine",),
     ("device",),
-    ("schedule", "memory", "weights"),
+    ("schedule", "memory", "weights.mapping"),
     ("plan", "tiers", "kernels"),
     ("layout",),
     ("formats",),
