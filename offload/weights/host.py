@@ -192,6 +192,7 @@ class WeightsInHostMemory:
                 module.register_state_dict_post_hook(_give_plain)
                 module.register_load_state_dict_pre_hook(self._take_plain)
 
+    @torch.inference_mode(False)  # what is made here serves later passes, too
     @torch.no_grad()
     def _bring(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Have FSDP2 gather a group, and copy its weights beside the work of the caller's stream.
@@ -215,6 +216,7 @@ class WeightsInHostMemory:
             self._last_copy = stream.record_event()
         self._coming[group] = copies, self._last_copy
 
+    @torch.inference_mode(False)
     def _take(self, group: Any, wait_for_unshard: Any) -> None:
         """Have FSDP2 wait for a group, and find its weights on the device."""
         coming = self._coming.pop(group, None)
@@ -240,6 +242,11 @@ class WeightsInHostMemory:
         """
         if torch._C._current_graph_task_id() != OUTSIDE:  # recomputed
             return
+        for each, (name, _) in self._places.items():
+            weight = each._module_info.module._parameters.get(each._module_info.param_name)
+            if weight is not each.sharded_param and weight is not getattr(each, "_unsharded_param", None):
+                allowed = "write to the weights, or load a state dict: FSDP2 computes with those that it has"
+                raise ConfigError(name, "another tensor in its place", allowed)
         context = _state_of(model)._state_ctx
         if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
             model.reset_iter_state()
