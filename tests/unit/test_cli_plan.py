@@ -699,6 +699,17 @@ class TestWeightsElsewhere:
         assert said == 0
         assert "of weights are read in forward, and in backward; not hidden" in capsys.readouterr().out
 
+    def test_a_file_of_weights_needs_room(self, capsys):
+        """State may lie on the other drive, but weights lie on the one that is read fastest."""
+        words = ["--model", "llama-8b", *self.MACHINE.split(), "--tokens", "2048", "--weights-on", "path"]
+        for size, said in (("10GB", 2), ("20GB", 0)):
+            assert cli.main(["plan", *words, "--drive", f"8GB/s,1GB/s:{size}"]) == said
+        captured = capsys.readouterr()
+        assert "a rank's weights needs 15.0 GiB" in captured.err
+        assert "the fastest path: 9.3 GiB (10000000000 bytes); give a larger --drive" in captured.err
+        assert "host_memory" not in captured.err.replace("-", "_").partition("larger")[2]
+        assert "FLOP/s of each GPU" not in captured.out  # they are given
+
     @pytest.mark.parametrize("words", ["--placement gpu", "--gpu-memory 1GiB"])
     def test_the_cpu_updates_all(self, capsys, words):
         arguments = ["plan", "--model", "llama-8b", *self.MACHINE.split(), "--weights-on", "host", *words.split()]
