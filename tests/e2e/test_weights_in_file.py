@@ -389,12 +389,15 @@ def test_a_full_disk_changes_nothing(mounted: Callable[..., Path]) -> None:
     assert os.listdir(folder) == []
 
 
-def test_a_drive_that_fails_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_drive_that_fails_is_an_error(is_whole: bool, tmp_path: Path) -> None:
     """A file that ends before its mapping reads as a drive does whose blocks cannot be read: by a signal."""
     model = made()
     home = offload.weights_in_file(model, tmp_path)
     loss_of(model, 0).backward()
-    with optimizer_of(model, tmp_path) as optimizer:
+    settings = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 4096}
+    kind = partial(offload.wrap, torch.optim.NAdam) if is_whole else offload.AdamW  # of whole parameters, or parts
+    with kind(model.named_parameters(), lr=1e-2, offload=settings) as optimizer:
         os.truncate(home.file.descriptor, 0)
         with pytest.raises(offload.StepAbortedError) as raised:
             optimizer.step()
