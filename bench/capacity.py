@@ -102,11 +102,20 @@ def ours(ending: str, form: str, weight: float, disk: float, **more: Any) -> Sea
 
 
 IN_MEMORY = stock(offload_optimizer={"device": "cpu", "pin_memory": False})
-ON_DISK = stock(offload_optimizer={"device": "nvme", "nvme_path": "{path}", "pin_memory": False, "buffer_count": 4})
+ON_NVME = {"device": "nvme", "nvme_path": "{path}", "pin_memory": False, "buffer_count": 4}
+ON_DISK = stock(offload_optimizer=ON_NVME)
 CONTENDERS = (
     Searched("torch", "lean", {}, weight=18.0),
     Searched("deepspeed-cpu", "deepspeed", IN_MEMORY, weight=20.0, needs=NATIVE),
     Searched("deepspeed-nvme", "deepspeed", ON_DISK, weight=8.0, disk=16.0, needs=(*NATIVE, LIBAIO)),
+    Searched(
+        "deepspeed-nvme-weights",
+        "deepspeed",
+        stock(offload_optimizer=ON_NVME, offload_param={**ON_NVME, "buffer_size": 20_000_000, "max_in_cpu": 0}),
+        weight=6.0,
+        disk=18.0,
+        needs=(*NATIVE, LIBAIO),
+    ),
     ours("", "exact", 4.1, 12.2),
     ours("-overlap", "exact", 4.1, 24.4, overlap="auto"),
     ours("-gradients", "exact", 2.1, 14.3, gradient_memory=0),

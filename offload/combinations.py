@@ -169,6 +169,8 @@ BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP", "integrations of A
 DEEPSPEED_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`', "its `deepspeed`",
     'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by `python -m '
     'offload.integrations.deepspeed`, without which DeepSpeed ignores it')
+TWO_SAVES = Row(ATTACHED, "`commit_on_sigterm` of a Hugging Face `Trainer`", "its `enable_jit_checkpoint`",
+    "leave one of them out: both save at a SIGTERM")
 OTHER_PARALLELISM = Row(ATTACHED, "DeepSpeed's MoE layers, `PipelineModule`, model and tensor parallelism",
     "`multi_tier_offload`",
     "leave multi_tier_offload out: only data parallelism is supported")

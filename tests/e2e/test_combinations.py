@@ -205,6 +205,12 @@ def trainer(folder: Path) -> None:
         backend.disable()
 
 
+def saved_twice(folder: Path) -> None:
+    from offload.integrations.transformers import saving
+
+    saving.preempted(lambda: None).on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
+
+
 def accelerated(folder: Path) -> None:
     from accelerate import Accelerator
 
@@ -237,6 +243,7 @@ FRAMEWORKS: list[Case] = [
     ("BY_DEEPSPEED", accelerated),
     ("BY_DEEPSPEED", strategy),
     ("DEEPSPEED_TRAINER", trainer),
+    ("TWO_SAVES", saved_twice),
     ("AVERAGED", averaged),
 ]
 

@@ -39,6 +39,7 @@ SIBLINGS = {
 }
 PUBLIC = (
     "offload",
+    "offload.checkpoint.marker",
     "offload.checkpoint.torch_files",
     "offload.combinations",
     "offload.optim.hiding",
@@ -46,6 +47,7 @@ PUBLIC = (
     "offload.optim.frozen",
     "offload.optim.overlap",
     "offload.optim.pace",
+    "offload.optim.preemption",
     "offload.rules",
 )
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
