@@ -11,7 +11,7 @@ bisected. A model has the width at which the predicted one has 40 layers.
 
 * *torch*: AdamW(fused) over fp32 masters, 16-bit gradients freed as they become fp32: 18 bytes a parameter.
 * *DeepSpeed*: ZeRO-3, its own CPU Adam, with settings for the least memory: small subgroups, buckets and
-  prefetches, no pipelining; optimizer state in memory or on disk.
+  prefetches, no pipelining; optimizer state in memory or on disk; parameters there, too, made under `zero.Init`.
 * *ours*: nothing resident, four staging slots of 2^20 elements; with overlap, steps go on in forward and are made in
   backward in what memory is left (`overlap="auto"`); with gradients on the disk, these leave for it as they arrive
   (`gradient_memory=0`); with weights there, too, these lie in a file (`weights_in_file`).

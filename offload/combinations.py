@@ -133,13 +133,15 @@ FSDP1_CLIPS = Row(CALLED, "`clip_grad_norm_`", "FSDP1 on several ranks",
 FSDP1_MODEL = Row(CALLED, "`model` of a checkpoint", "FSDP1",
     "use fully_shard, or give what is needed as extra")
 
-# Weights in host memory
+# Weights in host memory, or in a file
 HOST_ALONE = Row(CALLED, "`weights_in_host_memory`", "several processes",
     "shard it over them: fully_shard(model, offload_policy=CPUOffloadPolicy()); this call is for one process")
 HOST_TAKEN = Row(CALLED, "`weights_in_host_memory`", "a model that FSDP, DDP, DeepSpeed or `weights_in_file` has",
     "call weights_in_host_memory once, before anything else takes the model: {taker} has")
 HOST_LATE = Row(CALLED, "`weights_in_host_memory`", "an optimizer of the model",
     "make the optimizer behind it: {optimizer} has parameters that are not the model's any more then")
+FILE_LATE = Row(CALLED, "`weights_in_file`", "an optimizer of the model",
+    "make the optimizer behind it: {optimizer} has the weights where they were")
 
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",

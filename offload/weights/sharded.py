@@ -14,9 +14,9 @@ from offload import combinations
 from offload.errors import ConfigError
 from offload.optim import shards
 from offload.units import format_bytes
-from offload.weights.layers import give_buffers
+from offload.weights.layers import check_weights, give_buffers
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, up
-from offload.weights.safetensors import read_into
+from offload.weights.safetensors import checked, read_into
 
 log = logging.getLogger("offload")
 
@@ -39,6 +39,8 @@ class ShardsInFile:
         for name, weight in model.named_parameters():
             if not shards.is_sharded(weight):
                 raise ConfigError(name, "not sharded", "have fully_shard take every weight, or none")
+        check_weights(model, combinations.FILE_LATE)
+        files = checked(model, safetensors)
         self._places: dict[Any, tuple[str, int]] = {}
         """Name and address of each weight, by torch's `FSDPParam`."""
         offsets, ranges = dict[Any, int](), list[tuple[int, int]]()
@@ -59,16 +61,16 @@ class ShardsInFile:
         self._numbers = {group: number for number, group in enumerate(self._groups)}
         self._layers = Layers(self.file, [[each] for each in ranges])
         give_buffers(model, torch.get_default_device())
-        read_into(model, safetensors, self.file)
-        self._stand_ins = [shards.StandIn(group, "unshard", self._bring) for group in self._groups]
+        read_into(model, files, self.file)
+        self._handles = [shards.StandIn(group, "unshard", self._bring) for group in self._groups]
         model.register_forward_pre_hook(self._stay)
         said = format_bytes(self.nbytes), os.fspath(path), len(self._places), len(self._groups)
         log.info("%s of this rank's weights lie in a file in %s: %d shards, gathered in %d groups", *said)
 
     def close(self) -> None:
         """Tell the kernel nothing more; shards stay in the file, which goes with the last of them; idempotent."""
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _stay(self, model: nn.Module, inputs: object) -> None:
         """Do nothing, as a hook that keeps this for as long as there is the model."""

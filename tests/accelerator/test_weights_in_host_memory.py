@@ -393,6 +393,31 @@ def test_a_weight_that_has_left_is_named(leaves: Callable[[Model], Any]) -> None
         loss_of(model, 1)
 
 
+def test_inference_may_come_first(tmp_path: Path) -> None:
+    model, on_device = made(), made().to("late")
+    offload.weights_in_host_memory(model)
+    for each in (model, on_device):
+        with torch.inference_mode():
+            loss_of(each, 0)
+    found, expected = (trained(each, tmp_path, evaluated) for each in (model, on_device))
+    assert all(map(torch.equal, found, expected))
+    with torch.inference_mode():
+        assert torch.equal(loss_of(model, 0).cpu(), loss_of(on_device, 0).cpu())
+
+
+def test_other_tensors_in_the_place_of_weights_are_refused() -> None:
+    model = made()
+    offload.weights_in_host_memory(model)
+    others = {name: weight.clone() for name, weight in made().to("late").named_parameters()}
+    for _ in range(2):
+        with pytest.raises(offload.ConfigError, match=r"words\.weight: 'another tensor.*load a state dict"):
+            torch.func.functional_call(model, others, (batch(0),))
+        loss_of(model, 0)  # leaves weights on the device
+    model.layers[1].up.bias = nn.Parameter(torch.zeros(2 * WIDTH, device="late"))
+    with pytest.raises(offload.ConfigError, match=r"layers\.1\.up\.bias: 'another tensor"):
+        loss_of(model, 1)
+
+
 def test_a_model_is_made_there(tmp_path: Path) -> None:
     """On the meta device, or on the accelerator."""
     plain = made(partly_frozen)

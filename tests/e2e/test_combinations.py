@@ -184,6 +184,7 @@ CASES: list[Case] = [
     ("HOST_TAKEN", in_file),
     ("FILE_PINNED", pinned),
     ("HOST_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_host_memory(net))),
+    ("FILE_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_file(net, folder))),
 ]
 
 
