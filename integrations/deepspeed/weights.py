@@ -67,7 +67,9 @@ def stand_in(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) -> None
         found = partition(made, param, *arguments, **keywords)
         part = param.ds_tensor
         if is_first and made in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
-            on_all_ranks(lambda: _open(_folders[made], [part.nbytes]), param.ds_process_group).move(part)
+            file = on_all_ranks(lambda: _open(_folders[made], [part.nbytes]), param.ds_process_group)
+            file.move(part)
+            file.give_back()
         return found
 
     shared.replace(undo, config, "_initialize_params", initialize_params)

@@ -6,6 +6,7 @@ it is about to gather some, and what is gathered next is brought meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -52,6 +53,12 @@ class Partitions:
         offset, place = self._used, self.take(tensor.numel(), tensor.dtype)
         tensor.data = place.copy_(tensor)
         self._file.let_go(offset, tensor.nbytes, was_written=True)
+
+    @staticmethod
+    def give_back() -> None:
+        """Have the system get the memory that moved tensors have left: glibc keeps up to all of it in holes."""
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
 
     def follow(self, model: nn.Module, part_of: Callable[[Any], torch.Tensor]) -> None:
         """Bring tensors by layers of a model from now on: what is used together, in the order of the passes.
