@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -11,7 +13,8 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError
+from offload import CheckpointError, ConfigError
+from offload.checkpoint.marker import Mark, mark_begun, mark_of, mark_whole, set_aside
 from offload.combinations import BY_DEEPSPEED, GATHERED_TO_SAVE
 from offload.integrations.shared import (
     POINTER,
@@ -30,6 +33,8 @@ try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
 except ImportError as error:
     raise ConfigError("accelerate", f"cannot be imported: {error}", "pip install accelerate") from error
+
+_log = logging.getLogger("offload")
 
 SHARDED = "DEEPSPEED", "FSDP", "MEGATRON_LM"
 
@@ -94,6 +99,7 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         BY_DEEPSPEED.refuse("accelerator", str(accelerator.distributed_type))
     prepared: list[Prepared] = vars(accelerator).setdefault("offload_prepared", [])
     if not prepared:
+        _set_aside(accelerator)
         accelerator.clip_grad_norm_ = partial(_clip, accelerator, prepared)
         accelerator.save_state = partial(_save_state, accelerator, prepared)
         accelerator.load_state = partial(_load_state, accelerator)
@@ -106,6 +112,15 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         # A model that is compiled later only the caller has as it is called.
         hide_steps(ours(optimizer), models if accelerator.state.dynamo_plugin.backend == "NO" else (), models)
     return optimizer
+
+
+def _set_aside(accelerator: Any) -> None:
+    """Take what interrupted saves have left away from where `load_state` looks for the last one."""
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming and accelerator.project_dir is not None:
+        above = os.fspath(accelerator.project_dir)
+        for folder in set_aside(os.path.join(above, "checkpoints"), re.compile(r"checkpoint_\d+"), above):
+            _log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", folder)
 
 
 def _check_fsdp(accelerator: Any) -> None:
@@ -132,18 +147,26 @@ def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
     """Stand in for `Accelerator.save_state`, which deletes old folders first, by `total_limit`."""
     there = [{k for k in known.engine.checkpoints.kept if os.path.isdir(k)} for known in prepared]
     accelerator.wait_for_everyone()  # else the first rank deletes what others have not looked at
-    before = partial(_before_save, prepared, there)
+    before = partial(_before_save, accelerator, prepared, there)
     hook = accelerator.register_save_state_pre_hook(before)
     try:
         with _sharded(before):
-            return type(accelerator).save_state(accelerator, *arguments, **options)
+            folder = type(accelerator).save_state(accelerator, *arguments, **options)
     finally:
         hook.remove()
         for known in prepared:
             known.pointer = None
+    accelerator.wait_for_everyone()  # each rank has written files of its own
+    if accelerator.is_main_process:
+        mark_whole(str(folder))
+    return folder
 
 
-def _before_save(prepared: list[Prepared], there: list[set[str]], models: Any, weights: Any, output_dir: str) -> None:
+def _before_save(
+    accelerator: Any, prepared: list[Prepared], there: list[set[str]], models: Any, weights: Any, output_dir: str
+) -> None:
+    if accelerator.is_main_process:
+        mark_begun(output_dir)
     for number, known in enumerate(prepared):
         if known.pointer is not None:  # by `_sharded`
             continue
@@ -191,5 +214,7 @@ def _sharded(before_save: Callable[..., None] | None = None) -> Iterator[None]:
 
 
 def _before_load(prepared: list[Prepared], models: Any, input_dir: str) -> None:
+    if mark_of(str(input_dir)) is Mark.BEGUN:
+        raise CheckpointError(f"{input_dir} is not whole, as its save was interrupted, or is under way: load another")
     for known in prepared:
         known.loaded_from = str(input_dir)
