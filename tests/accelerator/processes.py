@@ -49,9 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     late.load()
     if SHARED in os.environ:
-        from offload import backends
-
-        backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+        late.tell_offload()
 
 
 def _is_here() -> bool:

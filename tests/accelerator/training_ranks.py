@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from accelerator import late
-from offload import backends
 from offload.optim import dealt, shards
 
 DEVICE = "late:0"
@@ -39,7 +38,7 @@ def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def begin() -> None:
     late.load()
-    backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+    late.tell_offload()
     dist.init_process_group("cpu:gloo,late:late")
     shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
     torch.accelerator.set_device_index(0)
