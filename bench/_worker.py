@@ -54,6 +54,8 @@ def build(request: dict[str, Any]) -> Any:
     if request.get("lean"):
         import _llama
 
+        if "offload_param" in request["settings"].get("zero_optimization", {}):
+            return in_zero(request["settings"], lambda: _llama.Model(shape))
         return _llama.build(shape, SEED, request["settings"].pop("weights_in", None))
     return build_model(shape, seq=request["seq"], dtype=torch.bfloat16, device=device_of(request), seed=SEED)
 
@@ -283,6 +285,10 @@ def without_native_collectives() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+ALWAYS = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "steps_per_print": 10**9}
+"""Of a config of DeepSpeed's."""
+
+
 def with_deepspeed(model: Any, settings: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Return DeepSpeed's engine; with our backend, if the settings say something of that."""
     import deepspeed
@@ -293,11 +299,20 @@ def with_deepspeed(model: Any, settings: dict[str, Any], optimizer: torch.optim.
         import offload.integrations.deepspeed as offload_deepspeed
 
         offload_deepspeed.enable()
-    always = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "steps_per_print": 10**9}
     weights = list(model.parameters())
     return deepspeed.initialize(
-        model=model, model_parameters=weights, optimizer=optimizer, config={**always, **settings}
+        model=model, model_parameters=weights, optimizer=optimizer, config={**ALWAYS, **settings}
     )[0]
+
+
+def in_zero(settings: dict[str, Any], build: Callable[[], Any]) -> Any:
+    """Return a model that is made where ZeRO-3 has its weights, with values as torch initialises them."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    without_native_collectives()
+    with deepspeed.zero.Init(config_dict_or_path={**ALWAYS, **settings}, dtype=torch.bfloat16):
+        return build()
 
 
 class DeepSpeed(Plain):

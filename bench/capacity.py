@@ -11,7 +11,7 @@ bisected. A model has the width at which the predicted one has 40 layers.
 
 * *torch*: AdamW(fused) over fp32 masters, 16-bit gradients freed as they become fp32: 18 bytes a parameter.
 * *DeepSpeed*: ZeRO-3, its own CPU Adam, with settings for the least memory: small subgroups, buckets and
-  prefetches, no pipelining; optimizer state in memory or on disk.
+  prefetches, no pipelining; optimizer state in memory or on disk; parameters there, too, made under `zero.Init`.
 * *ours*: nothing resident, four staging slots of 2^20 elements; with overlap, steps go on in forward and are made in
   backward in what memory is left (`overlap="auto"`); with gradients on the disk, these leave for it as they arrive
   (`gradient_memory=0`); with weights there, too, these lie in a file (`weights_in_file`).
@@ -102,11 +102,20 @@ def ours(ending: str, form: str, weight: float, disk: float, **more: Any) -> Sea
 
 
 IN_MEMORY = stock(offload_optimizer={"device": "cpu", "pin_memory": False})
-ON_DISK = stock(offload_optimizer={"device": "nvme", "nvme_path": "{path}", "pin_memory": False, "buffer_count": 4})
+ON_NVME = {"device": "nvme", "nvme_path": "{path}", "pin_memory": False, "buffer_count": 4}
+ON_DISK = stock(offload_optimizer=ON_NVME)
 CONTENDERS = (
     Searched("torch", "lean", {}, weight=18.0),
     Searched("deepspeed-cpu", "deepspeed", IN_MEMORY, weight=20.0, needs=NATIVE),
     Searched("deepspeed-nvme", "deepspeed", ON_DISK, weight=8.0, disk=16.0, needs=(*NATIVE, LIBAIO)),
+    Searched(
+        "deepspeed-nvme-weights",
+        "deepspeed",
+        stock(offload_optimizer=ON_NVME, offload_param={**ON_NVME, "buffer_size": 20_000_000, "max_in_cpu": 0}),
+        weight=6.0,
+        disk=18.0,
+        needs=(*NATIVE, LIBAIO),
+    ),
     ours("", "exact", 4.1, 12.2),
     ours("-overlap", "exact", 4.1, 24.4, overlap="auto"),
     ours("-gradients", "exact", 2.1, 14.3, gradient_memory=0),

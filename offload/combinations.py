@@ -133,17 +133,21 @@ FSDP1_CLIPS = Row(CALLED, "`clip_grad_norm_`", "FSDP1 on several ranks",
 FSDP1_MODEL = Row(CALLED, "`model` of a checkpoint", "FSDP1",
     "use fully_shard, or give what is needed as extra")
 
-# Weights in host memory
+# Weights in host memory, or in a file
 HOST_ALONE = Row(CALLED, "`weights_in_host_memory`", "several processes",
     "shard it over them: fully_shard(model, offload_policy=CPUOffloadPolicy()); this call is for one process")
 HOST_TAKEN = Row(CALLED, "`weights_in_host_memory`", "a model that FSDP, DDP, DeepSpeed or `weights_in_file` has",
     "call weights_in_host_memory once, before anything else takes the model: {taker} has")
 HOST_LATE = Row(CALLED, "`weights_in_host_memory`", "an optimizer of the model",
     "make the optimizer behind it: {optimizer} has parameters that are not the model's any more then")
+FILE_LATE = Row(CALLED, "`weights_in_file`", "an optimizer of the model",
+    "make the optimizer behind it: {optimizer} has the weights where they were")
 
 # Models that a step has to know
 NO_MODEL = Row(CALLED, '`overlap` "forward", "both"', "`step` without `overlap_forward`",
     "call optimizer.overlap_forward(model) before the first step: its modules wait for weights", values=FORWARD)
+FILE_PINNED = Row(CALLED, "`weights_in_file`", "FSDP2 that pins shards",
+    "use fully_shard(..., offload_policy=CPUOffloadPolicy(pin_memory=False)): pinned memory is no file's")
 IMAGES_OF_MAPPED = Row(MADE, '`overlap` "backward", "both"', "`weights_in_file`",
     'use "off", "forward" or "auto" with weights in a file: updates during backward keep new weights in memory',
     values=BACKWARD)
@@ -165,6 +169,8 @@ BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP", "integrations of A
 DEEPSPEED_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`', "its `deepspeed`",
     'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by `python -m '
     'offload.integrations.deepspeed`, without which DeepSpeed ignores it')
+TWO_SAVES = Row(ATTACHED, "`commit_on_sigterm` of a Hugging Face `Trainer`", "its `enable_jit_checkpoint`",
+    "leave one of them out: both save at a SIGTERM")
 OTHER_PARALLELISM = Row(ATTACHED, "DeepSpeed's MoE layers, `PipelineModule`, model and tensor parallelism",
     "`multi_tier_offload`",
     "leave multi_tier_offload out: only data parallelism is supported")

@@ -13,6 +13,7 @@ BORROWED, MIRRORED = '`gpu_memory` is "borrow"', "`mirror` is given"
 EARLY, HIDDEN = "steps are hidden in backward", "a step has been hidden in forward or backward"
 PARKED, LEFT = "the session has been parked once", "gradients leave for the paths"
 SAVED = "activations leave for the paths"
+MAPPED = "weights lie in a file"
 
 
 class Metric(NamedTuple):
@@ -83,6 +84,10 @@ ACTIVATIONS_READ_BYTES = _metric("activations/read_bytes", "B", SAVED, "what cam
 PREDICTED_WRITE_S = _metric("activations/predicted_write_s", "s", SAVED, "what writing takes at the paths' rates")
 PREDICTED_READ_S = _metric("activations/predicted_read_s", "s", SAVED, "what reading takes at the paths' rates")
 ACTIVATIONS_WAITED_S = _metric("activations/waited_s", "s", SAVED, "what callers have waited for buffers")
+WEIGHT_FAULTS = _metric(
+    "weights/faults", "", MAPPED,
+    "how often threads that update have waited for a page of a drive; 0 where weights are brought before them"
+)  # fmt: skip
 LANE_BYTES = _metric(
     "lane/<lane>/bytes", "B", ALWAYS, "what a lane moved or updated for the last step: `engine` (its own thread), "
     "`cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`, `h2d`, `d2h`"

@@ -7,7 +7,7 @@ import functools
 import glob
 import logging
 import os
-import shutil
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -16,10 +16,13 @@ from typing import Any, cast
 import torch
 
 import offload
-from offload import CheckpointError, ConfigError, OffloadConfig, OffloadError
+from offload import CheckpointError, ConfigError, OffloadConfig
+from offload.checkpoint.marker import WHOLE, Mark, mark_of
 from offload.combinations import DEEPSPEED_TRAINER
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
+from offload.integrations.transformers import saving
+from offload.integrations.transformers.saving import FOLDER
 from offload.optim.hiding import hide_steps
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
@@ -32,9 +35,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 }
 """What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
 
-FOLDER = "optimizer"
-"""The optimizer's folder in a Trainer's checkpoint."""
-
 log = logging.getLogger("offload")
 
 _undo = contextlib.ExitStack()
@@ -46,6 +46,7 @@ def enable(
     config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     activation_memory: int | str | None = None,
+    commit_on_sigterm: bool = False,
 ) -> None:
     """Let a `Trainer` be given `optim="offload_adamw"`, or another name of `OPTIMIZERS`.
 
@@ -54,6 +55,8 @@ def enable(
             `OffloadConfig`, or a JSON file of one. Where it has no `checkpoints_kept`, `save_total_limit` says it.
         activation_memory: Host memory for saved tensors, which leave for the paths beyond: each training step is in
             `activations_on_paths(model, activation_memory)`. None: they stay where they are.
+        commit_on_sigterm: Have a Trainer save a checkpoint at the end of the step in which any rank gets a SIGTERM;
+            then the handler that was there before runs, which by default ends the process.
 
     Raises:
         ConfigError: The config cannot be used, a path of it included, or transformers is not there or lacks what is
@@ -67,24 +70,26 @@ def enable(
     settings.check_paths()  # now, and not when a model has been loaded
     try:
         trainer = import_module("transformers.trainer").Trainer
-        names = import_module("transformers.training_args").OptimizerNames
+        training_args = import_module("transformers.training_args")
+        names, arguments = training_args.OptimizerNames, training_args.TrainingArguments
     except ImportError as error:
         raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
     disable()
     _said_other = False
     wrappers: dict[str, Callable[[Any], Any]] = {
         "get_optimizer_cls_and_kwargs": lambda original: staticmethod(functools.partial(_choose, original, settings)),
-        "create_optimizer": lambda original: functools.partialmethod(_create, original),
+        "create_optimizer": lambda original: functools.partialmethod(_create, original, commit_on_sigterm),
         "log": lambda original: functools.partialmethod(_log, original),
         "train": lambda original: functools.partialmethod(_resume, original),
         # These have no public name, and no callback stands in their place.
+        "_save_checkpoint": lambda original: functools.partialmethod(_save_checkpoint, original),
         "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
         "_load_from_checkpoint": lambda original: functools.partialmethod(_load_model, original),
     }
     if activation_memory is not None:
         wrappers["training_step"] = lambda original: functools.partialmethod(_train, original, activation_memory)
-    gone = [name for name in wrappers if not hasattr(trainer, name)]
+    gone = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
     if gone:
         allowed = f"use a release whose Trainer has {', '.join(gone)}"
         raise ConfigError("transformers", import_module("transformers").__version__, allowed)
@@ -92,7 +97,8 @@ def enable(
         shared.replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
         for module in ("transformers.trainer", "transformers.trainer_utils"):
             if hasattr(import_module(module), "shutil"):
-                shared.replace(undo, import_module(module), "shutil", _Deleting())
+                shared.replace(undo, import_module(module), "shutil", saving.DELETING)
+        shared.replace(undo, arguments, "__post_init__", functools.partialmethod(_begin, arguments.__post_init__))
         for name, wrapper in wrappers.items():
             shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
         _undo = undo.pop_all()
@@ -177,7 +183,14 @@ def _ours(trainer: Any) -> Any:
     return None if sharded else shared.ours(trainer.optimizer)
 
 
-def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _begin(arguments: Any, original: Callable[..., None]) -> None:
+    """Stand in for `TrainingArguments.__post_init__`: whoever has the run's folder may look for checkpoints next."""
+    original(arguments)
+    if str(getattr(arguments.optim, "value", arguments.optim)) in OPTIMIZERS:
+        saving.set_interrupted_aside(arguments.output_dir)
+
+
+def _create(trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any) -> Any:
     """Stand in for `Trainer.create_optimizer`: from then on clipping is done in the update itself."""
     optimizer = original(trainer, *arguments, **options)
     accelerator = trainer.accelerator
@@ -195,6 +208,9 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
         trainer.add_callback(_overlapping(trainer))
+        if commits:
+            this = weakref.ref(trainer)
+            trainer.add_callback(saving.preempted(lambda: _ours(trainer) if (trainer := this()) else None))
     if _ours(trainer) is not None:
         shared.tell_last_pass(_ours(trainer), accelerator)
     return optimizer
@@ -254,24 +270,6 @@ class _Pointer:
         self.content = state_dict
 
 
-class _Deleting:
-    """Stands in for `shutil` where the Trainer deletes checkpoints: what they hold on the paths is released first.
-
-    Afterwards nobody could tell a checkpoint that was deleted from one that was moved, and its state would stay.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(shutil, name)
-
-    def rmtree(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
-        folder = os.path.abspath(path)
-        try:
-            offload.release_before_deletion(os.path.join(folder, FOLDER), os.path.dirname(folder))
-        except OffloadError as error:
-            log.warning("what %s holds on the paths stays there when it is deleted now: %s", folder, error)
-        shutil.rmtree(path, *arguments, **options)
-
-
 def _pointing(
     trainer: Any, original: Callable[..., Any], folder: str, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
@@ -283,6 +281,14 @@ def _pointing(
     finally:
         trainer.optimizer = optimizer
     return pointer.content
+
+
+def _save_checkpoint(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Stand in for `Trainer._save_checkpoint`: what is saved with ours is marked."""
+    if _ours(trainer) is None:
+        original(trainer, *arguments, **options)
+    else:
+        saving.save(trainer, original, *arguments, **options)
 
 
 def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
@@ -366,6 +372,8 @@ def _check_whole(checkpoint: str) -> None:
 
 def _missing(checkpoint: str) -> str:
     """Return what a Trainer's checkpoint lacks of that which is written last; "" if nothing."""
+    if mark_of(checkpoint) is Mark.BEGUN:
+        return WHOLE
     wanted = [os.path.join(FOLDER, "COMMIT")] if os.path.isdir(os.path.join(checkpoint, FOLDER)) else []
     wanted.append("trainer_state.json")
     return next((name for name in wanted if not os.path.isfile(os.path.join(checkpoint, name))), "")

@@ -515,18 +515,20 @@ def to_paste(setting: Setting) -> str:
 
 
 def _lying(answer: Answer) -> list[str]:
-    """Return the line that has weights lie elsewhere than where they are computed."""
+    """Return the lines that have weights lie elsewhere than where they are computed."""
     scenario = answer.scenario
     if not scenario.model.is_streamed:
         return []
+    several, sharded = scenario.machine.all_ranks > 1, "    # sharded by FSDP2"
     if scenario.model.weights_on == "host":
-        several = scenario.machine.all_ranks > 1
-        line = "# sharded by FSDP2 with offload_policy=CPUOffloadPolicy()"
-        return [f"    {line if several else 'offload.weights_in_host_memory(model)'}"]
+        line = f"{sharded} with offload_policy=CPUOffloadPolicy()"
+        return [line if several else "    offload.weights_in_host_memory(model)"]
     place = json.dumps(scenario.machine.path_place(path_of(answer.rates)))
     if scenario.computes_on_gpu:
-        return [f"    offload.weights_in_host_memory(model, path={place})"]
-    return [f"    offload.weights_in_file(model, {place})"]
+        if not several:
+            return [f"    offload.weights_in_host_memory(model, path={place})"]
+        sharded += " with offload_policy=CPUOffloadPolicy(pin_memory=False)"
+    return [*([sharded] if several else []), f"    offload.weights_in_file(model, {place})"]
 
 
 def _checkpointing() -> str:

@@ -284,7 +284,8 @@ def described(arguments: argparse.Namespace) -> RatesFile:
         if card is not None:
             flops_per_s = REACHED_PART * card.flops_per_s
             source["compute_flops_per_s"] = f"{card.source}; {_SOURCES['flops']}"
-            assumed.append(f"{flops_per_s / 1e12:.3g} TFLOP/s of each GPU in forward and backward (--flops)")
+            if getattr(arguments, "flops", None) is None:  # `machine` has no such option
+                assumed.append(f"{flops_per_s / 1e12:.3g} TFLOP/s of each GPU in forward and backward (--flops)")
     for number in range(len(drives)):
         for way in ("read", "write"):
             source[f"paths[{number}].{way}_bytes_per_s"] = "half of what it does alone: one bandwidth for both ways"

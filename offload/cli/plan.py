@@ -15,6 +15,7 @@ from offload.cli import advise
 from offload.cli.machine import add_words, machine_of
 from offload.cli.progress import Progress
 from offload.cli.scenario import (
+    FASTEST,
     GPU,
     Answer,
     Scenario,
@@ -274,7 +275,7 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
         try:
             answer = ask(settled, timeline=draws, report=lambda done, total: progress.show(done, total, "simulated"))
         except InfeasiblePlanError as error:
-            least_text = "" if GPU in error.available_bytes else f"; {_say_least(settled, choices)}"
+            least_text = "" if {GPU, FASTEST} & {*error.available_bytes} else f"; {_say_least(settled, choices)}"
             switches = advise.what_fits(settled, choices)
             fits = f"; it fits with {switches}" if switches else ""
             raise PlanError(f"{in_options(str(error), 'plan')}{least_text}{fits}") from error

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from offload.predict import Prediction
 
 GPU = "the GPU"
-"""How an error names what is short."""
+FASTEST = "the fastest path"
+"""How errors name what is short."""
 
 SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
 """Of host memory, left to the system and its page cache."""
@@ -418,9 +419,14 @@ def check_fits(scenario: Scenario, node_memory: int | None, use: Use, *, leaves:
         leaves: Whether it has to leave the part of both that is the system's, and that is for estimates.
 
     Raises:
-        InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
+        InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU, or
+            the path has no room for a file of weights.
     """
     ranks, rates = scenario.machine.ranks, scenario.machine.rates
+    if scenario.model.weights_on == "path":
+        most, nbytes = scenario.config.path_configs[path_of(rates)].max_bytes, WEIGHT_BYTES * scenario.numel
+        if most is not None and nbytes > most:
+            raise InfeasiblePlanError("a rank's weights", nbytes, {FASTEST: most}, "give a larger --drive")
     if node_memory is not None:
         room = node_memory - reserved_bytes(node_memory, ranks) if leaves else node_memory
         if ranks * use.host_bytes > room:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from offload.cli.progress import Progress
 from offload.cli.values import add_output, add_value, parse_path, to_json
 from offload.errors import CheckpointError, ConfigError
+
+INTERRUPTED = "{checkpoint}: no checkpoint, as its save was interrupted, or is under way"
+
+DEPTH = 3
+"""Folders below the one of a run, in which checkpoints are looked for."""
 
 
 def add_parser(commands: Any) -> None:
@@ -16,10 +24,12 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="read a checkpoint whole and report what is damaged",
-        description="Read every tile of a checkpoint (or of all checkpoints that the stores on a path belong to), "
-        "verify headers and checksums, and report damage by parameter.",
+        description="Read every tile of a checkpoint (or of all in a run's folder, or of all that the stores on a "
+        "path belong to), verify headers and checksums, and report damage by parameter. Files of a trainer's own "
+        "are not read; where its save was interrupted, that is said.",
     )
-    add_value(parser, "PATH", parse_path, 'folder of a checkpoint, "s3://" too, or a path with stores')
+    what = 'folder of a checkpoint, "s3://" too, or of a trainer\'s run; or a path with stores'
+    add_value(parser, "PATH", parse_path, what)
     add_output(parser, "print the outcome as JSON", "no progress; print damage only")
 
 
@@ -27,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify and report.
 
     Returns:
-        The exit status: 0 if all is well, 1 if something is damaged.
+        The exit status: 0 if all is well, 1 if something is damaged, or nothing is whole.
 
     Raises:
         ConfigError: There is neither a checkpoint nor a store.
@@ -35,20 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
     """
     report = [_verify(folder, quiet=arguments.quiet) for folder in _folders(arguments.path)]
     problems = [problem for row in report for problem in row["problems"]]
-    lines = list(problems)
+    whole = [row for row in report if not row["problems"] and not row["interrupted"]]
+    lines = problems + [INTERRUPTED.format_map(row) for row in report if row["interrupted"]]
     if not arguments.quiet:
-        whole = (row for row in report if not row["problems"])
         words = "{checkpoint}: {tiles} tiles of {parameters} parameters are whole"
         lines += [words.format_map(row) for row in whole]
     if arguments.json:
         print(to_json(report, indent=2))
     elif lines:
         print("\n".join(lines))
-    return 1 if problems else 0
+    return 1 if problems or not whole else 0
 
 
 def _folders(path: str) -> list[str]:
-    """Return the checkpoint in `path`, or those that the stores there are pinned by."""
+    """Return the checkpoint in `path`; or those that the stores there are pinned by, and those in folders there."""
     from offload.checkpoint.contents import read_commit
     from offload.checkpoint.folder import open_folder
     from offload.checkpoint.stores import find_stores
@@ -61,19 +71,43 @@ def _folders(path: str) -> list[str]:
             stores = find_stores(path)
         except ConfigError:
             stores = []
-        folders = sorted({pin.folder for store in stores for pin in store.pins})
+        pinned = {pin.folder for store in stores for pin in store.pins}
+        folders = [*sorted(pinned), *(found for found in _below(path) if found not in pinned)]
         if not folders:
             raise
         return folders
 
 
+def _below(path: str) -> list[str]:
+    """Return checkpoints of ours in a run's folder, and a framework's folders whose save has not ended."""
+    from offload.checkpoint.manifest import COMMIT_NAME
+    from offload.checkpoint.marker import Mark, mark_of
+
+    found = []
+    for above, names, files in os.walk(path):
+        is_interrupted = mark_of(above) is Mark.BEGUN
+        if is_interrupted or COMMIT_NAME in files:
+            found.append(above)
+        deep = len(Path(above).relative_to(path).parts) == DEPTH
+        names[:] = [] if is_interrupted or COMMIT_NAME in files or deep else sorted(names, key=_by_numbers)
+    return found
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Return by what names are put in order, numbers in them by their size."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
     from offload.checkpoint.manifest import MODEL_KEY
+    from offload.checkpoint.marker import Mark, mark_of
     from offload.checkpoint.reader import Checkpoint
     from offload.optim.model import SavedRest
 
     problems: list[str] = []
     tiles = parameters = 0
+    if Mark.BEGUN in (mark_of(folder), mark_of(os.path.dirname(folder))):
+        return {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": [], "interrupted": True}
     try:
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
@@ -90,4 +124,10 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
                     progress.show(tiles, whole, folder)
     except CheckpointError as error:
         problems.append(str(error))
-    return {"checkpoint": folder, "parameters": parameters, "tiles": tiles, "problems": problems}
+    return {
+        "checkpoint": folder,
+        "parameters": parameters,
+        "tiles": tiles,
+        "problems": problems,
+        "interrupted": False,
+    }

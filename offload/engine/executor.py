@@ -146,7 +146,7 @@ class LiveExecutor:
         self._stall_s = stall_s
         self._lanes = lanes
         self._calls = Calls(queue)
-        self._visiting = Visiting()
+        self.visiting = Visiting()
         self._seals = Seals(memory)
         self._waiting: dict[int, tuple[Run, npt.NDArray[Any] | WholeUpdate]] = {}
         self._silence = waits.Silence()
@@ -213,9 +213,9 @@ class LiveExecutor:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
             elif self._lanes.report_inputs(operation.visit.subgroup, operation.op):
                 self._waiting[operation.op] = operation, table
-            elif not isinstance(table, WholeUpdate) and (visit := visit_of(table)) is not None:
+            elif (visit := visit_of(table.table if isinstance(table, WholeUpdate) else table)) is not None:
                 self._waiting[operation.op] = operation, table
-                self._calls.submit(operation.op, partial(self._visiting.begin, visit))
+                self._calls.submit(operation.op, partial(self.visiting.begin, visit))
             else:
                 self._update(operation, table)
             return

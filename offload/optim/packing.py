@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.optim.weights import is_dense
+from offload.optim import shards
 from offload.rules import BLOCK_NUMEL, plain_number
 
 FLAG_BYTES = 8
@@ -56,7 +56,7 @@ class Form:
             return cls(type(value), NUMBERS[type(value)])
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"a {type(value).__name__}")
-        if value.layout != torch.strided or not is_dense(value):
+        if value.layout != torch.strided or not shards.is_dense(value):
             raise TypeError("a tensor that is not dense")
         return cls(None, value.dtype, tuple(value.shape), tuple(value.stride()))
 

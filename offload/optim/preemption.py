@@ -137,7 +137,7 @@ class Preemption:
             told: Whether any rank has noted one, if ranks have told each other in this call.
         """
         handler = self._handler
-        if handler is None or not (_any_rank(handler.has_signal) if told is None else told):
+        if handler is None or not (any_rank(handler.has_signal) if told is None else told):
             return
         log.warning("SIGTERM: committing a checkpoint to %s", self._folder)
         handler.is_committing = True
@@ -156,7 +156,7 @@ class Preemption:
             extra = None if self._extra is None else self._extra()
         except Exception as error:
             failure = error
-        if _any_rank(failure is not None):  # else others would wait for this rank
+        if any_rank(failure is not None):  # else others would wait for this rank
             raise failure or CheckpointError("another rank's extra could not be made")
         optimizer.save_checkpoint(self._folder, model=self._model(), extra=extra)
         optimizer.wait_checkpoint()
@@ -167,7 +167,7 @@ def _no_model() -> None:
     """Return no model."""
 
 
-def _any_rank(note: bool) -> bool:
+def any_rank(note: bool) -> bool:
     """Return whether any rank notes something; a collective."""
     if ranks.world()[0] == 1:
         return note

@@ -13,8 +13,9 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -409,3 +410,24 @@ def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part
                 bucket, used_bytes = [], 0
     if bucket:
         yield bucket
+
+
+def check_apart(names: Mapping[torch.Tensor, str]) -> None:
+    """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
+    parameters, texts = [local(parameter) for parameter in names], [*names.values()]
+    ranges = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
+    for (address, nbytes, number), (next_address, _, next_number) in pairwise(ranges):
+        if next_address < address + nbytes:
+            pair = " and ".join(texts[n] for n in sorted((number, next_number)))
+            raise ConfigError("params", f"{pair}, which share memory", "give tied weights as one parameter")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

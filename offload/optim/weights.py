@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -136,7 +135,7 @@ class Weights:
             if is_mapped(shards.local(parameter).data_ptr()):
                 self.are_in_file = True
                 combinations.IMAGES_OF_MAPPED.check("overlap", self._holder.config.overlap)
-        _check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
+        shards.check_apart({parameter: labels[parameter][0] for parameter in (*self.bound, *parameters)})
         return tuple(
             self._describe(parameter, labels[parameter][0], *kept_as(parameter, *labels[parameter]))
             for parameter in parameters
@@ -214,7 +213,7 @@ class Weights:
         """Notice weights that were moved or changed since the last check; refuse those that cannot be updated now."""
         changed_names = []
         if not self.are_where_bound():
-            _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
+            shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
             stamp = bound.current_stamp()
             if stamp == bound.stamp:
@@ -430,16 +429,6 @@ def check_form(bound: BoundParameter) -> None:
         raise ConfigError(bound.name, text, allowed)
 
 
-def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
-    """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
-    parameters, texts = [shards.local(parameter) for parameter in names], [*names.values()]
-    ranges = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
-    for (address, nbytes, number), (next_address, _, next_number) in pairwise(ranges):
-        if next_address < address + nbytes:
-            pair = " and ".join(texts[n] for n in sorted((number, next_number)))
-            raise ConfigError("params", f"{pair}, which share memory", "give tied weights as one parameter")
-
-
 def check_parameter(parameter: torch.Tensor, name: str, required: torch.device | None) -> None:
     """Verify that a weight can be updated and saved, and is on the required device if there is one."""
     shards.cut_of(parameter, name, None)
@@ -457,16 +446,5 @@ def check_parameter(parameter: torch.Tensor, name: str, required: torch.device |
         raise ConfigError(name, parameter.device, f"have all weights on {required}, or make a new optimizer")
     if parameter.is_neg():
         raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
-    if parameter.numel() and not is_dense(parameter):
+    if parameter.numel() and not shards.is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

@@ -198,6 +198,7 @@ class Engine:
         figures |= self._thread.speculation.metrics()
         figures |= self._thread.parking.metrics()
         figures |= self.activations.metrics()
+        figures |= parts.executor.visiting.metrics()
         totals = lane_totals(timeline)
         of_paths = [f"{verb}:{path}" for path in range(len(plan.budgets.paths)) for verb in ("read", "write")]
         for lane in (ENGINE, "cpu", *parts.lanes.names, *of_paths):

@@ -17,13 +17,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offload import combinations
 from offload.errors import ConfigError
+from offload.optim import shards
 from offload.units import format_bytes
-from offload.weights.layers import give_buffers, own_parameters, units
+from offload.weights.layers import check_weights, give_buffers, own_parameters, units
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, joined, up
-from offload.weights.safetensors import tensors_in
+from offload.weights.safetensors import checked, read_into
+from offload.weights.sharded import ShardsInFile
 
 log = logging.getLogger("offload")
 
@@ -34,7 +39,7 @@ def weights_in_file(
     *,
     layers: Sequence[nn.Module] | None = None,
     safetensors: Iterable[str | os.PathLike[str]] = (),
-) -> WeightsInFile:
+) -> WeightsInFile | ShardsInFile:
     """Have all weights of a model, trainable and frozen, lie in a file instead of in memory of their own.
 
     Call it before the optimizer is made. Parameters are the same objects, with the same values. Hooks of its layers
@@ -44,20 +49,31 @@ def weights_in_file(
     A model on the meta device gets memory here for the first time: new parameters, whose values are zero until
     `safetensors`, `load_state_dict` or an initialisation writes them; its buffers get memory as `to_empty` gives it.
 
+    Of a model that FSDP2 has sharded (`fully_shard`) each rank calls it, and its shards lie in a file of its own. It
+    is for shards in host memory: on a mesh of CPUs, or by `CPUOffloadPolicy(pin_memory=False)`.
+
     Args:
         model: On the CPU, or on the meta device.
         path: A folder on the drive.
-        layers: What is used one after another, if not what the model's lists repeat.
+        layers: What is used one after another, if not what the model's lists repeat; what FSDP2 gathers, of a
+            sharded model.
         safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
         What tells the kernel; nobody has to keep it.
 
     Raises:
-        ConfigError: A weight is elsewhere, or the folder cannot be used, or a file has what the model has not.
+        ConfigError: A weight is elsewhere, or shares memory with another; the model has an optimizer, or is in a file
+            already; the folder cannot be used; a file has what the model has not. Nothing has changed then.
+        OSError: A file cannot be opened; nothing has changed then.
         TierFullError: The drive has no room for all weights; nothing has changed then.
         TierError: The drive fails.
     """
+    _check_once(model)
+    if shards.unsharders(model):
+        if layers is not None:
+            raise ConfigError("layers", "given", "leave it out: a sharded model has what fully_shard was called with")
+        return ShardsInFile(model, path, safetensors)
     return WeightsInFile(model, path, layers, safetensors)
 
 
@@ -90,10 +106,8 @@ class WeightsInFile:
         safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         parts, offsets = units(model, layers), dict[torch.Tensor, int]()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
-                where = f"{tensor.layout} on {tensor.device}"
-                raise ConfigError(name, where, "have the model on the CPU, or on the meta device, and dense")
+        _check_model(model)
+        files = checked(model, safetensors)
         self.nbytes = 0
         for modules in parts:
             self.nbytes = up(self.nbytes, PAGE_BYTES)
@@ -108,7 +122,7 @@ class WeightsInFile:
         self._units = [self._move(modules, names, offsets, moved) for modules in parts]
         self._layers = Layers(self.file, [unit.ranges for unit in self._units])
         give_buffers(model, torch.device("cpu"))
-        self._read(model, safetensors)
+        read_into(model, files, self.file)
         for number, modules in enumerate(parts):
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._begins, number), prepend=True),
@@ -155,10 +169,9 @@ class WeightsInFile:
     def _moved(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Return a weight that lies in the file: itself, but for one on the meta device."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
-        is_dense = sum((n - 1) * s for n, s in zip(weight.shape, weight.stride(), strict=True)) == weight.numel() - 1
-        place = flat.as_strided(weight.shape, weight.stride()) if is_dense else flat.view(weight.shape)
+        place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
-            made = nn.Parameter(place, requires_grad=weight.requires_grad)
+            made: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
             made.__dict__.update(weight.__dict__)
             return made
         with torch.no_grad():
@@ -166,24 +179,11 @@ class WeightsInFile:
             weight.data = place
         return weight
 
-    def _read(self, model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> None:
-        """Read tensors of files into the model, one after another."""
-        targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        for file in files:
-            for name, tensor in tensors_in(file):
-                target = targets.get(name)
-                if target is None or target.shape != tensor.shape:
-                    found = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
-                    what = f"{name}, shape {tuple(tensor.shape)}, in {os.fspath(file)}"
-                    raise ConfigError("safetensors", what, f"give files of this model, which has {found}")
-                with torch.no_grad():
-                    target.copy_(tensor)
-                if 0 <= (offset := target.data_ptr() - self.file.address) < self.nbytes:
-                    self.file.let_go(offset, target.nbytes, was_written=True)
-
+    @_disable_dynamo
     def _begins(self, number: int, *of_forward: Any) -> None:
         self._begin(number)
 
+    @_disable_dynamo
     def _ends(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Have a layer be brought again when its backward pass begins: with the gradient of what it returned."""
         for each in _pytree.tree_leaves(outputs):
@@ -192,7 +192,7 @@ class WeightsInFile:
                 return
 
     def _begin(self, number: int) -> None:
-        if not self._units:
+        if not self._units or torch.compiler.is_compiling():  # it is exported
             return
         for module, name, full_name, address in self._units[number].weights:
             _check_place(full_name, module(), name, address)
@@ -205,9 +205,34 @@ def _of_a_copy() -> WeightsInFile:
     return made
 
 
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model whose weights cannot lie in a file."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
+            where = f"{tensor.layout} on {tensor.device}"
+            raise ConfigError(name, where, "have the model on the CPU, or on the meta device, and dense")
+    weights: dict[str, Any] = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if is_traceable_wrapper_subclass(weight):
+            raise ConfigError(name, type(weight).__name__, "have tensors with memory of their own, not sharded")
+    check_weights(model, combinations.FILE_LATE)
+
+
+def _check_once(model: nn.Module) -> None:
+    """Refuse a model that hooks of an earlier call still serve: they would miss its weights in their file."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            home = getattr(getattr(hook, "func", hook), "__self__", None)
+            if isinstance(home, WeightsInFile | ShardsInFile) and home._handles:
+                allowed = "call weights_in_file once, or close() before what it returned"
+                raise ConfigError("model", f"{name or 'it all'}, whose weights lie in a file", allowed)
+
+
 def _check_place(full_name: str, module: nn.Module | None, name: str, address: int) -> None:
-    """Refuse a weight that has left the file."""
-    weight = None if module is None else module._parameters.get(name)
+    """Refuse a weight that has left the file; `functional_call` puts plain tensors in its place for a while."""
+    weight: torch.Tensor | None = None if module is None else module._parameters.get(name)
+    if weight is not None and not isinstance(weight, nn.Parameter):
+        return
     if weight is None or weight.device.type != "cpu" or weight.data_ptr() != address:
         what = "is not in the model any more" if weight is None else f"{weight.dtype}, in memory, on {weight.device}"
         allowed = (

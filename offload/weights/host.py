@@ -7,7 +7,6 @@ must not happen behind its back.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import weakref
@@ -27,8 +26,9 @@ from offload.memory.arenas import Arena
 from offload.optim import shards
 from offload.units import format_bytes
 from offload.weights.alone import Alone, alone, check_alone
-from offload.weights.layers import Groups, give_buffers, own_parameters
+from offload.weights.layers import Groups, check_weights, give_buffers, own_parameters
 from offload.weights.mapping import PAGE_BYTES, Layers, MappedFile, is_mapped, up
+from offload.weights.safetensors import checked, read_into
 
 log = logging.getLogger("offload")
 
@@ -42,6 +42,7 @@ def weights_in_host_memory(
     layers: Sequence[nn.Module] | None = None,
     on_device: Iterable[str] = (),
     path: str | os.PathLike[str] | None = None,
+    safetensors: Iterable[str | os.PathLike[str]] = (),
 ) -> WeightsInHostMemory:
     """Have the weights of a model lie in host memory, and come to the current device a layer at a time.
 
@@ -61,16 +62,17 @@ def weights_in_host_memory(
         path: A folder on a drive: weights lie in a file there that is mapped into memory, as `weights_in_file` has
             them, and are read layer by layer where memory has no room for all. Copies are from memory that is not
             pinned then.
+        safetensors: Files whose tensors, by their names, are read into the model one at a time.
 
     Returns:
         What it has done; nobody has to keep it.
 
     Raises:
         ConfigError: There is no accelerator, or a weight cannot be brought, or the model has an optimizer already, or
-            belongs to something else; nothing has changed then.
+            belongs to something else, or a file of tensors has what the model has not; nothing has changed then.
         OffloadError: The system does not have that much memory, or the drive no room.
     """
-    return WeightsInHostMemory(model, layers, on_device, path)
+    return WeightsInHostMemory(model, layers, on_device, path, safetensors)
 
 
 class WeightsInHostMemory:
@@ -90,9 +92,11 @@ class WeightsInHostMemory:
         layers: Sequence[nn.Module] | None = None,
         on_device: Iterable[str] = (),
         path: str | os.PathLike[str] | None = None,
+        safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         stays = _staying(model, on_device)
         _check_free(model)
+        files = checked(model, safetensors)
         modules = Groups(model, layers, stays).modules
         driver = _driver()
         self.device = driver.device
@@ -124,6 +128,7 @@ class WeightsInHostMemory:
         own = sum(sizes.pop(gathered) for gathered in self._groups if model in gathered.modules)
         self.window_bytes = own + sum(sorted(sizes.values())[-2:])
         self._hook(model)
+        read_into(model, files, self.file)
         said = format_bytes(self.nbytes), len(self._places), len(sizes), format_bytes(self.window_bytes), self.device
         log.info(
             "%s of weights lie in host memory: %d, in %d layers and the rest, of which %s are on %s at a time", *said
@@ -187,6 +192,7 @@ class WeightsInHostMemory:
                 module.register_state_dict_post_hook(_give_plain)
                 module.register_load_state_dict_pre_hook(self._take_plain)
 
+    @torch.inference_mode(False)  # what is made here serves later passes, too
     @torch.no_grad()
     def _bring(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Have FSDP2 gather a group, and copy its weights beside the work of the caller's stream.
@@ -210,6 +216,7 @@ class WeightsInHostMemory:
             self._last_copy = stream.record_event()
         self._coming[group] = copies, self._last_copy
 
+    @torch.inference_mode(False)
     def _take(self, group: Any, wait_for_unshard: Any) -> None:
         """Have FSDP2 wait for a group, and find its weights on the device."""
         coming = self._coming.pop(group, None)
@@ -235,6 +242,11 @@ class WeightsInHostMemory:
         """
         if torch._C._current_graph_task_id() != OUTSIDE:  # recomputed
             return
+        for each, (name, _) in self._places.items():
+            weight = each._module_info.module._parameters.get(each._module_info.param_name)
+            if weight is not each.sharded_param and weight is not getattr(each, "_unsharded_param", None):
+                allowed = "write to the weights, or load a state dict: FSDP2 computes with those that it has"
+                raise ConfigError(name, "another tensor in its place", allowed)
         context = _state_of(model)._state_ctx
         if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
             model.reset_iter_state()
@@ -321,8 +333,7 @@ def _check_free(model: nn.Module) -> None:
         taker = takers.get(type(module).__name__, "")
         if taker or hasattr(module, "_get_fsdp_state"):
             combinations.HOST_TAKEN.refuse("model", type(module).__name__, taker=taker or "FSDP")
-    weights = dict(model.named_parameters())
-    for name, weight in weights.items():
+    for name, weight in model.named_parameters():
         taker = "DeepSpeed" if hasattr(weight, "ds_id") else ""
         if shards.is_sharded(weight):
             taker = "torch.distributed"
@@ -330,22 +341,7 @@ def _check_free(model: nn.Module) -> None:
             taker = "weights_in_file"
         if taker:
             combinations.HOST_TAKEN.refuse(name, str(tuple(weight.shape)), taker=taker)
-    if _optimizer_of(weights) is not None:
-        gc.collect()  # one that nobody has any more
-        if (late := _optimizer_of(weights)) is not None:
-            combinations.HOST_LATE.refuse(late[0], f"a weight of {late[1]}", optimizer=late[1])
-
-
-def _optimizer_of(weights: dict[str, nn.Parameter]) -> tuple[str, str] | None:
-    """Return the name of a weight that an optimizer has, and the optimizer's class."""
-    names = {id(weight): name for name, weight in weights.items()}
-    for each in gc.get_objects():  # torch has no list of optimizers, and a weight does not know its own
-        if issubclass(type(each), torch.optim.Optimizer):
-            for group in vars(each).get("param_groups", ()):
-                for weight in group["params"]:
-                    if id(weight) in names:
-                        return names[id(weight)], type(each).__name__
-    return None
+    check_weights(model, combinations.HOST_LATE)
 
 
 def _check_weights(model: nn.Module, stays: Collection[nn.Parameter], device: torch.device) -> None:

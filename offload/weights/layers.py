@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from offload import combinations
 from offload.errors import ConfigError
+from offload.optim import shards
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -48,7 +51,10 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
     for module in model.modules():
         if module in taken:
             continue
-        inner = [each for each in (module.modules() if module in chosen else [module]) if each not in taken]
+        is_layer = module in chosen and is_called(module)
+        if module in chosen and not is_layer:  # a list of lists: "for attention, mlp in layers"
+            chosen.update(module.children())
+        inner = [each for each in (module.modules() if is_layer else [module]) if each not in taken]
         taken.update(inner)
         if any(own_parameters(each) for each in inner):
             found.append(inner)
@@ -110,7 +116,7 @@ class Groups:
         """Add a module that can be a group, or of those inside of it which can."""
         if next(self._used(module), None) is None:
             return
-        if type(module).forward is not nn.Module.forward and self._has_all_uses(module):
+        if is_called(module) and self._has_all_uses(module):
             found.add(module)
             return
         for child in module.children():
@@ -135,7 +141,7 @@ class Groups:
             around = dtypes.get(parent, most)
             dtypes[member] = own[member] or around
             if dtypes[member] != around:
-                if type(member).forward is nn.Module.forward or not self._has_all_uses(member):
+                if not is_called(member) or not self._has_all_uses(member):
                     where = f"trainable weights of {own[member]}, in a layer of {around}"
                     raise ConfigError(self._names[member], where, "give trainable weights of a layer one dtype")
                 found.add(member)
@@ -148,9 +154,44 @@ class Groups:
         return next(iter(own), None)
 
 
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module computes something by itself, and so runs hooks; a list does not."""
+    return type(module).forward is not nn.Module.forward
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters by name, without those of its children."""
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def check_weights(model: nn.Module, late: combinations.Row) -> None:
+    """Refuse weights that cannot be moved without somebody losing them.
+
+    Args:
+        model: The model.
+        late: Why no optimizer may have its weights.
+
+    Raises:
+        ConfigError: Two weights share memory, or an optimizer has one.
+    """
+    names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    dense = (weight for weight in names if weight.layout == torch.strided and shards.is_dense(weight))
+    shards.check_apart({weight: names[weight] for weight in dense if shards.local(weight).data_ptr()})
+    if _optimizer_of(names) is not None:
+        gc.collect()  # one that nobody has any more
+        if (found := _optimizer_of(names)) is not None:
+            late.refuse(found[0], f"a weight of {found[1]}", optimizer=found[1])
+
+
+def _optimizer_of(names: Mapping[torch.Tensor, str]) -> tuple[str, str] | None:
+    """Return the name of a weight that an optimizer has, and the optimizer's class."""
+    for each in gc.get_objects():  # torch has no list of optimizers, and a weight does not know its own
+        if issubclass(type(each), torch.optim.Optimizer):
+            for group in vars(each).get("param_groups", ()):
+                for weight in group["params"]:
+                    if weight in names:
+                        return names[weight], type(each).__name__
+    return None
 
 
 def give_buffers(model: nn.Module, device: torch.device) -> None:

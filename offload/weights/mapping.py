@@ -20,12 +20,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import metrics
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.kernels.table import weights_at
 from offload.units import format_bytes
@@ -39,6 +40,9 @@ FOLIO_BYTES = 2 << 20
 _COLD, _POPULATE_READ, _POPULATE_WRITE = 20, 22, 23  # linux/mman.h
 _SYNC_WRITE = 2  # of sync_file_range: begin to write, wait for nothing
 
+UPDATING = b"(offload-update"
+"""How the kernel's account of a thread that updates begins, of those of `csrc/kernels/worker_pool.cpp`."""
+
 BEHIND = 2
 """Visits that a subgroup's weights stay for after their own: updates of that many are under way at once."""
 
@@ -50,11 +54,11 @@ _files: list[weakref.ref[MappedFile]] = []
 """Those that were made, also such as are gone; only ever added to, as several threads look."""
 
 
-class MappedFile:
+class MappedFile(mmap.mmap):
     """A file without a name, all of it mapped, shared and writable.
 
-    The mapping lives as long as this object or any `memory` of it. A child process that is forked sees the same
-    bytes, and writes to them.
+    It lives as long as any tensor that lies there, as this is the mapping. A child process that is forked sees the
+    same bytes, and writes to them.
 
     Args:
         folder: An existing folder on the drive.
@@ -63,40 +67,49 @@ class MappedFile:
     Attributes:
         address: Where it begins in memory.
         descriptor: Of the file.
-        memory: The mapping, a buffer.
+        folder: Where it has no name.
+        nbytes: Its size.
 
     Raises:
         ConfigError: The folder cannot be used.
         TierFullError: There is no room.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], nbytes: int) -> None:
-        self.folder, self.nbytes = os.fspath(folder), nbytes
+    address: int
+    descriptor: int
+    folder: str
+    nbytes: int
+
+    def __new__(cls, folder: str | os.PathLike[str], nbytes: int) -> Self:
+        """Make the file, and map it."""
+        place = os.fspath(folder)
         try:
-            self.descriptor = _nameless(self.folder)
+            descriptor = _nameless(place)
         except OSError as error:
-            raise ConfigError(
-                "path", self.folder, f"give a folder that can be written to: {error.strerror}"
-            ) from error
-        weakref.finalize(self, os.close, self.descriptor)
-        try:
-            os.posix_fallocate(self.descriptor, 0, nbytes)
-        except OSError as error:
-            kind = TierFullError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else TierError
-            what = f"{format_bytes(nbytes)} of weights"
-            raise kind("reserve", tier="file", path=self.folder, errno=error.errno, detail=what) from error
-        try:
-            self.memory: Any = mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED)
-        except OSError as error:
-            raise TierError("map", tier="file", path=self.folder, errno=error.errno) from error
-        self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
+            raise ConfigError("path", place, f"give a folder that can be written to: {error.strerror}") from error
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, descriptor)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            except OSError as error:
+                kind = TierFullError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else TierError
+                what = f"{format_bytes(nbytes)} of weights"
+                raise kind("reserve", tier="file", path=place, errno=error.errno, detail=what) from error
+            try:
+                self = super().__new__(cls, descriptor, nbytes, mmap.MAP_SHARED)
+            except OSError as error:
+                raise TierError("map", tier="file", path=place, errno=error.errno) from error
+            weakref.finalize(self, opened.pop_all().close)
+        self.folder, self.nbytes, self.descriptor = place, nbytes, descriptor
+        self.address = np.frombuffer(self, np.uint8).ctypes.data
         _files.append(weakref.ref(self))
+        return self
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that lies there; it keeps the mapping."""
+        """Return a tensor that lies there; it keeps this."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(self, dtype=dtype, count=numel, offset=offset)
 
     def bring(self, offset: int, nbytes: int, *, to_write: bool = False) -> None:
         """Wait until a range is in memory, so that using it now neither waits nor fails.
@@ -262,6 +275,10 @@ class Visiting:
         visit.bring()
         self._before.append(visit)
 
+    def metrics(self) -> dict[str, float]:
+        """Return how often updates of this process have waited for a drive; nothing before the first visit."""
+        return {metrics.WEIGHT_FAULTS: _major_faults(UPDATING)} if self._before else {}
+
 
 def visit_of(table: npt.NDArray[Any]) -> Visit | None:
     """Return the weights of an update that lie in mapped files; None if none does, as in most programs.
@@ -296,6 +313,17 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 def is_mapped(address: int) -> bool:
     """Return whether an address lies in a mapped file."""
     return any(file.address <= address < file.address + file.nbytes for file in _living())
+
+
+def _major_faults(name: bytes) -> int:
+    """Return those of this process's threads of a name, as far as there are any: pages that came from a drive."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/self/task/{task}/stat", "rb") as file:
+                head, _, fields = file.read().rpartition(b")")
+            total += int(fields.split()[9]) if head.endswith(name) else 0
+    return total
 
 
 def _living() -> list[MappedFile]:

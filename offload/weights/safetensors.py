@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from offload.errors import ConfigError
+from offload.optim import shards
+from offload.weights.mapping import MappedFile
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -24,12 +31,28 @@ DTYPES = {
     "U8": torch.uint8,
 }
 
+log = logging.getLogger("offload")
+
 MOST_HEADER_BYTES = 100_000_000
 """What the format allows."""
 
 
-def tensors_in(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of each, in the file's order; it is read when the tensor is, and valid as long as that.
+class Entry(NamedTuple):
+    """A tensor in a file, and where it lies there."""
+
+    begin: int
+    end: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+Files = list[tuple[str | os.PathLike[str], list[Entry]]]
+"""Files, and what is in each."""
+
+
+def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
+    """Return the tensors of a file, in its order, by its header alone.
 
     Raises:
         ConfigError: It is no such file, is cut short, or has a dtype that is not known.
@@ -39,24 +62,86 @@ def tensors_in(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         header_bytes = int.from_bytes(file.read(8), "little")
+        start = 8 + header_bytes
         try:
             if not 2 <= header_bytes <= min(MOST_HEADER_BYTES, nbytes - 8):
                 raise ValueError("no header")
             header = json.loads(file.read(header_bytes))
-            entries = sorted(
-                (*each["data_offsets"], name, DTYPES[each["dtype"]], tuple(each["shape"]))
-                for name, each in header.items()
-                if name != "__metadata__"
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            entries = sorted(_entry(start, name, each) for name, each in header.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError("safetensors", shown, f"give a safetensors file of plain tensors: {error}") from error
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    start = 8 + header_bytes
     for begin, end, name, dtype, shape in entries:
-        numel = torch.Size(shape).numel()
-        if end - begin != numel * dtype.itemsize or not 0 <= begin <= end <= nbytes - start:
+        size = math.prod(shape) * dtype.itemsize
+        if end - begin != size or not start <= begin <= end <= nbytes or min(shape, default=0) < 0:
             raise ConfigError("safetensors", shown, f"give a whole file: {name} ends beyond it, or has another size")
-        if numel:
-            yield name, torch.frombuffer(content, dtype=dtype, count=numel, offset=start + begin).view(shape)
+    return entries
+
+
+def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of each; it is read when the tensor is, and valid as long as that.
+
+    Args:
+        path: The file.
+        entries: What `entries_in` has found there.
+    """
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for begin, end, name, dtype, shape in entries:
+        if begin < end:
+            count = math.prod(shape)
+            yield name, torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
         else:
             yield name, torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
+    """Return what is in files, all of which the model has; warn of weights on the meta device that none has.
+
+    Raises:
+        ConfigError: See `entries_in`, or a file has what the model has not.
+        OSError: See `entries_in`.
+    """
+    if isinstance(files, str | os.PathLike):
+        raise ConfigError("safetensors", files, "give a list of files")
+    targets, found = _targets(model), [(file, entries_in(file)) for file in files]
+    for file, entries in found:
+        for each in entries:
+            target = targets.get(each.name)
+            if target is None or target.shape != each.shape:
+                has = "no such tensor" if target is None else f"shape {tuple(target.shape)}"
+                what = f"{each.name}, shape {each.shape}, in {os.fspath(file)}"
+                raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
+    read = {targets[each.name] for _, entries in found for each in entries}
+    missing = [name for name, weight in model.named_parameters() if weight.is_meta and weight not in read]
+    if found and missing:
+        log.warning("%d weights are in none of the safetensors files, and zero: %s", len(missing), missing[0])
+    return found
+
+
+def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) -> None:
+    """Read tensors of files into a model, one after another; of what is sharded this rank's part.
+
+    Args:
+        model: The model; its own tensors have these names.
+        files: What `checked` has returned.
+        file: Where its weights lie, as far as they do: each is written there behind being read.
+    """
+    targets = _targets(model)
+    for each, entries in files:
+        for name, tensor in tensors_in(each, entries):
+            target = targets[name]
+            if shards.is_sharded(target):
+                tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
+            mine = shards.local(target.detach())
+            mine.copy_(tensor)
+            if file is not None and 0 <= (offset := mine.data_ptr() - file.address) < file.nbytes:
+                file.let_go(offset, mine.nbytes, was_written=True)
+
+
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def _entry(start: int, name: str, described: Any) -> Entry:
+    begin, end = map(index, described["data_offsets"])
+    return Entry(start + begin, start + end, name, DTYPES[described["dtype"]], tuple(map(index, described["shape"])))

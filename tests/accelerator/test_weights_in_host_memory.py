@@ -11,12 +11,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import prepared
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from settling import LONG_S
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from accelerator import late
 from offload import backends
+from offload.cli import streamed
 from offload.optim import shards
 from offload.weights.mapping import is_mapped
 
@@ -390,7 +393,32 @@ def test_a_weight_that_has_left_is_named(leaves: Callable[[Model], Any]) -> None
         loss_of(model, 1)
 
 
-def test_a_model_is_made_there() -> None:
+def test_inference_may_come_first(tmp_path: Path) -> None:
+    model, on_device = made(), made().to("late")
+    offload.weights_in_host_memory(model)
+    for each in (model, on_device):
+        with torch.inference_mode():
+            loss_of(each, 0)
+    found, expected = (trained(each, tmp_path, evaluated) for each in (model, on_device))
+    assert all(map(torch.equal, found, expected))
+    with torch.inference_mode():
+        assert torch.equal(loss_of(model, 0).cpu(), loss_of(on_device, 0).cpu())
+
+
+def test_other_tensors_in_the_place_of_weights_are_refused() -> None:
+    model = made()
+    offload.weights_in_host_memory(model)
+    others = {name: weight.clone() for name, weight in made().to("late").named_parameters()}
+    for _ in range(2):
+        with pytest.raises(offload.ConfigError, match=r"words\.weight: 'another tensor.*load a state dict"):
+            torch.func.functional_call(model, others, (batch(0),))
+        loss_of(model, 0)  # leaves weights on the device
+    model.layers[1].up.bias = nn.Parameter(torch.zeros(2 * WIDTH, device="late"))
+    with pytest.raises(offload.ConfigError, match=r"layers\.1\.up\.bias: 'another tensor"):
+        loss_of(model, 1)
+
+
+def test_a_model_is_made_there(tmp_path: Path) -> None:
     """On the meta device, or on the accelerator."""
     plain = made(partly_frozen)
     with torch.device("meta"):
@@ -398,10 +426,15 @@ def test_a_model_is_made_there() -> None:
     models[1].register_buffer("more", torch.ones(3, device="meta"))
     for model in models:
         partly_frozen(model)
-    home = offload.weights_in_host_memory(models[0], on_device=["layers.0"])
+    plain_state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    some = {name: plain_state.pop(name) for name in ("layers.0.up.weight", "layers.1.down.weight", "words.weight")}
+    save_file(some, tmp_path / "some.safetensors")
+    home = offload.weights_in_host_memory(
+        models[0], on_device=["layers.0"], safetensors=[tmp_path / "some.safetensors"]
+    )
     assert models[0].head.weight is models[0].words.weight
-    assert not models[0].layers[0].up.weight.any()
-    models[0].load_state_dict(plain.state_dict())
+    assert not models[0].layers[0].down.weight.any()
+    assert {*models[0].load_state_dict(plain_state, strict=False).missing_keys} == {*some}
     on_device = made(partly_frozen).to("late")
     free = torch.accelerator.get_memory_info()[0]
     offload.weights_in_host_memory(on_device)
@@ -452,6 +485,38 @@ def test_bytes_are_those_that_are_said(caplog: pytest.LogCaptureFixture, monkeyp
     gc.collect()
     assert not {*late.registered()} & {*pinned}
     assert kept.isfinite().all()  # who has a weight still, has its memory
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_more_is_on_the_device_than_is_planned(recompute: bool, tmp_path: Path) -> None:
+    """Weights and gradients of an iteration, as `offload plan` names them; few tokens take next to nothing beside."""
+    wide = 256
+    model = made(dtype=torch.bfloat16, recompute=recompute)
+    model.words, model.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+    layers = [nn.Sequential(nn.Linear(WIDTH, wide), *(nn.Linear(wide, wide) for _ in range(4))) for _ in range(8)]
+    for layer in layers:
+        layer.append(nn.Linear(wide, WIDTH))
+    model.layers = nn.ModuleList(layers)
+    model.bfloat16()
+    of_layer = sum(weight.numel() for weight in layers[0].parameters())
+    shape: Any = SimpleNamespace(layer_params=of_layer, rest_params=2 * WORDS * WIDTH + 2 * WIDTH)
+    assert shape.rest_params + 8 * of_layer == sum(weight.numel() for weight in model.parameters())
+    offload.weights_in_host_memory(model)
+    optimizer = optimizer_of(model, tmp_path)
+    for step in range(3):
+        torch.accelerator.synchronize()
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        loss_of(model, step).backward()
+        torch.accelerator.synchronize()
+        found = torch.accelerator.max_memory_allocated() - before
+        few = 256 << 10
+        assert found < streamed.window_bytes(shape) + streamed.gradients_bytes(shape) + few
+        assert found > streamed.window_bytes(shape)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
 
 
 def test_what_cannot_be_registered_is_brought_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:

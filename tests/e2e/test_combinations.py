@@ -19,7 +19,7 @@ from sharded import on_ranks
 from simulated import OnDevice
 from test_simulated_gpu import Replayed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from world import SimulatedDevice
@@ -76,6 +76,15 @@ def saves(optimizer: Any, folder: Path) -> None:
 def in_file(folder: Path) -> None:
     offload.weights_in_file(net := model(), folder)
     offload.weights_in_host_memory(net)
+
+
+def pinned(folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = fully_shard(model().to("meta"), offload_policy=CPUOffloadPolicy())
+        offload.weights_in_file(sharded, folder)
+    finally:
+        dist.destroy_process_group()
 
 
 def stepped(optimizer: Any, net: torch.nn.Module) -> None:
@@ -172,7 +181,9 @@ CASES: list[Case] = [
         lambda folder: used(adamw(folder, net := model()), lambda o: o.overlap_backward(net, comm_hook=print)),
     ),
     ("HOST_TAKEN", in_file),
+    ("FILE_PINNED", pinned),
     ("HOST_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_host_memory(net))),
+    ("FILE_LATE", lambda folder: used(adamw(folder, net := model()), lambda o: offload.weights_in_file(net, folder))),
 ]
 
 
@@ -191,6 +202,12 @@ def trainer(folder: Path) -> None:
         Trainer.get_optimizer_cls_and_kwargs(SimpleNamespace(optim="offload_adamw", deepspeed="deepspeed.json"))
     finally:
         backend.disable()
+
+
+def saved_twice(folder: Path) -> None:
+    from offload.integrations.transformers import saving
+
+    saving.preempted(lambda: None).on_train_begin(SimpleNamespace(enable_jit_checkpoint=True), None, None)
 
 
 def accelerated(folder: Path) -> None:
@@ -225,6 +242,7 @@ FRAMEWORKS: list[Case] = [
     ("BY_DEEPSPEED", accelerated),
     ("BY_DEEPSPEED", strategy),
     ("DEEPSPEED_TRAINER", trainer),
+    ("TWO_SAVES", saved_twice),
     ("AVERAGED", averaged),
 ]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
+from safetensors.torch import save_file
 from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, on_ranks, own, spawn, start
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offload
 from offload.checkpoint import commit
 from offload.checkpoint.reader import Checkpoint
+from offload.weights.mapping import is_mapped
 
 
 def config(folder: Path, **settings: object) -> offload.OffloadConfig:
@@ -751,3 +753,115 @@ def test_weights_that_move_and_gradients_that_are_not_finite(folder: Path) -> No
 @pytest.mark.slow
 def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
     spawn(2, tmp_path, refused)
+
+
+class Deep(torch.nn.Module):
+    """Layers of rows that two ranks share unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = torch.nn.Embedding(11, 24)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(4))
+        self.norm = torch.nn.LayerNorm(24)
+        self.norm.bias.requires_grad_(False)
+        self.head = torch.nn.Linear(24, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) * self.scale.sum()
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return self.head(self.norm(x))
+
+
+def deep(dtype: torch.dtype, folder: Path | None, device: str = "cpu", **files: Any) -> Any:
+    with torch.device(device):
+        model = Deep().to(dtype)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    if folder is not None:
+        offload.weights_in_file(model, folder, **files)
+    return model
+
+
+def trained_deep(model: Any, folder: Path, steps: range, resume: str = "", **settings: Any) -> list[float]:
+    """Train with evaluation between steps; each step's loss. Its state is saved behind the last step."""
+    losses = []
+    with offload.AdamW(
+        model.named_parameters(), **SETTINGS, offload=config(folder, checkpoints_kept=3, **settings)
+    ) as optimizer:
+        if settings.get("overlap") in ("forward", "auto"):
+            optimizer.overlap_forward(model)
+        if resume:
+            optimizer.load_checkpoint(folder / resume, model=model)
+        for step in steps:
+            tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step))
+            loss = torch.nn.functional.cross_entropy(model(tokens).float().view(-1, 11), tokens.view(-1))
+            loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses += [loss.item(), model(tokens).float().sum().item()]
+        optimizer.save_checkpoint(folder / f"ck{steps.stop}", model=model)
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_shards_lie_in_a_file(folder: Path) -> None:
+    """Bits are those of shards in memory, and a checkpoint goes on from one to the other."""
+    every = [
+        (torch.float32, {}),
+        (torch.bfloat16, {"overlap": "forward", "gradient_memory": 0}),
+        (torch.bfloat16, {"state_format": "compact8", "subgroup_numel": 4096, "overlap": "auto"}),
+    ]
+    for number, (dtype, settings) in enumerate(every):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        models = [deep(dtype, None), deep(dtype, place), deep(dtype, place)]
+        assert all(is_mapped(local(weight).data_ptr()) for weight in models[1].parameters() if local(weight).numel())
+        in_memory = trained_deep(models[0], place, range(4), **settings)
+        assert trained_deep(models[1], place, range(4), **settings) == in_memory
+        for one, other in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+            assert same_bits(local(one), local(other))
+        more = trained_deep(models[0], place, range(4, 6), "ck4", **settings)
+        assert trained_deep(models[2], place, range(4, 6), "ck4", **settings) == more
+        assert all(is_mapped(local(weight).data_ptr()) for weight in models[2].parameters() if local(weight).numel())
+
+
+@on_ranks(2)
+def test_shards_in_a_file_are_made_there_and_may_not_leave(folder: Path) -> None:
+    whole = Deep()
+    save_file(
+        {name: whole.state_dict()[name].clone() for name in ("words.weight", "norm.weight", "scale")}, folder / "a"
+    )
+    save_file({f"layers.{n}.weight": layer.weight.clone() for n, layer in enumerate(whole.layers)}, folder / "b")
+    model = deep(torch.float32, folder, "meta", safetensors=[folder / "a", folder / "b"])
+    assert not any(local(each).is_meta for each in (*model.parameters(), *model.buffers()))
+    assert model.head.weight is model.words.weight
+    for name, weight in model.named_parameters():
+        assert is_mapped(local(weight).data_ptr()) or not local(weight).numel()
+        if "bias" not in name:
+            assert same_bits(local(weight), own(weight, whole.state_dict()[name]))
+    assert not model.norm.bias.requires_grad
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    model(tokens).sum().backward()
+    model.to(torch.bfloat16)
+    with pytest.raises(offload.ConfigError, match=r"words.weight.*bfloat16, on cpu.*has left its file"):
+        model(tokens)
+    pinned = fully_shard(Deep().to("meta"), offload_policy=CPUOffloadPolicy())
+    with pytest.raises(offload.ConfigError, match=r"pin_memory=False.*pinned memory is no file's"):
+        offload.weights_in_file(pinned, folder)
+    offload.weights_in_file(fully_shard(Deep(), offload_policy=CPUOffloadPolicy(pin_memory=False)), folder)
+    with pytest.raises(offload.ConfigError, match=r"layers.*leave it out"):
+        offload.weights_in_file(deep(torch.float32, None), folder, layers=[])
+    partly = Deep()
+    fully_shard(partly.layers[0])
+    with pytest.raises(offload.ConfigError, match=r"words.weight.*have fully_shard take every weight"):
+        offload.weights_in_file(partly, folder)
+    with pytest.raises(offload.ConfigError, match=r"updates during backward"):
+        offload.AdamW(deep(torch.float32, folder).named_parameters(), offload=config(folder, overlap="backward"))

@@ -6,23 +6,28 @@ import copy
 import io
 import itertools
 import json
+import mmap
 import os
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from settling import LONG_S
 from torch import nn
+from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload import metrics
 from offload.weights.file import WeightsInFile
 from offload.weights.layers import find_layers, units
-from offload.weights.mapping import Ahead, MappedFile, is_mapped
+from offload.weights.mapping import Ahead, MappedFile, Visit, is_mapped
 
 WIDTH, WORDS = 32, 50
 
@@ -156,6 +161,7 @@ def test_they_are_tensors_as_any_others(tmp_path: Path) -> None:
     home.close()
     del home
     assert same(model, plain)
+    assert all(is_mapped(weight.data_ptr()) for weight in model.parameters())  # an optimizer brings them still
     del model, weights
     until_s = time.monotonic() + LONG_S
     while gone() is not None and time.monotonic() < until_s:  # the thread that reads ahead has it for a moment
@@ -216,6 +222,7 @@ def test_a_model_is_made_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "match"),
     [
+        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "recursion"),
         (b"", "no header"),
         (b"\xff" * 64, "no header"),
         ((20).to_bytes(8, "little") + b"{" * 20, "Expecting"),
@@ -233,10 +240,50 @@ def test_a_safetensors_file_that_was_cut_short_is_refused(tmp_path: Path) -> Non
     os.truncate(file, file.stat().st_size - 4)
     with pytest.raises(offload.ConfigError, match=r"norm\.weight ends beyond it"):
         offload.weights_in_file(made(), tmp_path, safetensors=[file])
-    odd = {"norm.weight": {"dtype": "F8_E4M3", "shape": [WIDTH], "data_offsets": [0, WIDTH]}}
-    file = saved_as_safetensors({"norm.weight": torch.ones(WIDTH)}, tmp_path / "file", **odd)
-    with pytest.raises(offload.ConfigError, match="F8_E4M3"):
-        offload.weights_in_file(made(), tmp_path, safetensors=[file])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dtype": "F8_E4M3"}, "F8_E4M3"),
+        ({"shape": [float(WIDTH)]}, "float"),
+        ({"shape": [-1, -WIDTH]}, "another size"),
+        ({"data_offsets": [0.0, 4.0 * WIDTH]}, "float"),
+        ({"shape": [WIDTH, 1]}, r"norm\.bias, shape \(32, 1\)"),
+    ],
+)
+def test_odd_safetensors_change_nothing(change: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """What comes first in the file is not read, either."""
+    entry = {"dtype": "F32", "shape": [WIDTH], "data_offsets": [4 * WIDTH, 8 * WIDTH]} | change
+    tensors = {"norm.weight": torch.zeros(WIDTH), "norm.bias": torch.zeros(WIDTH)}
+    file = saved_as_safetensors(tensors, tmp_path / "file", **{"norm.bias": entry})
+    model = made()
+    for files, words in (([file], match), (os.fspath(file), "a list"), (file, "a list")):
+        with pytest.raises(offload.ConfigError, match=words):
+            offload.weights_in_file(model, tmp_path, safetensors=files)
+    with pytest.raises(FileNotFoundError):
+        offload.weights_in_file(model, tmp_path, safetensors=[tmp_path / "missing"])
+    assert same(model, made())
+    assert not any(is_mapped(weight.data_ptr()) for weight in model.parameters())
+
+
+def test_weights_that_no_file_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of several files that was forgotten, say."""
+
+    class Marked(nn.Parameter):
+        pass
+
+    tensors = dict(made().named_parameters())
+    del tensors["words.weight"], tensors["layers.3.0.bias"]
+    with torch.device("meta"):
+        model = Model()
+    model.norm.bias = Marked(model.norm.bias, requires_grad=False)
+    files = [saved_as_safetensors(tensors, tmp_path / "file")]
+    offload.weights_in_file(model, tmp_path, safetensors=files)
+    assert "2 weights are in none of the safetensors files, and zero: words.weight" in caplog.text
+    assert type(model.norm.bias) is Marked
+    assert not model.norm.bias.requires_grad
+    assert not model.layers[3][0].bias.any()
 
 
 @pytest.mark.parametrize(
@@ -268,9 +315,56 @@ def test_what_cannot_lie_there_is_refused(tmp_path: Path) -> None:
     assert [weight.data_ptr() for weight in model.parameters()] == addresses
     with pytest.raises(offload.ConfigError, match="layers"):
         offload.weights_in_file(model, tmp_path, layers=[nn.Linear(2, 2)])
+    model.layers[1][0].weight = nn.Parameter(model.layers[0][0].weight.detach())  # a tie that only its memory has
+    with pytest.raises(offload.ConfigError, match=r"layers\.0\.0\.weight and layers\.1\.0\.weight, which share"):
+        offload.weights_in_file(model, tmp_path)
+    model = made()
     model.register_parameter("sparse", nn.Parameter(torch.eye(3).to_sparse()))
     with pytest.raises(offload.ConfigError, match=r"sparse: .*torch\.sparse_coo"):
         offload.weights_in_file(model, tmp_path)
+
+
+def test_sharded_weights_are_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = distribute_module(made(), init_device_mesh("cpu", (1,)))
+        with pytest.raises(offload.ConfigError, match=r"words\.weight: 'DTensor'.*not sharded"):
+            offload.weights_in_file(model, tmp_path)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_lies_in_one_file(tmp_path: Path) -> None:
+    model = made()
+    home = offload.weights_in_file(model, tmp_path)
+    for again in (model, model.layers[2]):
+        with pytest.raises(offload.ConfigError, match="once, or close"):
+            offload.weights_in_file(again, tmp_path)
+    for other in (copy.deepcopy(model), model):
+        home.close()
+        offload.weights_in_file(other, tmp_path)
+        assert torch.equal(loss_of(other, 0), loss_of(made(), 0))
+
+
+def test_transformed_models_compute_the_same(tmp_path: Path) -> None:
+    """Compiled, exported, and called with other tensors in the place of weights."""
+    plain, model = made(), made()
+    offload.weights_in_file(model, tmp_path)
+    losses = [loss_of(torch.compile(each, backend="eager"), 0) for each in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    pairs = zip(plain.layers.parameters(), model.layers.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    others = {name: 2 * weight.detach() for name, weight in plain.named_parameters()}
+
+    def computed(each: nn.Module, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(each, weights, (batch(0),)).sum()
+
+    for way in (computed, lambda each, weights: torch.func.grad(partial(computed, each))(weights)["words.weight"]):
+        assert torch.equal(way(plain, others), way(model, others))
+    exported = torch.export.export(model, (batch(0),), strict=False).module()
+    assert torch.equal(exported(batch(0)), plain(batch(0)))
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])
@@ -295,12 +389,15 @@ def test_a_full_disk_changes_nothing(mounted: Callable[..., Path]) -> None:
     assert os.listdir(folder) == []
 
 
-def test_a_drive_that_fails_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_drive_that_fails_is_an_error(is_whole: bool, tmp_path: Path) -> None:
     """A file that ends before its mapping reads as a drive does whose blocks cannot be read: by a signal."""
     model = made()
     home = offload.weights_in_file(model, tmp_path)
     loss_of(model, 0).backward()
-    with optimizer_of(model, tmp_path) as optimizer:
+    settings = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 4096}
+    kind = partial(offload.wrap, torch.optim.NAdam) if is_whole else offload.AdamW  # of whole parameters, or parts
+    with kind(model.named_parameters(), lr=1e-2, offload=settings) as optimizer:
         os.truncate(home.file.descriptor, 0)
         with pytest.raises(offload.StepAbortedError) as raised:
             optimizer.step()
@@ -308,6 +405,27 @@ def test_a_drive_that_fails_is_an_error(tmp_path: Path) -> None:
         assert "EIO" in str(raised.value.__cause__)
     with pytest.raises(offload.TierError, match=r"EIO.*weights that are mapped"):
         loss_of(model, 1)
+
+
+@pytest.mark.parametrize("are_brought", [True, False])
+def test_updates_wait_for_no_drive(are_brought: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as the kernel does: none where weights are brought before, and some where they are not."""
+    model = made()
+    file = offload.weights_in_file(model, tmp_path).file
+    if not are_brought:
+        monkeypatch.setattr(Visit, "bring", lambda self: None)
+    with optimizer_of(model, tmp_path) as optimizer:
+        assert metrics.WEIGHT_FAULTS not in optimizer.metrics()
+        faults = []
+        for step in range(3):
+            loss_of(model, step).backward()
+            os.fsync(file.descriptor)
+            file.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            optimizer.step()
+            optimizer.zero_grad()
+            faults.append(optimizer.metrics()[metrics.WEIGHT_FAULTS])
+    assert (faults[-1] == faults[0]) == are_brought
 
 
 def test_what_comes_next_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +471,13 @@ class TestLayers:
         assert [modules[0] for modules in units(model)] == [model.first, *inner, model.last]
         assert [modules[0] for modules in units(model, [model.last])][-1] is model.last
         assert sum(len(modules) for modules in units(model)) == 2 + 3 * 3
+
+    def test_a_list_is_not_called_but_its_parts_are(self) -> None:
+        lists = [nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))]) for _ in range(3)]
+        model = nn.Module()
+        model.layers = nn.ModuleList(lists)
+        assert find_layers(model) == lists
+        assert [modules[0] for modules in units(model)] == [part for each in lists for part in each]
 
     def test_what_repeats_nothing(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(2, 2), nn.Conv1d(2, 2, 1))

@@ -1,6 +1,7 @@
 """Trains a small model in Lightning's `Trainer`; run as a program by `test_lightning.py`.
 
-    python lightning_runs.py FOLDER OPTIM STEPS [resume=CHECKPOINT] [kill=WHEN] [ranks=N] [kept=N] [key=value ...]
+    python lightning_runs.py FOLDER OPTIM STEPS [resume=CHECKPOINT] [kill=WHEN] [term=N] [ranks=N] [kept=N]
+        [key=value ...]
 
 `key=value` is of `Trainer` or, after `save.`, of `ModelCheckpoint`. WHEN is a number of steps, or where in saving or
 deleting a checkpoint: "named" (the state is committed), "written", "removed" (its folder is still there), the first
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 import offload
@@ -68,12 +69,12 @@ class Module(LightningModule):
 class Kill(Callback):
     """Kills the process when a step has ended, as an operator or a machine might."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, number: signal.Signals = signal.SIGKILL) -> None:
+        self.step, self.number = step, number
 
     def on_train_batch_start(self, trainer: Trainer, *rest: Any) -> None:
         if trainer.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
 
 class KillingIO(TorchCheckpointIO):
@@ -101,6 +102,7 @@ class KillingIO(TorchCheckpointIO):
 def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     options = {name: value for name, _, value in (each.partition("=") for each in rest)}
     resume, kill = options.pop("resume", None), options.pop("kill", "never")
+    term = int(options.pop("term", 0))
     ranks, kept = int(options.pop("ranks", 1)), json.loads(options.pop("kept", "null"))
     values = {name: json.loads(value) for name, value in options.items()}
     saving = {name.removeprefix("save."): values.pop(name) for name in [*values] if name.startswith("save.")}
@@ -130,6 +132,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
             *([OffloadCallback()] if optim == "offload" else []),
             ModelCheckpoint(Path(folder) / "run", **{"filename": "{step}", "every_n_train_steps": 2, **saving}),
             *([Kill(int(kill))] if kill.isdigit() else []),
+            *([Kill(term, signal.SIGTERM), OnExceptionCheckpoint(folder, "ended")] if term else []),
             Logged(),
         ],
         plugins=[KillingIO(kill)],

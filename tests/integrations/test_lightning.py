@@ -144,6 +144,17 @@ def test_a_kill_while_a_checkpoint_is_written_or_deleted_leaves_a_whole_one(
 
 
 @pytest.mark.slow
+def test_lightning_saves_at_a_sigterm(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """By its own callback, behind the batch in which the signal came; and goes on from there exactly."""
+    process = start(tmp_path, "offload", 8, "term=5")
+    out, errors = process.communicate(timeout=240)
+    assert (process.returncode, out) == (0, ""), errors  # as Lightning ends then
+    (resumed,) = run(tmp_path, "offload", 8, f"resume={tmp_path / 'ended.ckpt'}")
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["losses"] == whole["losses"][6:]
+
+
+@pytest.mark.slow
 def test_two_ranks_save_and_resume_together_and_one_goes_on(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", "offload", 8, "ranks=2", "kept=2")
     assert len(whole) == 2

@@ -25,6 +25,8 @@ from transformers.training_args import OptimizerNames
 
 import offload
 import offload.integrations.transformers as offload_transformers
+from offload import cli
+from offload.checkpoint.marker import Mark, mark_of
 from offload.checkpoint.stores import find_stores
 
 PROGRAM = Path(__file__).with_name("trainer_runs.py")
@@ -132,6 +134,46 @@ def test_resuming_again_and_again_leaves_one_store(tmp_path: Path) -> None:
         assert len(folders) == 2
         assert not store.missing
     assert last["weights"] == whole["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trainer_saves_at_a_sigterm(tmp_path: Path, ranks: int) -> None:
+    """At the end of that step, by all ranks; then the process ends by the signal, and training goes on exactly."""
+    rest = ("save_total_limit=1",)
+    whole = outcomes(start(tmp_path / "whole", "offload_adamw", 6, *rest, ranks=ranks if ranks > 1 else 0))
+    ended = start(tmp_path / "ended", "offload_adamw", 6, *rest, "term=5", ranks=ranks if ranks > 1 else 0)
+    ended.communicate(timeout=240)
+    assert ended.returncode == (-signal.SIGTERM if ranks == 1 else 1)
+    (left,) = (tmp_path / "ended").glob("*checkpoint-*")
+    assert left.name == "checkpoint-5"
+    assert mark_of(str(left)) is Mark.WHOLE
+    resumed = outcomes(
+        start(tmp_path / "ended", "offload_adamw", 6, *rest, "resume", ranks=ranks if ranks > 1 else 0)
+    )
+    assert [rank["weights"] for rank in resumed] == [rank["weights"] for rank in whole]
+
+
+@pytest.mark.slow
+def test_a_save_that_was_killed_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What lasts until the new checkpoint is whole: the old one. What a kill leaves is none, for anybody."""
+    whole = run(tmp_path / "whole", "offload_adamw", 6)
+    folder = tmp_path / "killed"
+    killed = start(folder, "offload_adamw", 6, "save_total_limit=1", "kill_saving=4")
+    killed.communicate(timeout=240)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert cli.main(["verify", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{folder}/checkpoint-4: no checkpoint, as its save was interrupted, or is under way",
+        f"{folder}/checkpoint-2/optimizer: 21 tiles of 21 parameters are whole",
+    ]
+    assert cli.main(["verify", str(folder / "checkpoint-4")]) == 1
+    process = start(folder, "offload_adamw", 6, "save_total_limit=1", "resume")
+    (last,) = outcomes(process, said := [])
+    assert f"{folder}/incomplete-checkpoint-4 is what an interrupted save has left" in said[0]
+    assert last["weights"] == whole["weights"]
+    assert sorted(path.name for path in folder.glob("*checkpoint-*")) == ["checkpoint-6", "incomplete-checkpoint-4"]
 
 
 @pytest.mark.slow

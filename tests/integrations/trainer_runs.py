@@ -1,7 +1,7 @@
 """Trains a small model in Hugging Face's `Trainer`; run as a program by `test_transformers.py`.
 
     python trainer_runs.py FOLDER OPTIM STEPS [resume[=FOLDER]] [kill=N] [stop=N] [overlap=...] [activations=SIZE]
-        [key=value of TrainingArguments ...]
+        [term=N] [kill_saving=N] [key=value of TrainingArguments ...]
 
 Prints one line of JSON: losses, gradient norms and a digest of the weights.
 """
@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import offload.integrations.transformers as offload_transformers
+from offload.integrations.transformers import saving
 
 SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
@@ -36,10 +37,15 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Kill(TrainerCallback):
-    """Kills the process when a step has ended, as an operator or a machine might; or ends training there."""
+    """Kills the process when a step has ended, as an operator or a machine might; or ends training there; or sends
+    the last rank a SIGTERM as a step begins."""
 
-    def __init__(self, kill: int, stop: int) -> None:
-        self.kill, self.stop = kill, stop
+    def __init__(self, kill: int, stop: int, term: int) -> None:
+        self.kill, self.stop, self.term = kill, stop, term
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == self.term - 1 and args.process_index == args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if state.global_step == self.kill:
@@ -56,11 +62,14 @@ def model() -> LlamaForCausalLM:
 def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     options = dict(each.split("=") for each in rest if "=" in each)
     named = options.pop("resume", None)
-    kill, stop = (int(options.pop(name, 0)) for name in ("kill", "stop"))
+    kill, stop, term, killed = (int(options.pop(name, 0)) for name in ("kill", "stop", "term", "kill_saving"))
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True)
     config = {**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")}
-    offload_transformers.enable(config, activation_memory=options.pop("activations", None))
+    activations = options.pop("activations", None)
+    offload_transformers.enable(config, activation_memory=activations, commit_on_sigterm=term > 0)
+    end = saving.mark_whole
+    saving.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(f"-{killed}") else end(at)
     args = TrainingArguments(
         output_dir=folder,
         optim=optim,
@@ -78,7 +87,7 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
         **{name: json.loads(value) for name, value in options.items()},
     )
     trained = model()
-    callbacks = [Kill(kill, stop)] if kill or stop else None
+    callbacks = [Kill(kill, stop, term)] if kill or stop or term else None
     trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=named or "resume" in rest or None)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -699,6 +699,32 @@ class TestWeightsElsewhere:
         assert said == 0
         assert "of weights are read in forward, and in backward; not hidden" in capsys.readouterr().out
 
+    @pytest.mark.parametrize(
+        ("gpu", "ranks", "lines"),
+        [
+            ("--gpu rtx-4090 --gpus 2", 2, "pin_memory=False)\n    offload.weights_in_file(model, "),
+            ("", 2, "by FSDP2\n    offload.weights_in_file(model, "),
+            ("", 1, "Python:\n    offload.weights_in_file(model, "),
+        ],
+    )
+    def test_advice_for_a_file_is_for_its_ranks(self, capsys, gpu, ranks, lines):
+        """`weights_in_host_memory` is for one process alone."""
+        machine = f"{gpu} --host 100GB/s:64GiB --drive 4GB/s,2GB/s:2TB --cores 16 --flops 1e13 --ranks {ranks}"
+        words = ["--model", "llama-1b", *machine.split(), "--tokens", "1024", "--weights-on", "path", "--advise"]
+        assert cli.main(["plan", *words]) == 0
+        assert f'{lines}"/mnt/drive0")\n    optimizer = ' in capsys.readouterr().out
+
+    def test_a_file_of_weights_needs_room(self, capsys):
+        """State may lie on the other drive, but weights lie on the one that is read fastest."""
+        words = ["--model", "llama-8b", *self.MACHINE.split(), "--tokens", "2048", "--weights-on", "path"]
+        for size, said in (("10GB", 2), ("20GB", 0)):
+            assert cli.main(["plan", *words, "--drive", f"8GB/s,1GB/s:{size}"]) == said
+        captured = capsys.readouterr()
+        assert "a rank's weights needs 15.0 GiB" in captured.err
+        assert "the fastest path: 9.3 GiB (10000000000 bytes); give a larger --drive" in captured.err
+        assert "host_memory" not in captured.err.replace("-", "_").partition("larger")[2]
+        assert "FLOP/s of each GPU" not in captured.out  # they are given
+
     @pytest.mark.parametrize("words", ["--placement gpu", "--gpu-memory 1GiB"])
     def test_the_cpu_updates_all(self, capsys, words):
         arguments = ["plan", "--model", "llama-8b", *self.MACHINE.split(), "--weights-on", "host", *words.split()]

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "offload"
 # siblings that do not import each other, but for those that SIBLINGS allows.
 ROWS: list[tuple[str, ...]] = [
     ("cli", "integrations"),
-    ("weights.host",),
+    ("weights",),
     ("optim",),
     ("session",),
     ("world",),  # of the tests
@@ -24,7 +24,7 @@ ROWS: list[tuple[str, ...]] = [
     ("gradients", "config"),
     ("engine",),
     ("device",),
-    ("schedule", "memory", "weights"),
+    ("schedule", "memory", "weights.mapping"),
     ("plan", "tiers", "kernels"),
     ("layout",),
     ("formats",),
@@ -39,6 +39,7 @@ SIBLINGS = {
 }
 PUBLIC = (
     "offload",
+    "offload.checkpoint.marker",
     "offload.checkpoint.torch_files",
     "offload.combinations",
     "offload.optim.hiding",
@@ -46,6 +47,7 @@ PUBLIC = (
     "offload.optim.frozen",
     "offload.optim.overlap",
     "offload.optim.pace",
+    "offload.optim.preemption",
     "offload.rules",
 )
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
