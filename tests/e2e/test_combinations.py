@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -310,6 +309,7 @@ WITH_DEEPSPEED: list[Case] = [
         lambda folder: zero(folder, {"checkpoint": {"use_node_local_storage": True}}, checkpoint=IN_PLACE),
     ),
 ]
+"""Asked for by `integrations/deepspeed_checks.py`, where DeepSpeed is imported."""
 IN_ITS_TESTS = {"IMAGES_OF_MAPPED", "VERL_CLIPS", "VERL_GENERATES"}
 """In `test_weights_in_file.py`; `integrations/test_verl.py` has verl's classes."""
 
@@ -406,15 +406,6 @@ def ask_all(folder: Path, cases: Sequence[Case]) -> None:
 @on_ranks(2)
 def test_what_ranks_exclude_is_refused(folder: Path) -> None:
     ask_all(folder, ON_RANKS)
-
-
-@on_ranks(1)
-def test_what_deepspeed_excludes_is_refused(folder: Path) -> None:
-    from offload.integrations import deepspeed as backend
-
-    os.environ["LOCAL_RANK"] = "0"
-    backend.enable()
-    ask_all(folder, WITH_DEEPSPEED)
 
 
 @pytest.mark.parametrize(("name", "make"), CASES, ids=[name for name, _ in CASES])
