@@ -25,7 +25,16 @@ TASKS: dict[str, tuple[str, ...]] = {
     "Run another class": ("wrap",),
     "Weights that do not fit": ("weights_in_file", "weights_in_host_memory"),
     "Train": (
-        *("step", "zero_grad", "clip_grad_norm_", "last_micro_step", "skip_step", "add_param_group", "unscale"),
+        *(
+            "step",
+            "zero_grad",
+            "clip_grad_norm_",
+            "last_micro_step",
+            "skip_step",
+            "add_param_group",
+            "reopen",
+            "unscale",
+        ),
         "GradScaler",
     ),
     "Hide a step": ("overlap_forward", "overlap_backward", "finish"),

@@ -103,6 +103,11 @@ def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
     optimizer.last_micro_step(lambda: bool(state.sync_gradients))
 
 
+def reduce_always(accelerator: Any) -> None:
+    """Have the gradients of each micro-step go to host memory: until the last FSDP2 would keep all on the device."""
+    accelerator.no_sync = lambda model: contextlib.nullcontext()
+
+
 def logged(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
     """Return what is logged of the last step; of a model that is mostly frozen that is said, once."""
     metrics = optimizer.metrics()

@@ -165,13 +165,19 @@ COMPILED_REDUCTIONS = Row(CALLED, "`overlap_backward`", 'DDP that is compiled wi
     'leave optimize_ddp = "ddp_optimizer"')
 
 # Frameworks
-BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP", "integrations of Accelerate and Lightning",
-    "use one device, or DDP; for DeepSpeed see offload.integrations.deepspeed")
+BY_DEEPSPEED = Row(ATTACHED, "sharding by DeepSpeed or FSDP",
+    "integrations of Lightning, and of Accelerate, but for its FSDP2",
+    "use one device, DDP, or FSDP2 under Accelerate; for DeepSpeed see offload.integrations.deepspeed")
+GATHERED_TO_SAVE = Row(ATTACHED, "`FULL_STATE_DICT` of Accelerate's FSDP2", "`cpu_offload` in one process",
+    'use "SHARDED_STATE_DICT": Accelerate would bring all weights to the device to save them')
 DEEPSPEED_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`', "its `deepspeed`",
     'leave it out, give DeepSpeed\'s config a "multi_tier_offload" object, and run the script by `python -m '
     'offload.integrations.deepspeed`, without which DeepSpeed ignores it')
 TWO_SAVES = Row(ATTACHED, "`commit_on_sigterm` of a Hugging Face `Trainer`", "its `enable_jit_checkpoint`",
     "leave one of them out: both save at a SIGTERM")
+FSDP_TRAINER = Row(ATTACHED, '`optim` "offload_..." of a Hugging Face `Trainer`',
+    "its `fsdp`, but for FSDP2 with `cpu_offload` in one process",
+    'use fsdp=True with fsdp_config={{"cpu_offload": True}} in one process, or leave fsdp out')
 OTHER_PARALLELISM = Row(ATTACHED, "DeepSpeed's MoE layers, `PipelineModule`, model and tensor parallelism",
     "`multi_tier_offload`",
     "leave multi_tier_offload out: only data parallelism is supported")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from offload import ConfigError
-from offload.combinations import BY_DEEPSPEED
+from offload import CheckpointError, ConfigError
+from offload.checkpoint.marker import Mark, mark_begun, mark_of, mark_whole, set_aside
+from offload.combinations import BY_DEEPSPEED, GATHERED_TO_SAVE
 from offload.integrations.shared import (
     POINTER,
     clipper,
     ours,
     pointer,
+    reduce_always,
     release,
+    replace,
     save,
     tell_last_pass,
 )
@@ -28,7 +34,12 @@ try:
 except ImportError as error:
     raise ConfigError("accelerate", f"cannot be imported: {error}", "pip install accelerate") from error
 
+_log = logging.getLogger("offload")
+
 SHARDED = "DEEPSPEED", "FSDP", "MEGATRON_LM"
+
+FILE = "optimizer.bin"
+"""Accelerate's own for the first optimizer."""
 
 FOLDER = "optimizer_state"
 """The optimizer's folder in what `save_state` writes; a number follows for all but the first one."""
@@ -61,7 +72,9 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
 def enable(accelerator: Any, optimizer: Any) -> Any:
     """Have an accelerator leave the state of a prepared optimizer of ours where it lives.
 
-    Methods of this accelerator alone are replaced: `clip_grad_norm_` and `save_state`.
+    Methods of this accelerator alone are replaced: `clip_grad_norm_`, `save_state` and `load_state`; and `no_sync`,
+    where FSDP2 has weights wait in host memory for the only process. Under FSDP2 the optimizer begins anew with what
+    `prepare` has made of its parameters, so no step may have been taken.
 
     Args:
         accelerator: The one that has prepared the optimizer.
@@ -71,19 +84,25 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         `optimizer`, which has the methods and properties of ours now.
 
     Raises:
-        ConfigError: The optimizer is not one of ours, or has not been prepared, or is sharded by the accelerator.
+        ConfigError: The optimizer is not one of ours, or has not been prepared, or is sharded by DeepSpeed or FSDP1;
+            or FSDP2 would have all weights on the device to save them.
     """
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise ConfigError("optimizer", type(optimizer).__name__, "give what accelerator.prepare has returned for it")
     if ours(optimizer) is None:
         allowed = "give one of offload's, such as offload.AdamW"
         raise ConfigError("optimizer", type(optimizer.optimizer).__name__, allowed)
-    if accelerator.distributed_type in SHARDED:
+    if getattr(accelerator, "is_fsdp2", False):
+        _check_fsdp(accelerator)
+        ours(optimizer).reopen()  # `prepare` has replaced what it was made for
+    elif accelerator.distributed_type in SHARDED:
         BY_DEEPSPEED.refuse("accelerator", str(accelerator.distributed_type))
     prepared: list[Prepared] = vars(accelerator).setdefault("offload_prepared", [])
     if not prepared:
+        _set_aside(accelerator)
         accelerator.clip_grad_norm_ = partial(_clip, accelerator, prepared)
         accelerator.save_state = partial(_save_state, accelerator, prepared)
+        accelerator.load_state = partial(_load_state, accelerator)
         accelerator.register_load_state_pre_hook(partial(_before_load, prepared))
     if not any(known is optimizer for known in prepared):
         optimizer.__class__ = Prepared  # the object is the one that the accelerator knows
@@ -93,6 +112,24 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         # A model that is compiled later only the caller has as it is called.
         hide_steps(ours(optimizer), models if accelerator.state.dynamo_plugin.backend == "NO" else (), models)
     return optimizer
+
+
+def _set_aside(accelerator: Any) -> None:
+    """Take what interrupted saves have left away from where `load_state` looks for the last one."""
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming and accelerator.project_dir is not None:
+        above = os.fspath(accelerator.project_dir)
+        for folder in set_aside(os.path.join(above, "checkpoints"), re.compile(r"checkpoint_\d+"), above):
+            _log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", folder)
+
+
+def _check_fsdp(accelerator: Any) -> None:
+    """Have an accelerator leave to host memory what is too large for its device, where it is the only one."""
+    plugin, fsdp = accelerator.state.fsdp_plugin, import_module("torch.distributed.fsdp")
+    if accelerator.num_processes == 1 and isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy):
+        if plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
+            GATHERED_TO_SAVE.refuse("state_dict_type", "FULL_STATE_DICT")
+        reduce_always(accelerator)
 
 
 def _clip(
@@ -110,17 +147,29 @@ def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
     """Stand in for `Accelerator.save_state`, which deletes old folders first, by `total_limit`."""
     there = [{k for k in known.engine.checkpoints.kept if os.path.isdir(k)} for known in prepared]
     accelerator.wait_for_everyone()  # else the first rank deletes what others have not looked at
-    hook = accelerator.register_save_state_pre_hook(partial(_before_save, prepared, there))
+    before = partial(_before_save, accelerator, prepared, there)
+    hook = accelerator.register_save_state_pre_hook(before)
     try:
-        return type(accelerator).save_state(accelerator, *arguments, **options)
+        with _sharded(before):
+            folder = type(accelerator).save_state(accelerator, *arguments, **options)
     finally:
         hook.remove()
         for known in prepared:
             known.pointer = None
+    accelerator.wait_for_everyone()  # each rank has written files of its own
+    if accelerator.is_main_process:
+        mark_whole(str(folder))
+    return folder
 
 
-def _before_save(prepared: list[Prepared], there: list[set[str]], models: Any, weights: Any, output_dir: str) -> None:
+def _before_save(
+    accelerator: Any, prepared: list[Prepared], there: list[set[str]], models: Any, weights: Any, output_dir: str
+) -> None:
+    if accelerator.is_main_process:
+        mark_begun(output_dir)
     for number, known in enumerate(prepared):
+        if known.pointer is not None:  # by `_sharded`
+            continue
         for folder in sorted(there[number]):
             if not os.path.isdir(folder):
                 release(known, folder)
@@ -129,6 +178,43 @@ def _before_save(prepared: list[Prepared], there: list[set[str]], models: Any, w
         known.pointer = pointer(ours(known), name, "accelerate")
 
 
+def _load_state(accelerator: Any, *arguments: Any, **options: Any) -> Any:
+    """Stand in for `Accelerator.load_state`."""
+    with _sharded():
+        return type(accelerator).load_state(accelerator, *arguments, **options)
+
+
+@contextlib.contextmanager
+def _sharded(before_save: Callable[..., None] | None = None) -> Iterator[None]:
+    """Have what Accelerate calls for optimizers under FSDP, ahead of its hooks, write and read pointers."""
+    module = import_module("accelerate.accelerator")
+    save_theirs, load_theirs = module.save_fsdp_optimizer, module.load_fsdp_optimizer
+
+    def save_ours(*given: Any, **options: Any) -> None:
+        _, accelerator, optimizer, _, folder, *_ = given
+        if before_save is None or not isinstance(optimizer, Prepared):
+            save_theirs(*given, **options)
+            return
+        before_save(None, None, folder)
+        if accelerator.is_main_process:
+            torch.save(optimizer.state_dict(), os.path.join(folder, FILE))
+
+    def load_ours(*given: Any, **options: Any) -> None:
+        _, _, optimizer, _, folder, *_ = given
+        if not isinstance(optimizer, Prepared) or not os.path.isdir(os.path.join(folder, FOLDER)):
+            load_theirs(*given, **options)
+            return
+        _before_load([optimizer], None, folder)
+        optimizer.load_state_dict(torch.load(os.path.join(folder, FILE), weights_only=True))
+
+    with contextlib.ExitStack() as undo:
+        replace(undo, module, "save_fsdp_optimizer", save_ours)
+        replace(undo, module, "load_fsdp_optimizer", load_ours)
+        yield
+
+
 def _before_load(prepared: list[Prepared], models: Any, input_dir: str) -> None:
+    if mark_of(str(input_dir)) is Mark.BEGUN:
+        raise CheckpointError(f"{input_dir} is not whole, as its save was interrupted, or is under way: load another")
     for known in prepared:
         known.loaded_from = str(input_dir)

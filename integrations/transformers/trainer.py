@@ -18,7 +18,7 @@ import torch
 import offload
 from offload import CheckpointError, ConfigError, OffloadConfig
 from offload.checkpoint.marker import WHOLE, Mark, mark_of
-from offload.combinations import DEEPSPEED_TRAINER
+from offload.combinations import DEEPSPEED_TRAINER, FSDP_TRAINER
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
 from offload.integrations.transformers import saving
@@ -86,6 +86,8 @@ def enable(
         "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
         "_load_from_checkpoint": lambda original: functools.partialmethod(_load_model, original),
+        "_load_best_model": lambda original: functools.partialmethod(_plainly, original),
+        "save_model": lambda original: functools.partialmethod(_plainly, original),
     }
     if activation_memory is not None:
         wrappers["training_step"] = lambda original: functools.partialmethod(_train, original, activation_memory)
@@ -179,19 +181,73 @@ def _named(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> 
 
 def _ours(trainer: Any) -> Any:
     """Return the trainer's optimizer, out of Accelerate's wrapper; None if it is not one of ours, or is sharded."""
-    sharded = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
-    return None if sharded else shared.ours(trainer.optimizer)
+    by_fsdp = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
+    return None if by_fsdp or getattr(trainer, "is_deepspeed_enabled", False) else shared.ours(trainer.optimizer)
+
+
+def _is_asked_for(args: Any) -> bool:
+    """Return whether training arguments name one of our optimizers."""
+    return str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS
+
+
+def _has_weights_in_host(trainer: Any) -> bool:
+    """Return whether the Trainer's own settings have weights wait in host memory, below an optimizer of ours."""
+    return getattr(trainer, "is_fsdp_enabled", False) and _is_asked_for(trainer.args)
+
+
+def _weights_to_host(trainer: Any) -> None:
+    """Have weights lie in host memory where the Trainer's settings say it: FSDP2 that offloads, in one process.
+
+    Accelerate leaves a model as it is that FSDP2 has already.
+    """
+    plugin, accelerator, model = trainer.accelerator.state.fsdp_plugin, trainer.accelerator, trainer.model
+    fsdp = import_module("torch.distributed.fsdp")
+    offloads = isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy)  # which FSDP2 alone has
+    if not offloads or accelerator.num_processes > 1:
+        said = f"FSDP{plugin.fsdp_version}, cpu_offload {offloads}, {accelerator.num_processes} processes"
+        FSDP_TRAINER.refuse("fsdp", said)
+    if isinstance(model, fsdp.FSDPModule):  # a second `train`
+        return
+    plugin.set_auto_wrap_policy(model)  # by names of classes, which FSDP2 changes
+    kinds = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
+    layers = [module for module in model.modules() if type(module) in kinds]
+    if plugin.activation_checkpointing:
+        plugin.activation_checkpointing = False  # Accelerate looks for layers by their names again
+        import_module("accelerate.utils").fsdp2_apply_ac(accelerator, model)
+    offload.weights_in_host_memory(model, layers=layers or None)
+    if accelerator.native_amp:  # as without FSDP, whose mixed precision would have weights in fp32
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    shared.reduce_always(accelerator)
+
+
+def _plainly(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Have a method of the Trainer save or load as without FSDP: state dicts of weights in host memory are plain."""
+    if not _has_weights_in_host(trainer):
+        return original(trainer, *arguments, **options)
+    trainer.is_fsdp_enabled = False
+    try:
+        return original(trainer, *arguments, **options)
+    finally:
+        trainer.is_fsdp_enabled = True
+
+
+def _is_of_fsdp(checkpoint: str) -> bool:
+    """Return whether a Trainer with FSDP and another optimizer has written a checkpoint."""
+    written = glob.glob(os.path.join(glob.escape(checkpoint), "pytorch_model_fsdp*"))
+    return bool(written) and not os.path.isdir(os.path.join(checkpoint, FOLDER))
 
 
 def _begin(arguments: Any, original: Callable[..., None]) -> None:
     """Stand in for `TrainingArguments.__post_init__`: whoever has the run's folder may look for checkpoints next."""
     original(arguments)
-    if str(getattr(arguments.optim, "value", arguments.optim)) in OPTIMIZERS:
+    if _is_asked_for(arguments):
         saving.set_interrupted_aside(arguments.output_dir)
 
 
 def _create(trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any) -> Any:
     """Stand in for `Trainer.create_optimizer`: from then on clipping is done in the update itself."""
+    if _has_weights_in_host(trainer):
+        _weights_to_host(trainer)
     optimizer = original(trainer, *arguments, **options)
     accelerator = trainer.accelerator
     if _ours(trainer) is not None and "clip_grad_norm_" not in vars(accelerator):
@@ -277,7 +333,7 @@ def _pointing(
     optimizer, pointer = trainer.optimizer, _Pointer(content)
     trainer.optimizer = pointer
     try:
-        original(trainer, folder)
+        _plainly(trainer, original, folder)
     finally:
         trainer.optimizer = optimizer
     return pointer.content
@@ -298,7 +354,7 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     """
     ours = _ours(trainer)
     if ours is None:
-        original(trainer, output_dir)
+        _plainly(trainer, original, output_dir)
         return
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
     most, folder = _most(trainer.args), os.path.join(output_dir, FOLDER)
@@ -310,9 +366,11 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
 
 def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
     """Stand in for `Trainer._load_from_checkpoint`, with which going on begins."""
-    if str(getattr(trainer.args.optim, "value", trainer.args.optim)) in OPTIMIZERS:
+    if _is_asked_for(trainer.args):
         _check_whole(checkpoint)
-    return original(trainer, checkpoint, *arguments, **options)
+    if _is_of_fsdp(checkpoint):
+        return original(trainer, checkpoint, *arguments, **options)
+    return _plainly(trainer, original, checkpoint, *arguments, **options)
 
 
 def _resume(
@@ -328,7 +386,7 @@ def _resume(
     Where a checkpoint was named that is not the last one, another is not what was asked for.
     """
     wanted: Any = resume_from_checkpoint
-    if str(getattr(trainer.args.optim, "value", trainer.args.optim)) in OPTIMIZERS and wanted:
+    if _is_asked_for(trainer.args) and wanted:
         last_in = import_module("transformers.trainer_utils").get_last_checkpoint
         folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
         last: str = (last_in(folder) if os.path.isdir(folder) else None) or ""
@@ -389,9 +447,12 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
                 f'resume with the same optim="offload_...", or from what this makes for torch\'s own: '
                 f"offload export {checkpoint} --for transformers OUT"
             )
-        original(trainer, checkpoint)
+        _plainly(trainer, original, checkpoint)
         return
 
+    if _is_of_fsdp(checkpoint):
+        original(trainer, checkpoint)
+        return
     loaded = _pointing(trainer, original, checkpoint)
     if loaded is not None and POINTER in loaded:
         folder = os.path.join(checkpoint, loaded[POINTER])

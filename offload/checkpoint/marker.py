@@ -68,7 +68,7 @@ def mark_of(folder: str) -> Mark:
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
 
 
-def set_aside(above: str, names: re.Pattern[str]) -> list[str]:
+def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
     """Rename folders whose save was interrupted, so that nobody takes them for checkpoints.
 
     Any number of processes may do so at a time: each finds none by the time this returns, as far as the machines
@@ -77,6 +77,7 @@ def set_aside(above: str, names: re.Pattern[str]) -> list[str]:
     Args:
         above: The folder that they are in; one that is not there has none.
         names: What they are called.
+        into: Where they go, on that file system; None to stay in that folder.
 
     Returns:
         Their new names, of those that this process has renamed.
@@ -86,7 +87,7 @@ def set_aside(above: str, names: re.Pattern[str]) -> list[str]:
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
             if mark_of(folder) is Mark.BEGUN and _has_ended(folder):
-                renamed += _renamed(folder, os.path.join(above, SET_ASIDE + name))
+                renamed += _renamed(folder, os.path.join(into or above, SET_ASIDE + name))
     return renamed
 
 

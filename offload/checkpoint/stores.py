@@ -373,8 +373,9 @@ def _implied_pins(store: str) -> list[Pin]:
 def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) -> bool:
     """Delete a store that may be freed, holding its lock meanwhile; return whether it is gone.
 
-    It is judged again under its lock. A store is left alone if it has no lock file: it may just be in the making, or
-    on a file system without locks. Only files that stores are made of are deleted.
+    It is judged again under its lock. A store that has no lock file may be on a file system without locks, and is
+    left alone unless it is empty. One in the making looks like a leftover until it is locked: its session makes it
+    again. Only files that stores are made of are deleted.
 
     Args:
         leftover: The store.
@@ -384,7 +385,7 @@ def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) ->
     store = leftover.folder
     lock = store.take_lock()
     if lock is None and store.has_locks:
-        return False
+        return store.remove_empty()
     try:
         return delete_unused(store, missing=missing, ended=ended)
     finally:

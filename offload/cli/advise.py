@@ -472,7 +472,8 @@ def table(settings: list[Setting]) -> str:
 def to_paste(setting: Setting) -> str:
     """Return a setting as one would write it: in Python, in JSON, for DeepSpeed and for the Trainer.
 
-    Weights that lie elsewhere than where they are computed: not for the Trainer, and in a file not for DeepSpeed.
+    Weights that lie elsewhere than where they are computed: for the Trainer in host memory and of one rank, and in a
+    file not for DeepSpeed.
     """
     answer, config, checkpointing = setting.answer, setting.config, _checkpointing()
     model = answer.scenario.model
@@ -483,6 +484,8 @@ def to_paste(setting: Setting) -> str:
         + ", use_cpu=True" * (not answer.scenario.computes_on_gpu)
         + f", {checkpointing}=True" * model.recompute
     )
+    in_host = model.weights_on == "host"
+    trainer += ', fsdp=True, fsdp_config={"cpu_offload": True}' * in_host
     if model.tokens is not None:
         trainer += ", per_device_train_batch_size=1"
         trainer += f", gradient_accumulation_steps={model.accumulate}" * (model.accumulate > 1)
@@ -502,11 +505,11 @@ def to_paste(setting: Setting) -> str:
             f"DeepSpeed, in its config{on_gpu}:",
             f'    "multi_tier_offload": {json.dumps(_in_deepspeed(config))}',
         ]
-    if model.weights_on == "host":
+    if in_host:
         lines.append('    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": true}}')
-    if not model.is_streamed:
+    if not model.is_streamed or (in_host and answer.scenario.machine.all_ranks == 1):
         lines += [
-            f"Trainer{on_gpu}:",
+            f"Trainer{on_gpu}{', run by torchrun --nproc-per-node 1' * in_host}:",
             "    import offload.integrations.transformers as offload_transformers",
             f"    offload_transformers.enable({_python(config)})",
             f"    arguments = TrainingArguments({trainer})",

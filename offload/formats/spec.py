@@ -54,6 +54,18 @@ class StateSpec:
         """Bytes of state that an element of a 16-bit weight has."""
         return sum(tensor.format.bytes_each for tensor in self.stored)
 
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of state that so many elements of a 16-bit weight take, padding included."""
+        return sum(tensor.format.nbytes(numel) for tensor in self.stored)
+
+    def fitting_numel(self, nbytes: int) -> int:
+        """Return how many elements' state fits into so many bytes, in whole `sector_numel`."""
+        unit = self.sector_numel
+        numel = int(nbytes / self.item_bytes) // unit * unit
+        while self.nbytes(numel) > nbytes:  # of blocks that share scales, which are padded
+            numel -= unit
+        return numel
+
     @property
     def sector_numel(self) -> int:
         """Elements of which every tensor is whole sectors, but for `scales`, which are padded."""

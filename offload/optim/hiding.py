@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.config import OVERLAPS
 from offload.errors import ConfigError
 from offload.optim.pace import Pace
+from offload.optim.shards import unsharders
 from offload.session.engine import Engine
 from offload.session.gradients import Gradients
 from offload.units import format_seconds
@@ -54,8 +55,8 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
         optimizer: One of this package; with "auto" it is not given models that it refuses.
         called: Modules as they are called, into whose next forward pass steps may go on; those without parameters of
             the optimizer are left out.
-        reducing: Modules of which those that are DDP's say which buckets they have reduced, for updates in backward;
-            one that has a communication hook, say, is left out.
+        reducing: Modules of which those that are DDP's or FSDP2's say which gradients they have reduced, for updates
+            in backward; one that has a communication hook, say, is left out.
 
     Raises:
         ConfigError: A module that is called cannot be given, with "forward" and "both".
@@ -68,7 +69,7 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
             with contextlib.suppress(*left_out):
                 optimizer.overlap_forward(model)
     for model in reducing if is_auto or config.overlaps_backward else ():
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) or unsharders(model):
             with contextlib.suppress(ConfigError):
                 optimizer.overlap_backward(model)
 

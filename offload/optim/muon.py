@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.layout import named_like
 from offload.optim import shards
 from offload.optim.groups import Group, TorchOptions, names
-from offload.optim.optimizer import OffloadedOptimizer, parse_config
+from offload.optim.optimizer import OffloadedOptimizer
 from offload.rules import ADAMW, MUON, UpdateRule, flag, not_negative
 
 log = logging.getLogger("offload")
@@ -82,7 +82,6 @@ class Muon(OffloadedOptimizer):
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
         self._is_told = False
-        self._asked = parse_config(offload)
         self._kept_exact: tuple[int, frozenset[str]] = (0, frozenset())  # of so many parameters
         super().__init__(params, {**own, **adamw, "use_muon": True}, offload, options)
 

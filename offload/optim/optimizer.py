@@ -70,7 +70,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         options: TorchOptions | None = None,
     ) -> None:
         check_options(self.kind, options or {})
-        config = parse_config(offload)
+        self._asked = config = parse_config(offload)
         owner = weakref.proxy(self)  # the engine does not keep it alive
         holder = EngineHolder(config, self.rule, owner, self.limits)
         super().__init__(params, defaults, holder)
@@ -125,6 +125,27 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._widen_gradients(self._parameters())
             self._attach(trainable, descriptions)
         tell_little(self.engine.plan.state_bytes, self._parameters())
+
+    def reopen(self) -> None:
+        """Begin anew with the parameters that groups have now, where a framework has replaced those before.
+
+        Accelerate shards a model after its optimizer was made, and writes the shards into `param_groups`. Groups keep
+        their hyperparameters and names, and the optimizer its hooks; what else was asked of it (`overlap_forward`,
+        `last_micro_step`, `log_to`, ...) has to be asked again.
+
+        Raises:
+            ConfigError: A parameter that has been updated was replaced, or a new one cannot be used.
+            InfeasiblePlanError: The state does not fit into the tiers; the optimizer is closed then.
+        """
+        replaced = [p for p in self._parameters() if p.requires_grad and p not in self._weights.bound]
+        if not replaced:
+            return
+        if not self._state.is_fresh:
+            self._check_new_parameters(replaced)
+        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
+        self.close()
+        OffloadedOptimizer.__init__(self, self.param_groups, self.defaults, self._asked)
+        vars(self).update(hooks)
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.

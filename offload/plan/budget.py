@@ -13,6 +13,7 @@ from typing import NamedTuple, TypedDict
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
+from offload.formats import EXACT_ADAMW, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import ACTIVATIONS, SECTOR_BYTES, Owner, ScratchKind, TileId
@@ -75,9 +76,6 @@ LEAST_ACTIVATION_BUFFERS = 16
 MOST_ACTIVATION_TILE_BYTES = 4 << 20
 LEAST_ACTIVATION_TILE_BYTES = 64 << 10
 
-LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
-"""The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
-
 MEASURABLE_BYTES = 4 << 20
 """What every path should move in a step, so that its rate stays known."""
 
@@ -88,6 +86,15 @@ FIXED_OVERHEAD_BYTES = 32 << 20
 AUTO_SUBGROUPS = 16
 AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
+
+
+def least_slot_bytes(state: StateSpec) -> int:
+    """Return what a staging slot has at least: the smallest subgroup fits, so that parameters can be added later.
+
+    Args:
+        state: What the layout says of state; parameters that are kept exact have that of three tensors in fp32.
+    """
+    return max(EXACT_ADAMW.nbytes(EXACT_ADAMW.sector_numel), state.nbytes(state.sector_numel))
 
 
 def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: Layout | None = None) -> int:
@@ -101,7 +108,8 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: 
     state = (layout or Layout((), ())).state
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
-    if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
+    # With less than a slot `make_plan` says that it is too little.
+    if staging_bytes is not None and staging_bytes >= least_slot_bytes(state):
         chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * state.item_bytes)))
     return max(state.sector_numel, chosen // state.sector_numel * state.sector_numel)
 
@@ -875,7 +883,7 @@ def make_plan(
     streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is Home.STREAMED]
     plan = Plan(layout, homes, tuple(placed), 0, 0, budgets, gpu_slots, nodes if budgets.nodes else ())
     if streamed:
-        slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
+        slot_bytes = max(*streamed, least_slot_bytes(layout.state))
         least = max(1, kept.staging_slots if kept else 0)
         slots = count_staging_slots(budgets, slot_bytes, len(streamed), max(least, staging_slots))
         if slots < least:

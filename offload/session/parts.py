@@ -390,7 +390,7 @@ class SessionParts:
             return fitted(self.config, budgets, partial(self._place, layout), available_bytes(), before)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
-            most = int(before.slot_bytes / before.layout.state.item_bytes)
+            most = before.layout.state.fitting_numel(before.slot_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             layout = extend_layout(before.layout, parameters, most, self._tile_bytes)

@@ -287,8 +287,16 @@ class DirectoryFolder(Folder):
         """See `Folder.remove`."""
         with StoreDirectory(self._root) as files:
             names = list(files.files())
-            files.delete([*STORE_FILES, *(name for name in names if name.startswith(TEMPORARY))])
+            # The lock goes last: what is left without one goes only if it is empty.
+            files.delete([*(name for name in names if name.startswith(TEMPORARY)), *STORE_FILES])
             files.remove()
+
+    def remove_empty(self) -> bool:
+        """See `Folder.remove_empty`."""
+        with contextlib.suppress(OSError):
+            self._root.rmdir()
+            return True
+        return False
 
 
 DEPTH = 4

@@ -11,12 +11,14 @@ import shutil
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from offload import waits
 from offload._native import file_system_magic
 
 LOCK_NAME = "lock"
@@ -56,6 +58,9 @@ STORE_FILES = ("tiles", "store.json", PINS_NAME, LOCK_NAME)
 
 _OWNER_BYTE = 0
 _READERS_BYTE = 1
+
+_POLL_S = 1e-3
+"""How often a lock is asked for that another process will give up soon."""
 
 
 @dataclass(slots=True)
@@ -181,8 +186,13 @@ def _write_alone(descriptor: int, path: Path) -> None:
         raise OSError(errno.EBUSY, "somebody else is writing it", str(path)) from None
     except OSError:
         return
-    if not path.exists() or not os.path.samestat(path.stat(), os.fstat(descriptor)):
+    if not _is_at(path, descriptor):
         raise OSError(errno.EBUSY, "somebody else has been writing it", str(path))
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether a file is still what its name means."""
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
@@ -254,41 +264,51 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
 
     A POSIX record lock: freed when this process ends, however it ends, even if a forked child lives on.
 
+    A lock file that is there and free belongs to nobody, so whoever deletes leftovers may lock a new one first. That
+    is waited for.
+
     Args:
         path: The file; made here unless `existing`.
         existing: Lock a file that is there.
 
     Raises:
-        OSError: The file cannot be made (or, with `existing`, is not there), its store has an owner (EAGAIN or
-            EACCES), or the file system has no locks.
+        FileNotFoundError: Its directory is not there (or, with `existing`, the file is not), or it was deleted
+            before it was locked.
+        OSError: The file cannot be made, an existing store has an owner (EAGAIN or EACCES), or the file system has
+            no locks; a file that was made is there.
     """
     with _files_lock:
         if existing:
             if (known := _known(path)) is not None and known.owned:
                 raise BlockingIOError(errno.EAGAIN, "this process has locked it already", str(path))
             descriptor = open_regular(path, os.O_RDWR)
-            _lock_owner(descriptor)
-            return descriptor
-        # Locked before anybody can see it: a lock file that is there and free belongs to nobody.
-        hidden = path.with_name(f".{path.name}-{os.getpid()}")
-        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        else:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        entry = _entry(descriptor)
         try:
-            _lock_owner(descriptor)
-            os.rename(hidden, path)
-        except OSError:
-            hidden.unlink(missing_ok=True)
+            if not _lock_owner(descriptor, 0.0):
+                if existing:
+                    raise BlockingIOError(errno.EAGAIN, "another process has locked it", str(path))
+                waits.wait_for(partial(_lock_owner, descriptor), lambda: f"whoever has locked {path}")
+            if not (_is_at(path, descriptor) if existing else path.exists()):
+                raise FileNotFoundError(errno.ENOENT, "somebody has deleted it meanwhile", str(path))
+        except BaseException:
+            _close_unused(entry)
             raise
+        entry.owned = True
     return descriptor
 
 
-def _lock_owner(descriptor: int) -> None:
-    entry = _entry(descriptor)
+def _lock_owner(descriptor: int, pause_s: float) -> bool:
+    """Return whether this process owns a lock file now; pause for so long at most if another one does."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_BYTE)
-    except OSError:
-        _close_unused(entry)
-        raise
-    entry.owned = True
+        return True
+    except OSError as cause:
+        if cause.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+    time.sleep(min(pause_s, _POLL_S))
+    return False
 
 
 def release_lock(descriptor: int) -> None:

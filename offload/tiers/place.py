@@ -105,6 +105,10 @@ class Folder(Protocol):
     def remove(self) -> None:
         """Delete the files that stores are made of, and the folder; where there are locks, the caller has it."""
 
+    def remove_empty(self) -> bool:
+        """Delete a folder that holds nothing, without its lock; return whether it is gone."""
+        return False
+
 
 class Place(Protocol):
     """One path of a storage tier: a directory, or a prefix of a bucket. Defaults: no locks, no limit."""

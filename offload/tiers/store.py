@@ -17,7 +17,8 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.processes import Process
-from offload.tiers.filesystem import LOCK_NAME, PINS_NAME, hold_lock, release_lock, sync_directory
+from offload.tiers.filesystem import LOCK_NAME, PINS_NAME, hold_lock, release_lock, replacing, sync_directory
+from offload.tiers.place import TEMPORARY
 
 DATA_NAME = "tiles"
 RECORD_NAME = "store.json"
@@ -67,15 +68,14 @@ class Store:
             return
         self.directory.mkdir(mode=0o700)
         try:
-            self._identity = _identity(os.stat(self.directory, follow_symlinks=False))
-            self._take_lock(path)
-            with open(self.directory / RECORD_NAME, "x", encoding="utf-8") as file:
-                json.dump(describe_store(store), file)
-                file.flush()
-                os.fsync(file.fileno())
-            # fdatasync of a file does not make its name durable.
-            for directory in (self.directory, self.directory.parent):
-                sync_directory(directory)
+            while not self._settle(path):
+                self.directory.mkdir(mode=0o700, exist_ok=True)
+            # Whole or not there: a record that cannot be read would keep the store of a killed session for good.
+            with replacing(self.directory / RECORD_NAME, f"{TEMPORARY}{RECORD_NAME}") as file:
+                file.write(json.dumps(describe_store(store)).encode())
+            if self._lock is None:  # last, as an empty directory is anybody's to delete
+                self._delete(LOCK_NAME)
+            sync_directory(self.directory.parent)
         except BaseException:
             self.close()
             raise
@@ -93,13 +93,18 @@ class Store:
             # Last, because network file systems keep a file that is open under another name when it is deleted.
             self._delete(LOCK_NAME, directory=True)
 
-    def _take_lock(self, path: str) -> None:
+    def _settle(self, path: str) -> bool:
+        """Lock the new directory, which looks like a leftover until then; return whether nobody has deleted it."""
         try:
+            self._identity = _identity(os.stat(self.directory, follow_symlinks=False))
             self._lock = hold_lock(self.directory / LOCK_NAME)
         except OSError as cause:
+            if cause.errno in (errno.ENOENT, errno.ESTALE):
+                return False
             if cause.errno not in NO_LOCKS:
                 raise
             _log.warning("%s: the file system has no locks (%s)", path, cause.strerror)
+        return True
 
     def _delete(self, *names: str, directory: bool = False) -> None:
         try:

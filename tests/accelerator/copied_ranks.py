@@ -1,6 +1,6 @@
 """Trainings whose weights wait in host memory for the test accelerator (`CPUOffloadPolicy` of FSDP2), by torchrun.
 
-copied_ranks.py FOLDER SCENARIO [ARGUMENTS]
+copied_ranks.py FOLDER [[SCENARIO,ARGUMENT...],...]
 """
 
 from __future__ import annotations
@@ -126,20 +126,21 @@ def models(folder: Path) -> None:
 
 def chosen(folder: Path) -> None:
     """Where a model has been given "auto" tries backward behind the eighth step; it does not without."""
-    hiding.MOST_TRIAL = hiding.TRIAL  # however short iterations are
-    for gives in (True, False):
-        training = made(folder / str(gives), "auto" if gives else "off")
-        if not gives:
-            training.optimizer.close()
-            config = {"host_memory": 0, "paths": [folder / str(gives)], "overlap": "auto"}
-            training.optimizer = offload.AdamW(training.model.named_parameters(), lr=1e-2, offload=config)
-        with training.optimizer as optimizer:
-            for _ in range(9):
-                plain(training)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert optimizer.engine.speculates is gives
-            assert (optimizer._overlap.pace.typical_s is not None) is gives
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hiding, "MOST_TRIAL", hiding.TRIAL)  # however short iterations are
+        for gives in (True, False):
+            training = made(folder / str(gives), "auto" if gives else "off")
+            if not gives:
+                training.optimizer.close()
+                config = {"host_memory": 0, "paths": [folder / str(gives)], "overlap": "auto"}
+                training.optimizer = offload.AdamW(training.model.named_parameters(), lr=1e-2, offload=config)
+            with training.optimizer as optimizer:
+                for _ in range(9):
+                    plain(training)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert optimizer.engine.speculates is gives
+                assert (optimizer._overlap.pace.typical_s is not None) is gives
 
 
 def raised(folder: Path) -> None:
@@ -174,17 +175,20 @@ def raised(folder: Path) -> None:
     assert all(map(same_bits, *found))
 
 
-def main(folder: str, scenario: str, *arguments: str) -> None:
+def main(folder: Path, scenarios: list[list[Any]]) -> None:
     late.load()
     dist.init_process_group("cpu:gloo,late:late")
     torch.accelerator.set_device_index(0)
     torch.set_num_threads(1)
-    if scenario == "bits":
-        bits(Path(folder), *json.loads(arguments[0]))
-    else:
-        {"looks": looks, "models": models, "chosen": chosen, "raised": raised}[scenario](Path(folder))
+    known = {"bits": bits, "looks": looks, "models": models, "chosen": chosen, "raised": raised}
+    for number, (name, *arguments) in enumerate(scenarios):
+        print(name, *arguments, flush=True)
+        own_folder = folder / str(number)
+        own_folder.mkdir(exist_ok=True)
+        known[name](own_folder, *arguments)
+        late.delays()
     late.end_rank()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

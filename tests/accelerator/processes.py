@@ -49,9 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     late.load()
     if SHARED in os.environ:
-        from offload import backends
-
-        backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+        late.tell_offload()
 
 
 def _is_here() -> bool:
@@ -109,8 +107,15 @@ def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
     said = [json.loads(line) for line in reports.read_text().splitlines()] if reports.exists() else []
     if not said or said[-1]["when"] != "teardown":
         pytest.fail(f"its process ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}", pytrace=False)
-    for each in said:
-        yield pytest.TestReport._from_json(each)
+    yield from map(told, said)
+
+
+def told(said: dict[str, Any]) -> pytest.TestReport:
+    """Return the report that another process has written as JSON, in which where and why it skipped became a list."""
+    report = pytest.TestReport._from_json(said)
+    if isinstance(report.longrepr, list):
+        report.longrepr = tuple(report.longrepr)
+    return report
 
 
 def _prepare(item: pytest.Item) -> None:
@@ -239,8 +244,7 @@ def _run_shared(item: pytest.Item) -> Iterator[pytest.TestReport]:
         process.end()
     else:
         _shared = process
-    for report in said:
-        yield pytest.TestReport._from_json(report)
+    yield from map(told, said)
 
 
 # -- ... and where they run

@@ -1,14 +1,29 @@
-"""Collectives of two ranks on the test accelerator, run by torchrun."""
+"""Programs of several ranks on the test accelerator, run by torchrun; this one tries collectives of two."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
+from pathlib import Path
 
+import prepared
 import pytest
 import torch
 import torch.distributed as dist
 
 from accelerator import late, one_order
+
+
+def run_ranks(ranks: int, program: str, *arguments: str) -> None:
+    """Run a program of this folder, each of whose ranks says at its end that it has passed."""
+    here = Path(__file__).parent
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, (here.parent, here.parent / "e2e")))
+    command = [prepared.python(), *prepared.torchrun(ranks), str(here / program), *arguments]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("passed") == ranks
 
 
 def collectives(rank: int) -> None:

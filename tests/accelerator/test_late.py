@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from accelerator import late
+from accelerator.ranks import run_ranks
 
 pytestmark = [pytest.mark.late, pytest.mark.slow]
 
@@ -450,7 +451,4 @@ def test_tensors_are_saved_loaded_and_copied() -> None:
 
 
 def test_collectives_of_two_ranks() -> None:
-    program = [prepared.python(), *prepared.torchrun(2), str(Path(__file__).with_name("ranks.py"))]
-    ended = subprocess.run(program, env=ALONE, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("passed") == 2
+    run_ranks(2, "ranks.py")

@@ -1,6 +1,6 @@
-"""Sharded trainings on the test accelerator, by torchrun.
+"""Sharded trainings on the test accelerator, by torchrun: several in one start, which takes longer than most of them.
 
-training_ranks.py KIND FOLDER [KEEPS,PLACEMENT,OVERLAP]
+training_ranks.py FOLDER [[KIND,KEEPS,PLACEMENT,OVERLAP],...]
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from accelerator import late
-from offload import backends
 from offload.optim import dealt, shards
 
 DEVICE = "late:0"
@@ -39,9 +38,8 @@ def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def begin() -> None:
     late.load()
-    backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+    late.tell_offload()
     dist.init_process_group("cpu:gloo,late:late")
-    late.delays(0, 100, seed=dist.get_rank())
     shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
     torch.accelerator.set_device_index(0)
 
@@ -80,7 +78,7 @@ def muon(folder: Path, keep_grads: bool, placement: float, overlap: str = "off")
     beside.close()
 
 
-def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
+def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: str = "off") -> None:
     mirror = Mirror([{"params": [*Model().parameters()], **SETTINGS}], decoupled=True)
     beside = Model()
     model: torch.nn.Module = Model().to(DEVICE)
@@ -149,8 +147,13 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: s
 
 if __name__ == "__main__":
     begin()
-    if sys.argv[1] == "muon":
-        muon(Path(sys.argv[2]), *json.loads(sys.argv[3]))
-    else:
-        main(sys.argv[1], Path(sys.argv[2]), *json.loads(sys.argv[3]))
+    for number, (kind, *choices) in enumerate(json.loads(sys.argv[2])):
+        print(kind, *choices, flush=True)
+        late.delays(0, 100, seed=dist.get_rank())
+        own_folder = Path(sys.argv[1]) / str(number)
+        own_folder.mkdir(exist_ok=True)
+        if kind == "muon":
+            muon(own_folder, *choices)
+        else:
+            adamw(kind, own_folder, *choices)
     late.end_rank()

@@ -15,7 +15,6 @@ from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 from accelerator import late
-from offload.backends import BACKENDS, Backend
 
 
 def use(seed: int, most_us: int = 300) -> None:
@@ -27,7 +26,7 @@ def use(seed: int, most_us: int = 300) -> None:
     """
     late.load()
     late.delays(0, most_us, seed)
-    BACKENDS["late"] = Backend(pin=late.pin, unpin=late.unpin)
+    late.tell_offload()
     set_accelerator(Late())
 
 

@@ -93,6 +93,28 @@ def test_what_found_no_memory_leaves_no_trace(
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("first_numel", [3000, 8192])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("state_format", ["exact", "compact16", "compact8"])
+def test_parameters_come_later_whatever_staging_slots_there_are(
+    tmp_path: Path, state_format: str, slots: int, first_numel: int
+) -> None:
+    """Slots cannot grow within `staging_memory`; parameters that a format keeps exact may have had them small."""
+    found = []
+    for staging in (None, slots * 12 * 4096):
+        first = torch.nn.Parameter(torch.linspace(-1.0, 1.0, first_numel).half())
+        second = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 300 * 72).view(300, 72).bfloat16())
+        settings: dict[str, Any] = {"subgroup_numel": 4096, "staging_memory": staging, "state_format": state_format}
+        config = offload.OffloadConfig(paths=[tmp_path], host_memory=0, **settings)
+        with offload.AdamW([("first", first)], offload=config) as optimizer:
+            step(optimizer, 0)
+            optimizer.add_param_group({"params": [("second", second)]})
+            for number in (1, 2):
+                step(optimizer, number)
+            found.append([first.detach().clone(), second.detach().clone()])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("started", [False, True])
 def test_an_interrupt_as_the_engine_s_thread_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool

@@ -266,3 +266,38 @@ def test_close_gives_parameters_back_as_they_were(streaming: Any) -> None:
     backward(model, 0)
     assert model[0].weight.grad.dtype == torch.bfloat16
     plain.step()
+
+
+def test_it_begins_anew_where_a_framework_has_replaced_its_parameters(tmp_path: Path) -> None:
+    """Groups, schedule and hooks stay; state is of the new weights, which may have another dtype."""
+
+    def small() -> torch.nn.Linear:
+        torch.manual_seed(0)
+        return torch.nn.Linear(64, 64)
+
+    def trained(is_replaced: bool) -> list[torch.Tensor]:
+        calls: list[Any] = []
+        made, model = small().bfloat16() if is_replaced else small(), small()
+        config = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 1024}
+        groups = [{"params": [pair], "lr": 0.1} for pair in (made if is_replaced else model).named_parameters()]
+        with offload.AdamW(groups, weight_decay=0.5, offload=config) as optimizer:
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            optimizer.register_step_post_hook(lambda *_: calls.append(1))
+            for group, weight in zip(optimizer.param_groups, model.parameters(), strict=True):
+                group["params"] = [weight]
+            engine = optimizer.engine
+            optimizer.reopen()
+            assert (optimizer.engine is engine) is not is_replaced
+            assert [p.name for p in optimizer.engine.plan.layout.parameters] == ["weight", "bias"]
+            for _ in range(2):
+                model(torch.ones(2, 64)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            assert len(calls) == 2
+            optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(64, 64))]
+            with pytest.raises(offload.ConfigError, match=r"'weight' .*it was replaced since"):
+                optimizer.reopen()
+            return [weight.detach() for weight in model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import prepared
 import pytest
 
 from offload import cli
@@ -66,7 +66,7 @@ def test_a_home_that_cannot_be_entered_is_none(folder: Path, name: str) -> None:
     locked.mkdir()
     locked.chmod(0o700 if os.geteuid() == 0 else 0)
     environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
-    command = [sys.executable, "-c", PROGRAM, str(state), "12345" if os.geteuid() == 0 else "0"]
+    command = [prepared.python(), "-c", PROGRAM, str(state), "12345" if os.geteuid() == 0 else "0"]
     done = subprocess.run(
         command, env={**environment, name: str(locked)}, cwd=state, capture_output=True, text=True, check=False
     )

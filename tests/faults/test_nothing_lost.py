@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +20,20 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from at_line import AtLine
 
 import offload
 from offload import cli, waits
+from offload._native import CompletionQueue
 from offload.checkpoint import commit, reader
 from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import manifest_name, seal
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import find_stores, read_pins, write_pins
-from offload.tiers.filesystem import open_regular, read_regular
+from offload.checkpoint.stores import delete_free, delete_unused, find_stores, read_pins, write_pins
+from offload.tiers import FileTier
+from offload.tiers import store as store_module
+from offload.tiers.filesystem import hold_lock, open_regular, read_regular, release_lock, replacing
 
 HISTORIES = Path(__file__).parent / "histories.py"
 
@@ -165,7 +173,7 @@ def killed(path: Path, folder: Path | None = None) -> None:
 
 
 def test_a_session_deletes_as_it_opens_what_ended_ones_have_left(tmp_path: Path, path: Path) -> None:
-    """Before it looks for room, and no store that is used, is being made, or may be needed by a checkpoint."""
+    """Before it looks for room, and no store that is used, has no lock, or may be needed by a checkpoint."""
     with Run(path) as live:
         live.train(2)
         killed(path, tmp_path / "ck")
@@ -173,6 +181,7 @@ def test_a_session_deletes_as_it_opens_what_ended_ones_have_left(tmp_path: Path,
         (tmp_path / "moved").rename(tmp_path / "kept")
         without_lock = path / f"offload-{uuid.uuid4()}"
         without_lock.mkdir()
+        (without_lock / "tiles").touch()
         stays = {store.path for store in find_stores(str(path))}
         killed(path)
         assert len(find_stores(str(path))) == len(stays) + 1
@@ -184,6 +193,102 @@ def test_a_session_deletes_as_it_opens_what_ended_ones_have_left(tmp_path: Path,
         live.train(2)
     assert steps_in(tmp_path / "kept", path) == 2
     assert steps_in(tmp_path / "ck", path) == 2
+
+
+LINES = (str(store_module.__file__), hold_lock.__code__, replacing.__wrapped__.__code__)  # type: ignore[attr-defined]
+
+
+def come_and_go(path: Path) -> None:
+    FileTier(path, uuid.uuid4(), CompletionQueue()).close()
+
+
+@pytest.mark.slow
+def test_a_store_whose_session_was_killed_at_any_line_that_makes_or_deletes_it_goes(path: Path) -> None:
+    seen = set[tuple[str, ...]]()
+    for nth in itertools.count():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                AtLine(nth, LINES, lambda: os._exit(0))(lambda: come_and_go(path))
+            finally:
+                os._exit(1)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1:
+            break
+        seen |= {tuple(sorted(os.listdir(found.path))) for found in find_stores(str(path))}
+        delete_free([str(path)])
+        assert not find_stores(str(path)), f"killed at line {nth}"
+    assert {(), ("lock",), (".tmp-store.json", "lock"), ("lock", "store.json", "tiles")} <= seen
+
+
+@contextlib.contextmanager
+def deleting_leftovers(path: Path) -> Iterator[Callable[[str], bool]]:
+    """Yield what has another process delete leftovers: "all", or "lock" one and then "delete" it."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        with contextlib.suppress(BaseException):
+            while what := theirs.recv(100).decode():
+                before = os.listdir(path)
+                if what == "all":
+                    delete_free([str(path)])
+                else:
+                    (found,) = find_stores(str(path))
+                    if what == "lock":
+                        lock = found.folder.take_lock()
+                    else:
+                        assert delete_unused(found.folder)
+                        release_lock(lock)
+                theirs.send(b"changed" if os.listdir(path) != before else b"same")
+        os._exit(0)
+    theirs.close()
+
+    def ask(what: str) -> bool:
+        ours.send(what.encode())
+        answer = ours.recv(100)
+        assert answer
+        return answer == b"changed"
+
+    try:
+        yield ask
+    finally:
+        ours.close()
+        os.waitpid(pid, 0)
+
+
+def test_a_store_that_is_taken_for_a_leftover_at_any_line_that_makes_or_deletes_it(path: Path) -> None:
+    """Its session makes it again."""
+    changed = 0
+    with deleting_leftovers(path) as ask:
+
+        def delete() -> None:
+            nonlocal changed
+            changed += ask("all")
+
+        for nth in itertools.count():
+            at_line = AtLine(nth, LINES, delete)
+            at_line(lambda: come_and_go(path))
+            assert not os.listdir(path), at_line.where
+            if not at_line.has_fired:
+                break
+    assert changed > 2
+
+
+def test_a_new_lock_that_whoever_deletes_leftovers_has_is_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, steps = fcntl.lockf, iter(("lock", "delete"))
+
+    def lockf(*args: Any) -> None:
+        if step := next(steps, None):
+            assert ask(step) == (step == "delete")
+        real(*args)
+
+    with deleting_leftovers(path) as ask:
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        come_and_go(path)
+    assert not os.listdir(path)
+    assert next(steps, None) is None
 
 
 @pytest.mark.parametrize("name", ["pins.json", "manifest-", "COMMIT"])

@@ -15,6 +15,7 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import importlib
 import inspect
 import io
 import itertools
@@ -1559,6 +1560,17 @@ def nothing_changes_without_our_object(folder: Path) -> None:
 
 
 @check
+def what_excludes_each_other_is_refused(folder: Path) -> None:
+    from test_combinations import WITH_DEEPSPEED, ask_all
+
+    offload_deepspeed.enable()
+    try:
+        ask_all(folder, WITH_DEEPSPEED)
+    finally:
+        offload_deepspeed.disable()
+
+
+@check
 def an_object_that_is_ignored_is_said_once(folder: Path) -> None:
     original = inspect.unwrap(DeepSpeedEngine._configure_optimizer)
     offload_deepspeed.disable()
@@ -2070,6 +2082,8 @@ def alone_on_an_accelerator(folder: Path) -> None:
 def run(folder: Path, names: list[str]) -> None:
     """Run checks in order; what hangs ends by the collectives' timeout."""
     utils.numa.get_numa_cores = functools.cache(utils.numa.get_numa_cores)  # every engine starts a program that tells
+    with contextlib.suppress(ImportError):  # every engine imports it, and torch's compiler with it
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     gc.collect()
     gc.freeze()  # every engine of ZeRO-3 collects twice, a third of a second each with all that is imported
     if "DELAYS" in os.environ:
@@ -2123,6 +2137,6 @@ def run(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = map(str, Path(__file__).parents[:2])
+    sys.path[:0] = map(str, (*Path(__file__).parents[:2], Path(__file__).parents[1] / "e2e"))
     faulthandler.enable()  # a crash says where
     run(Path(sys.argv[1]), sys.argv[2:])

@@ -25,6 +25,7 @@ from accelerate.state import GradientState
 from accelerate_runs import SETTINGS
 
 import offload
+from offload.checkpoint.marker import Mark, mark_begun, mark_of
 from offload.integrations.accelerate import enable
 
 PROGRAM = Path(__file__).with_name("accelerate_runs.py")
@@ -41,7 +42,7 @@ def run(folder: Path, steps: int, *rest: str, ranks: int = 1, python: str = "") 
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    if any(option.startswith("kill=") for option in rest):
+    if any(option.startswith("kill") for option in rest):
         assert done.returncode == (-signal.SIGKILL if ranks == 1 else 1), done.stderr
         return None
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,6 +87,22 @@ def test_steps_are_hidden_in_forward_and_backward(tmp_path: Path) -> None:
     assert both[0].pop("hidden_in") == "forward and backward"
     assert off[0].pop("hidden_in") == ""
     assert both == off
+
+
+@pytest.mark.slow
+def test_a_save_that_was_killed_is_set_aside(tmp_path: Path) -> None:
+    """The last checkpoint is the one before, and the next one can have the number of the other."""
+    whole = run(tmp_path / "whole", 8)
+    run(tmp_path / "killed", 8, "kill_saving=2")
+    folder = tmp_path / "killed" / "checkpoints" / "checkpoint_2"
+    assert mark_of(str(folder)) is Mark.BEGUN
+    resumed = run(tmp_path / "killed", 8, "resume")
+    assert whole is not None
+    assert resumed is not None
+    assert resumed[0]["losses"] == whole[0]["losses"][4:]
+    assert resumed[0]["weights"] == whole[0]["weights"]
+    assert (tmp_path / "killed" / "incomplete-checkpoint_2" / "model.safetensors").exists()
+    assert mark_of(str(folder)) is Mark.WHOLE
 
 
 @pytest.mark.slow
@@ -248,6 +265,17 @@ def test_a_save_that_fails_leaves_state_dict_as_it_was(optimizer: offload.AdamW,
     with pytest.raises(OSError, match="no space"):
         accelerator.save_state(str(tmp_path / "saved"))
     assert len(prepared.state_dict()["state"]) == 2
+
+
+def test_a_save_that_was_interrupted_is_not_loaded(optimizer: offload.AdamW, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = enable(accelerator, accelerator.prepare(optimizer))
+    accelerator.save_state(str(tmp_path / "ck"))
+    accelerator.load_state(str(tmp_path / "ck"))
+    mark_begun(str(tmp_path / "ck"))
+    with pytest.raises(offload.CheckpointError, match="is not whole, as its save was interrupted"):
+        accelerator.load_state(str(tmp_path / "ck"))
+    prepared.close()
 
 
 def test_a_checkpoint_of_torchs_is_gone_on_from(optimizer: offload.AdamW, tmp_path: Path) -> None:

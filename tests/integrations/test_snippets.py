@@ -36,16 +36,19 @@ SHOWN = {
 }
 """Language and text of each block, by page and line."""
 
-HERE, README, BACK, DOORS = (
+HERE, README, BACK, DOORS, ELSEWHERE = (
     "integrations/test_snippets.py",
     "e2e/test_readme.py",
     "integrations/test_going_back.py",
     "integrations/test_doors.py",
+    "integrations/test_weights_elsewhere.py",
 )
 RUN_BY = {
     r"offload (plan|machine) ": README,
     r"\.venv/bin/offload probe ": README,
     r"import torch, offload\n": "accelerator/test_weights_in_host_memory.py",
+    r"import torch\nfrom (accelerate|transformers) import ": ELSEWHERE,
+    r"(torchrun --nproc-per-node 1|accelerate launch) ": ELSEWHERE,
     r"offload check-run ": "e2e/test_check_run.py",
     r"pip install (torch|dist/)": "wheels.py",
     r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,

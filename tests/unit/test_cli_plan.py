@@ -746,4 +746,9 @@ class TestWeightsElsewhere:
         said = capsys.readouterr().out
         assert "    offload.weights_in_host_memory(model)\n" in said
         assert '"offload_param": {"device": "cpu"' in said
-        assert "Trainer" not in said  # which has no way yet
+        assert "Trainer, run by torchrun --nproc-per-node 1:\n" in said
+        assert 'fsdp=True, fsdp_config={"cpu_offload": True}' in said
+        assert "use_cpu" not in said
+        several = ["--model", "qwen-0.5b", *arguments[2:], "--gpus", "2", "--weights-on", "host"]
+        assert cli.main(["plan", *several, "--tokens", "2048", "--advise"]) == 0
+        assert "Trainer" not in capsys.readouterr().out  # which is refused on several ranks

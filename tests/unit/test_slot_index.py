@@ -10,7 +10,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
-from offload.plan.budget import LEAST_SLOT_BYTES
+from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import Location, Record, TileIndex
 
@@ -156,7 +156,8 @@ def test_planned_room_is_always_enough(numels, subgroup_numel, tile_bytes, slots
         paths = tuple(
             PathBudget(f"path{i}", limit, share) for i, (limit, share) in enumerate(zip(limits, shares, strict=True))
         )
-        return make_plan(layout, Budgets(0, slots * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES), paths))
+        slot_bytes = max(layout.max_subgroup_bytes, least_slot_bytes(layout.state))
+        return make_plan(layout, Budgets(0, slots * slot_bytes, paths))
 
     plan = offer([1 << 40] * len(shares))
     room = plan.storage_bytes + (max(plan.slot_counts) + SECTOR_BYTES) * (len(shares) - 1)

@@ -18,7 +18,7 @@ import numpy as np
 from offload.errors import InfeasiblePlanError
 from offload.layout import Parameter, extend_layout
 from offload.plan import Budgets, Home, Plan, Rates, make_plan, visit_order
-from offload.plan.budget import LEAST_SLOT_BYTES
+from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, Owner, ScratchKind, TileId
 from offload.schedule.index import Location, Record
 from offload.schedule.machine import Machine
@@ -440,7 +440,7 @@ def buffered_plan(rng: random.Random) -> Plan:
     paths = rng.randrange(1, 4)
     budgets = Budgets(
         rng.choice((0, 0, layout.state_bytes // 3, layout.state_bytes)),
-        rng.choice((1, 2, 3, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES),
+        rng.choice((1, 2, 3, 6)) * max(layout.max_subgroup_bytes, least_slot_bytes(layout.state)),
         gradients_kept_bytes=rng.choice((0, 0, layout.state_bytes // 8)),
         gradient_item_bytes=rng.choice((0, 4)),
     )

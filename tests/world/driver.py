@@ -20,7 +20,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import NO_GPU, Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, make_plan
-from offload.plan.budget import LEAST_SLOT_BYTES
+from offload.plan.budget import least_slot_bytes
 from offload.protocols import SECTOR_BYTES, TileId
 from offload.schedule.index import TileIndex
 from offload.schedule.loop import pump
@@ -101,7 +101,8 @@ def random_plan(rng: random.Random) -> Plan:
     layout = random_layout(rng)
     paths = rng.randrange(1, 5)
     host_bytes = rng.choice((0, 0, 0, layout.state_bytes // 3, layout.state_bytes // 2, layout.state_bytes))
-    staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES)
+    slot_bytes = max(layout.max_subgroup_bytes, least_slot_bytes(layout.state))
+    staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * slot_bytes
     shares = [rng.choice((0.1, 1.0, 1.0, 3.0)) for _ in range(paths)]
     budgets = Budgets(host_bytes, staging_bytes)
     placements: tuple[Placement, ...] = ()
