@@ -18,8 +18,8 @@ import prepared
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from settling import LONG_S
+from tensor_files import saved_as_safetensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -428,7 +428,7 @@ def test_a_model_is_made_there(tmp_path: Path) -> None:
         partly_frozen(model)
     plain_state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     some = {name: plain_state.pop(name) for name in ("layers.0.up.weight", "layers.1.down.weight", "words.weight")}
-    save_file(some, tmp_path / "some.safetensors")
+    saved_as_safetensors(some, tmp_path / "some.safetensors")
     home = offload.weights_in_host_memory(
         models[0], on_device=["layers.0"], safetensors=[tmp_path / "some.safetensors"]
     )

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
-from safetensors.torch import save_file
 from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, on_ranks, own, spawn, start
+from tensor_files import saved_as_safetensors
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -836,10 +836,12 @@ def test_shards_lie_in_a_file(folder: Path) -> None:
 @on_ranks(2)
 def test_shards_in_a_file_are_made_there_and_may_not_leave(folder: Path) -> None:
     whole = Deep()
-    save_file(
+    saved_as_safetensors(
         {name: whole.state_dict()[name].clone() for name in ("words.weight", "norm.weight", "scale")}, folder / "a"
     )
-    save_file({f"layers.{n}.weight": layer.weight.clone() for n, layer in enumerate(whole.layers)}, folder / "b")
+    saved_as_safetensors(
+        {f"layers.{n}.weight": layer.weight.clone() for n, layer in enumerate(whole.layers)}, folder / "b"
+    )
     model = deep(torch.float32, folder, "meta", safetensors=[folder / "a", folder / "b"])
     assert not any(local(each).is_meta for each in (*model.parameters(), *model.buffers()))
     assert model.head.weight is model.words.weight

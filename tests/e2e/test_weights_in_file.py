@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import json
 import mmap
 import os
 import time
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from settling import LONG_S
+from tensor_files import saved_as_safetensors
 from torch import nn
 from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -180,20 +180,6 @@ def test_shapes_and_strides_stay(tmp_path: Path) -> None:
         assert torch.equal(each, before[name][0])
         assert each.stride() == before[name][1]
         assert is_mapped(each.data_ptr()) == (each.numel() > 0)
-
-
-def saved_as_safetensors(tensors: dict[str, torch.Tensor], path: Path, **changes: Any) -> Path:
-    """Write a file as the format says, with some entries changed."""
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-    ends = [0, *itertools.accumulate(each.nbytes for each in tensors.values())]
-    header: dict[str, Any] = {
-        name: {"dtype": names[each.dtype], "shape": [*each.shape], "data_offsets": [begin, end]}
-        for (name, each), (begin, end) in zip(tensors.items(), itertools.pairwise(ends), strict=True)
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}} | header | changes).encode()
-    content = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
-    return path
 
 
 def test_a_model_is_made_there(tmp_path: Path) -> None:
