@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     report = [_verify(folder, quiet=arguments.quiet) for folder in _folders(arguments.path)]
     problems = [problem for row in report for problem in row["problems"]]
-    whole = [row for row in report if not row["problems"] and not row["interrupted"]]
-    lines = problems + [INTERRUPTED.format_map(row) for row in report if row["interrupted"]]
+    whole = [row for row in report if not row["problems"] and "interrupted" not in row]
+    lines = problems + [INTERRUPTED.format_map(row) for row in report if "interrupted" in row]
     if not arguments.quiet:
         words = "{checkpoint}: {tiles} tiles of {parameters} parameters are whole"
         lines += [words.format_map(row) for row in whole]
@@ -124,10 +124,4 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
                     progress.show(tiles, whole, folder)
     except CheckpointError as error:
         problems.append(str(error))
-    return {
-        "checkpoint": folder,
-        "parameters": parameters,
-        "tiles": tiles,
-        "problems": problems,
-        "interrupted": False,
-    }
+    return {"checkpoint": folder, "parameters": parameters, "tiles": tiles, "problems": problems}

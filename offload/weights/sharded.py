@@ -60,7 +60,7 @@ class ShardsInFile:
             self.file.let_go(begin, nbytes, was_written=True)
         self._numbers = {group: number for number, group in enumerate(self._groups)}
         self._layers = Layers(self.file, [[each] for each in ranges])
-        give_buffers(model, torch.get_default_device())
+        give_buffers(model, self._groups[0].device)
         read_into(model, files, self.file)
         self._handles = [shards.StandIn(group, "unshard", self._bring) for group in self._groups]
         model.register_forward_pre_hook(self._stay)
