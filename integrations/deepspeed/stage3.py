@@ -52,7 +52,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         super().__init__(*arguments, **keywords)
         self._used: dict[int, None] = {}  # pieces, as they are gathered since the last step
         if self._file is not None:
-            self._file.follow(self.module, lambda parameter: parameter.ds_tensor)
+            self._file.use_layers(self.module, lambda parameter: parameter.ds_tensor)
         if self.can_go_on or self._file is not None:
             # All parameters, as one that is frozen may be the first of those that are gathered together.
             for parameter in self.module.parameters():

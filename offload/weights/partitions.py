@@ -60,7 +60,7 @@ class Partitions:
         if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             trim(0)
 
-    def follow(self, model: nn.Module, part_of: Callable[[Any], torch.Tensor]) -> None:
+    def use_layers(self, model: nn.Module, part_of: Callable[[Any], torch.Tensor]) -> None:
         """Bring tensors by layers of a model from now on: what is used together, in the order of the passes.
 
         Args:

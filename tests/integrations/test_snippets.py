@@ -54,7 +54,7 @@ RUN_BY = {
     r"pip install setuptools .*\nDS_BUILD_OPS=0 pip install ": HERE,
     r"make ": HERE,
     r"bench/gpu/(pack|once)\.sh ": "test_gpu_once.py",
-    r'(\{|"multi_tier_offload")': HERE,
+    r'(\{|"multi_tier_offload"|"zero_optimization")': HERE,
     r"import offload.integrations.deepspeed ": HERE,
     r"torchrun --nproc-per-node 2 -m offload.integrations.deepspeed ": "integrations/test_deepspeed_launcher.py",
     r"ray job submit ": "",  # the page says that it was tried by hand
@@ -102,7 +102,7 @@ def test_what_is_said_of_blocks_is_of_blocks() -> None:
 def test_settings_are_ones_that_work(place: str) -> None:
     text = SHOWN[place][1]
     found = json.loads(text if text.startswith("{") else f"{{{text}}}")
-    if "multi_tier_offload" in found:
+    if not found.keys().isdisjoint(("multi_tier_offload", "zero_optimization")):
         whole = json.loads(block(r'\{\n  "train_micro'))
         assert settings.read({**whole, **found}).paths
     else:

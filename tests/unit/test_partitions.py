@@ -22,7 +22,7 @@ def test_layers_are_brought_as_their_tensors_are_gathered(tmp_path: Path, monkey
     partitions = Partitions(tmp_path, [parts[each].nbytes for each in inside])
     for each in inside:
         partitions.move(parts[each])
-    partitions.follow(model, parts.__getitem__)
+    partitions.use_layers(model, parts.__getitem__)
     assert all(torch.equal(parts[each], before[each]) for each in model.parameters())
     begin = min(parts[each].data_ptr() for each in inside)
     brought: list[int] = []
