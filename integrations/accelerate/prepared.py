@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +32,6 @@ try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
 except ImportError as error:
     raise ConfigError("accelerate", f"cannot be imported: {error}", "pip install accelerate") from error
-
-_log = logging.getLogger("offload")
 
 SHARDED = "DEEPSPEED", "FSDP", "MEGATRON_LM"
 
@@ -119,8 +116,7 @@ def _set_aside(accelerator: Any) -> None:
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and accelerator.project_dir is not None:
         above = os.fspath(accelerator.project_dir)
-        for folder in set_aside(os.path.join(above, "checkpoints"), re.compile(r"checkpoint_\d+"), above):
-            _log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", folder)
+        set_aside(os.path.join(above, "checkpoints"), re.compile(r"checkpoint_\d+"), above)
 
 
 def _check_fsdp(accelerator: Any) -> None:
@@ -165,11 +161,11 @@ def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
 def _before_save(
     accelerator: Any, prepared: list[Prepared], there: list[set[str]], models: Any, weights: Any, output_dir: str
 ) -> None:
+    if prepared[0].pointer is not None:  # by `_sharded`
+        return
     if accelerator.is_main_process:
         mark_begun(output_dir)
     for number, known in enumerate(prepared):
-        if known.pointer is not None:  # by `_sharded`
-            continue
         for folder in sorted(there[number]):
             if not os.path.isdir(folder):
                 release(known, folder)

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-import torch
-
 import offload
 from offload import OffloadError
-from offload.checkpoint.marker import mark_begun, mark_whole, set_aside
+from offload.checkpoint.marker import mark_begun, mark_whole
 from offload.combinations import TWO_SAVES
 from offload.optim.preemption import SigtermHandler, any_rank
 
@@ -75,18 +73,9 @@ def save(trainer: Any, original: Callable[..., Any], model: Any, trial: Any, *ar
         mark_begun(folder)
     with DELETING.held():
         original(trainer, model, trial, *arguments, **options)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            torch.distributed.barrier()  # each rank writes files of its own
+        trainer.accelerator.wait_for_everyone()  # each rank writes files of its own
         if trainer.args.should_save:
             mark_whole(folder)
-
-
-def set_interrupted_aside(output_dir: str | None) -> None:
-    """Rename what interrupted saves have left in a run's folder, so that nobody takes it for a checkpoint."""
-    for folder in set_aside(os.fspath(output_dir), CHECKPOINTS) if output_dir else ():
-        log.warning(
-            "%s is what an interrupted save has left, and no checkpoint: delete it, if nobody needs it", folder
-        )
 
 
 def preempted(optimizer: Callable[[], Any]) -> Any:

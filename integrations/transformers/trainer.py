@@ -17,7 +17,7 @@ import torch
 
 import offload
 from offload import CheckpointError, ConfigError, OffloadConfig
-from offload.checkpoint.marker import WHOLE, Mark, mark_of
+from offload.checkpoint.marker import WHOLE, Mark, mark_of, set_aside
 from offload.combinations import DEEPSPEED_TRAINER, FSDP_TRAINER
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
@@ -240,8 +240,8 @@ def _is_of_fsdp(checkpoint: str) -> bool:
 def _begin(arguments: Any, original: Callable[..., None]) -> None:
     """Stand in for `TrainingArguments.__post_init__`: whoever has the run's folder may look for checkpoints next."""
     original(arguments)
-    if _is_asked_for(arguments):
-        saving.set_interrupted_aside(arguments.output_dir)
+    if _is_asked_for(arguments) and arguments.output_dir:
+        set_aside(os.fspath(arguments.output_dir), saving.CHECKPOINTS)
 
 
 def _create(trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ neither is: nobody knows; folders of before, and those of others, have none
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import stat
@@ -22,6 +23,8 @@ BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
 SET_ASIDE = "incomplete-"
 """How the name of a folder begins whose save was interrupted, once no process can end it."""
+
+log = logging.getLogger("offload")
 
 
 class Mark(Enum):
@@ -69,7 +72,7 @@ def mark_of(folder: str) -> Mark:
 
 
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
-    """Rename folders whose save was interrupted, so that nobody takes them for checkpoints.
+    """Rename folders whose save was interrupted, so that nobody takes them for checkpoints, and log that.
 
     Any number of processes may do so at a time: each finds none by the time this returns, as far as the machines
     know that whoever began has ended.
@@ -88,6 +91,8 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
             folder = os.path.join(above, name)
             if mark_of(folder) is Mark.BEGUN and _has_ended(folder):
                 renamed += _renamed(folder, os.path.join(into or above, SET_ASIDE + name))
+    for folder in renamed:
+        log.warning("%s is what an interrupted save has left, and no checkpoint: delete it", folder)
     return renamed
 
 

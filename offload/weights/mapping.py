@@ -105,6 +105,10 @@ class MappedFile(mmap.mmap):
         _files.append(weakref.ref(self))
         return self
 
+    def holds(self, address: int) -> bool:
+        """Return whether an address lies here."""
+        return self.address <= address < self.address + self.nbytes
+
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor that lies there; it keeps this."""
         if not numel:
@@ -312,7 +316,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def is_mapped(address: int) -> bool:
     """Return whether an address lies in a mapped file."""
-    return any(file.address <= address < file.address + file.nbytes for file in _living())
+    return any(file.holds(address) for file in _living())
 
 
 def _major_faults(name: bytes) -> int:

@@ -95,4 +95,4 @@ class Partitions:
         self._last = -1
 
     def _has(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu and tensor.numel() > 0 and 0 <= tensor.data_ptr() - self._file.address < self._used
+        return tensor.is_cpu and tensor.numel() > 0 and self._file.holds(tensor.data_ptr())

@@ -134,8 +134,8 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
                 tensor = tensor[tuple(slice(first, first + size) for first, size in shards.box_of(target))]
             mine = shards.local(target.detach())
             mine.copy_(tensor)
-            if file is not None and 0 <= (offset := mine.data_ptr() - file.address) < file.nbytes:
-                file.let_go(offset, mine.nbytes, was_written=True)
+            if file is not None and file.holds(mine.data_ptr()):
+                file.let_go(mine.data_ptr() - file.address, mine.nbytes, was_written=True)
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
