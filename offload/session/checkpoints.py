@@ -19,6 +19,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
+from offload.checkpoint.whole import WholeFolder
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.layout import Layout
 from offload.plan.budget import CHECKPOINT_BUFFERS
@@ -98,6 +99,8 @@ class Checkpoints:
         parts = self._parts
         parts.saves.wait_for_pending()
         self._thread.check_usable()
+        if parts.saves.has_leaving:
+            self._release_now(parts.saves.release_deleted)
         parts.saves.begin(request)
         layout, index = parts.plan.layout, parts.machine.index
         # Another session's store is none that a checkpoint can name.
@@ -202,6 +205,20 @@ class Checkpoints:
         saves = self._parts.saves
         return any(save is not None and save.request.id == id for save in (saves.pending, saves.last))
 
+    def mirror_folder(self, whole: WholeFolder, rank: int = 0, ranks: int = 1, *, is_new: bool = True) -> None:
+        """Have `OffloadConfig.mirror` get a framework's folder, if there is a mirror; what cannot be begun is logged.
+
+        Its files are opened, and the folder may be deleted when this returns. It is marked as whole in the mirror
+        when all of it is there. What goes from the run's folder goes from the mirror, once this is whole there.
+
+        Args:
+            whole: The folder, which nobody writes to any more. All ranks name the same.
+            rank: This rank, of those that have saved the checkpoint in it.
+            ranks: How many these are.
+            is_new: Whether it has just been saved; else a session that was killed may have copied some of it.
+        """
+        self._parts.saves.mirror_folder(whole, rank, ranks, is_new=is_new)
+
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
 
@@ -278,13 +295,16 @@ class Checkpoints:
         self._release(self._parts.saves.release_deleted)
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
+        with self._thread.turn():
+            self._parts.saves.wait_for_pending()
+            self._release_now(release)
+
+    def _release_now(self, release: Callable[[], Sequence[int]]) -> None:
         def begin() -> None:
             for number in release():
                 self._parts.machine.handle(Release(number))
 
-        with self._thread.turn():
-            self._parts.saves.wait_for_pending()
-            self._thread.request(begin, needs_memory=False)
+        self._thread.request(begin, needs_memory=False)
 
     # Going on from one
 
