@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import Any
 
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import Mark, mark_of, unmark
 from offload.optim import folders
 from offload.optim.preemption import SigtermHandler
 from offload.optim.ranks import any_rank
@@ -25,10 +25,12 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         optimizer.wait_checkpoint()
         folder, tag = os.path.abspath(save_dir), str(tag or f"global_step{engine.global_steps}")
-        folders.begin(os.path.join(folder, tag))
+        is_one = folders.begin(os.path.join(folder, tag))
+        if not is_one:
+            unmark(os.path.join(folder, tag))
         optimizer.is_saved_behind = False
         found = save(save_dir, tag, *arguments, **keywords)
-        if not optimizer.is_saved_behind:
+        if is_one and not optimizer.is_saved_behind:
             folders.mark(os.path.join(folder, tag))
             mirror(optimizer.shard, folder, tag)
         return found
