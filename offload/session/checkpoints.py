@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from offload import combinations
+from offload import combinations, waits
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
@@ -217,7 +217,8 @@ class Checkpoints:
             ranks: How many these are.
             is_new: Whether it has just been saved; else a session that was killed may have copied some of it.
         """
-        self._parts.saves.mirror_folder(whole, rank, ranks, is_new=is_new)
+        begin = partial(self._parts.saves.mirror_folder, whole, rank, ranks, is_new=is_new)
+        waits.apart(begin, "offload-mirror-folder", lambda: f"{whole.source()} to be opened")
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
