@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from offload import CheckpointError, ConfigError
-from offload.checkpoint.marker import Mark, mark_begun, mark_of, mark_whole, set_aside
+from offload.checkpoint.marker import Mark, mark_of, set_aside
 from offload.combinations import BY_DEEPSPEED, GATHERED_TO_SAVE
 from offload.integrations.shared import (
     POINTER,
@@ -26,6 +27,7 @@ from offload.integrations.shared import (
     save,
     tell_last_pass,
 )
+from offload.optim import folders
 from offload.optim.hiding import hide_steps
 
 try:
@@ -51,6 +53,25 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     loaded_from: str = ""
     """The folder that `load_state` reads."""
 
+    schedulers: Sequence[Any] = ()
+    """Those that the accelerator has prepared, if a SIGTERM is to be heard."""
+
+    is_scheduled = True
+    """Whether one of them has stepped since this did, so that a SIGTERM's checkpoint waits for that."""
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        found = super().step(*arguments, **options)
+        if self.gradient_state.sync_gradients:
+            is_waiting, self.is_scheduled = self.is_scheduled and bool(self.schedulers), False
+            if not is_waiting:
+                self.optimizer.preemption.commit(self.optimizer)
+        return found
+
+    def after_schedule(self) -> None:
+        """Take note that a scheduler has stepped."""
+        self.is_scheduled = True
+        self.optimizer.preemption.commit(self.optimizer)
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # while a copy of this is made
             raise AttributeError(name)
@@ -66,7 +87,7 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
             super().load_state_dict(state_dict)
 
 
-def enable(accelerator: Any, optimizer: Any) -> Any:
+def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.PathLike[str] | None = None) -> Any:
     """Have an accelerator leave the state of a prepared optimizer of ours where it lives.
 
     Methods of this accelerator alone are replaced: `clip_grad_norm_`, `save_state` and `load_state`; and `no_sync`,
@@ -75,7 +96,11 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
 
     Args:
         accelerator: The one that has prepared the optimizer.
-        optimizer: What its `prepare` has returned for one of our optimizers. A second call changes nothing.
+        optimizer: What its `prepare` has returned for one of our optimizers. A second call changes nothing else.
+        commit_on_sigterm: Have all ranks save, by `save_state` to this folder, at the end of the step in which one
+            of them gets a SIGTERM; then the handler that was there before runs, which by default ends the process.
+            Where a scheduler is prepared and steps with the optimizer, that is after its step. What a loop counts
+            itself has to be counted by then, or be in a data loader that is prepared with `use_stateful_dataloader`.
 
     Returns:
         `optimizer`, which has the methods and properties of ours now.
@@ -99,7 +124,7 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         _set_aside(accelerator)
         accelerator.clip_grad_norm_ = partial(_clip, accelerator, prepared)
         accelerator.save_state = partial(_save_state, accelerator, prepared)
-        accelerator.load_state = partial(_load_state, accelerator)
+        accelerator.load_state = partial(_load_state, accelerator, prepared)
         accelerator.register_load_state_pre_hook(partial(_before_load, prepared))
     if not any(known is optimizer for known in prepared):
         optimizer.__class__ = Prepared  # the object is the one that the accelerator knows
@@ -108,7 +133,33 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
         models = accelerator._models
         # A model that is compiled later only the caller has as it is called.
         hide_steps(ours(optimizer), models if accelerator.state.dynamo_plugin.backend == "NO" else (), models)
+    if commit_on_sigterm is not None:
+        _commit_on_sigterm(accelerator, optimizer, commit_on_sigterm)
     return optimizer
+
+
+def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.PathLike[str]) -> None:
+    """Have a SIGTERM save a whole folder, when both the optimizer and its scheduler have stepped."""
+    this = weakref.ref(accelerator)  # which has the optimizer
+
+    def save() -> None:
+        if (found := this()) is not None:
+            found.save_state(os.fspath(folder))
+
+    found = ours(optimizer)
+    found.commit_on_sigterm(save)
+    found.preemption.is_late = True
+    optimizer.schedulers = [known for known in accelerator._schedulers if optimizer in known.optimizers]
+    for scheduler in optimizer.schedulers:
+        if "step" not in vars(scheduler):
+            scheduler.step = partial(_schedule, optimizer, scheduler)
+
+
+def _schedule(optimizer: Prepared, scheduler: Any, *arguments: Any, **options: Any) -> None:
+    """Stand in for `AcceleratedScheduler.step`."""
+    type(scheduler).step(scheduler, *arguments, **options)
+    if optimizer.gradient_state.sync_gradients:
+        optimizer.after_schedule()
 
 
 def _set_aside(accelerator: Any) -> None:
@@ -152,9 +203,7 @@ def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **o
         hook.remove()
         for known in prepared:
             known.pointer = None
-    accelerator.wait_for_everyone()  # each rank has written files of its own
-    if accelerator.is_main_process:
-        mark_whole(str(folder))
+    folders.end(ours(prepared[0]), str(folder))
     return folder
 
 
@@ -163,8 +212,7 @@ def _before_save(
 ) -> None:
     if prepared[0].pointer is not None:  # by `_sharded`
         return
-    if accelerator.is_main_process:
-        mark_begun(output_dir)
+    folders.begin(output_dir)
     for number, known in enumerate(prepared):
         for folder in sorted(there[number]):
             if not os.path.isdir(folder):
@@ -174,10 +222,12 @@ def _before_save(
         known.pointer = pointer(ours(known), name, "accelerate")
 
 
-def _load_state(accelerator: Any, *arguments: Any, **options: Any) -> Any:
+def _load_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:
     """Stand in for `Accelerator.load_state`."""
     with _sharded():
-        return type(accelerator).load_state(accelerator, *arguments, **options)
+        found = type(accelerator).load_state(accelerator, *arguments, **options)
+    folders.resumed(ours(prepared[0]), prepared[0].loaded_from)
+    return found
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ from enum import IntEnum
 from functools import partial
 
 from offload import CheckpointError, SaveRequest
-from offload.integrations.deepspeed import in_place, stream
+from offload.checkpoint.marker import Mark, mark_of, mark_whole
+from offload.integrations.deepspeed import in_place, stream, tags
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import Shard
 from offload.integrations.deepspeed.stream import WEIGHT, SharedModel
@@ -323,6 +324,7 @@ class SavesBehind:
                 with contextlib.suppress(OSError):  # which the tag has
                     if self._rank == 0:
                         self._publish(pending)
+                    tags.mirror(self._shard, pending.folder, pending.tag)
             else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
@@ -406,6 +408,8 @@ class SavesBehind:
         try:
             if pending.model is not None:
                 _rename(pending.model.path)
+            if mark_of(tag := os.path.join(pending.folder, pending.tag)) is Mark.BEGUN:
+                mark_whole(tag)
             if pending.publishes:
                 latest = os.path.join(pending.folder, "latest")
                 with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:

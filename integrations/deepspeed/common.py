@@ -32,6 +32,7 @@ from offload.integrations.deepspeed.settings import Saving, naming_the_object
 from offload.integrations.deepspeed.shard import FlatState, Shard, group_values
 from offload.integrations.deepspeed.stream import SharedModel
 from offload.optim.hiding import Announcer, AutoOverlap
+from offload.optim.preemption import SigtermHandler
 from offload.rules import UpdateRule
 
 log = logging.getLogger("offload")
@@ -135,6 +136,9 @@ class OffloadedOptimizer:
     _streamed: list[FlatState] | None = None
     _model: UnnamedModel | None = None
     behind: SavesBehind | None = None
+    is_saved_behind = False
+    """Whether the tag that was saved last becomes whole behind training."""
+    sigterm: SigtermHandler | None = None
     updates_early = True
     _publishes: bool | None = None
     """Whether `latest` is to name the tag that is being saved behind; None if the save waits."""
@@ -416,6 +420,7 @@ class OffloadedOptimizer:
                 log.warning('the layout is "stock": "in_place" is for DeepSpeed\'s default writer')
             if (waits and saving.layout == "stock") or not can_stream:
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
+            self.is_saved_behind = True
             publishes, self._publishes = self._publishes, save_latest
             try:
                 found = save(save_dir, tag, client_state, False, *arguments, **keywords)
@@ -668,6 +673,8 @@ class OffloadedOptimizer:
         """Free memory and files, ours first; a checkpoint that is being written becomes whole before."""
         if self.behind is not None:
             self.behind.close()
+        if self.sigterm is not None:
+            self.sigterm.restore()
         self.shard.close()
         super().destroy()  # type: ignore[misc]
 

@@ -43,10 +43,17 @@ class Saving:
     Attributes:
         layout: "stock", into DeepSpeed's own files, or "in_place": it stays where it lies, and is pinned.
         wait: Whether it is whole when the call returns; else it becomes so behind training.
+        commit_on_sigterm: The folder that all ranks save to at the end of the step in which one gets a SIGTERM.
     """
 
     layout: str = LAYOUTS[0]
     wait: bool = True
+    commit_on_sigterm: str = ""
+
+    @property
+    def is_deepspeeds(self) -> bool:
+        """Whether DeepSpeed's own way of saving does."""
+        return self.layout == LAYOUTS[0] and self.wait
 
 
 # Keys of DeepSpeed's that ask for another way of doing what this backend does: (where, key, harmless value, advice).
@@ -157,11 +164,13 @@ def check(values: Any) -> OffloadConfig:
         raise ConfigError(
             f"{KEY}.{CHECKPOINT}", given, 'write {"layout": "stock", "wait": true}, which is the default'
         )
-    _check_keys(f"{KEY}.{CHECKPOINT}", given, ("layout", "wait"))
+    _check_keys(f"{KEY}.{CHECKPOINT}", given, tuple(field.name for field in dataclasses.fields(Saving)))
     if (layout := given.get("layout", LAYOUTS[0])) not in LAYOUTS:
         raise ConfigError(f"{KEY}.{CHECKPOINT}.layout", layout, f"use one of {', '.join(LAYOUTS)}")
     if (wait := given.get("wait", True)) not in (True, False):
         raise ConfigError(f"{KEY}.{CHECKPOINT}.wait", wait, "use true or false")
+    if not isinstance(folder := given.get("commit_on_sigterm", ""), str):
+        raise ConfigError(f"{KEY}.{CHECKPOINT}.commit_on_sigterm", folder, "name a folder, or leave it out")
     _check_keys(KEY, values, (*_FIELDS, CHECKPOINT))
     with naming_the_object():
         return OffloadConfig.from_dict({name: values[name] for name in values if name != CHECKPOINT}, KEY)

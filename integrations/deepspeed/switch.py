@@ -20,7 +20,7 @@ import torch
 
 from offload import ConfigError
 from offload.combinations import OTHER_PARALLELISM
-from offload.integrations.deepspeed import settings, weights
+from offload.integrations.deepspeed import settings, tags, weights
 from offload.integrations.deepspeed.settings import KEY, VARIABLE
 
 log = logging.getLogger("offload")
@@ -204,8 +204,12 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     engine.optimizer.follow(engine.module)
     engine.optimizer.stream_checkpoints(engine)
     engine.optimizer.refuse_other_ranks(engine)
-    if (saving := settings.saving(engine.config)) != settings.Saving():
+    saving = settings.saving(engine.config)
+    if not saving.is_deepspeeds:
         engine.optimizer.save_by_engine(engine, saving)
+    tags.save_whole(engine.optimizer, engine)
+    if saving.commit_on_sigterm:
+        engine.optimizer.sigterm = tags.commit_on_sigterm(engine.optimizer, engine, saving.commit_on_sigterm)
     engine.optimizer.honour_include(engine)
     if engine.global_rank == 0:
         say_what_waits(engine, config)

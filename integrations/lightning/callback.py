@@ -19,6 +19,7 @@ from offload.integrations.shared import (
     release,
     save,
 )
+from offload.optim import folders
 from offload.optim.hiding import hide_steps
 
 try:
@@ -101,11 +102,16 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             return
         path = _absolute(filepath)
         folder = strategy.broadcast(self._free(path) if strategy.is_global_zero else None)
-        save(ours(strategy.optimizers[0]), folder)
+        optimizer, is_here = ours(strategy.optimizers[0]), split_protocol(path)[0] is None
+        if is_here:
+            folders.begin(folder)
+        save(optimizer, folder)
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
         write()
         self._named[path] = folder
         strategy.barrier()
+        if is_here:
+            folders.end(optimizer, folder, beside=[os.path.basename(path)])
         _delete(strategy, path, but=folder)
 
     def _free(self, path: str) -> str:
@@ -137,6 +143,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 "folder with the checkpoint, or load the weights alone, with LightningModule.load_from_checkpoint"
             ) from error
         self._named[path] = folder
+        if split_protocol(path)[0] is None:
+            folders.resumed(optimizer, folder, beside=[os.path.basename(path)])
 
     def _remove(self, strategy: Any, filepath: Any) -> None:
         """Stand in for `Strategy.remove_checkpoint`, on all ranks."""
@@ -192,8 +200,8 @@ def _beside(path: str) -> list[str]:
 
 def _delete(strategy: Any, path: str, but: str | None = None) -> None:
     """Delete the folders of a checkpoint, on all ranks; first what they hold on the paths is released."""
-    folders = [folder for folder in _beside(path) if folder != but] if strategy.is_global_zero else []
-    for folder in strategy.broadcast(folders):
+    unwanted = [folder for folder in _beside(path) if folder != but] if strategy.is_global_zero else []
+    for folder in strategy.broadcast(unwanted):
         release(ours(strategy.optimizers[0]), folder)
         if strategy.is_global_zero:
             files, place = url_to_fs(folder)

@@ -14,9 +14,10 @@ from typing import Any
 
 import offload
 from offload import OffloadError
-from offload.checkpoint.marker import mark_begun, mark_whole
 from offload.combinations import TWO_SAVES
-from offload.optim.preemption import SigtermHandler, any_rank
+from offload.optim import folders
+from offload.optim.preemption import SigtermHandler
+from offload.optim.ranks import any_rank
 
 FOLDER = "optimizer"
 """The optimizer's folder in a Trainer's checkpoint."""
@@ -66,16 +67,21 @@ class Deleting:
 DELETING = Deleting()
 
 
-def save(trainer: Any, original: Callable[..., Any], model: Any, trial: Any, *arguments: Any, **options: Any) -> None:
+def save(
+    trainer: Any,
+    optimizer: Any,
+    original: Callable[..., Any],
+    model: Any,
+    trial: Any,
+    *arguments: Any,
+    **options: Any,
+) -> None:
     """Save a whole checkpoint by `Trainer._save_checkpoint`: marked as such, and older ones go behind that."""
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
-    if trainer.args.should_save:
-        mark_begun(folder)
+    folders.begin(folder)
     with DELETING.held():
         original(trainer, model, trial, *arguments, **options)
-        trainer.accelerator.wait_for_everyone()  # each rank writes files of its own
-        if trainer.args.should_save:
-            mark_whole(folder)
+        folders.end(optimizer, folder)
 
 
 def preempted(optimizer: Callable[[], Any]) -> Any:

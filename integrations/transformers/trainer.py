@@ -23,6 +23,7 @@ from offload.integrations import shared
 from offload.integrations.shared import POINTER
 from offload.integrations.transformers import saving
 from offload.integrations.transformers.saving import FOLDER
+from offload.optim import folders
 from offload.optim.hiding import hide_steps
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
@@ -341,10 +342,11 @@ def _pointing(
 
 def _save_checkpoint(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     """Stand in for `Trainer._save_checkpoint`: what is saved with ours is marked."""
-    if _ours(trainer) is None:
+    ours = _ours(trainer)
+    if ours is None:
         original(trainer, *arguments, **options)
     else:
-        saving.save(trainer, original, *arguments, **options)
+        saving.save(trainer, ours, original, *arguments, **options)
 
 
 def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
@@ -455,7 +457,7 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
         return
     loaded = _pointing(trainer, original, checkpoint)
     if loaded is not None and POINTER in loaded:
-        folder = os.path.join(checkpoint, loaded[POINTER])
-        ours.load_checkpoint(folder)
+        ours.load_checkpoint(os.path.join(checkpoint, loaded[POINTER]))
+        folders.resumed(ours, checkpoint)
     elif loaded is not None:  # of torch's, or of a Trainer that did not know us
         ours.load_state_dict(loaded)

@@ -7,15 +7,18 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
+from offload.checkpoint.marker import Mark, mark_of
 from offload.combinations import VERL_CLIPS, VERL_GENERATES
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
+from offload.optim import folders
 
 log = logging.getLogger("offload")
 
@@ -23,6 +26,9 @@ TESTED = ("0.9.1",)
 
 FOLDER = "optimizer"
 """The optimizer's folder in a checkpoint of verl's."""
+
+STEP = re.compile(r"global_step_\d+")
+"""Names of the folders of steps."""
 
 _UTILS = "verl.utils.fsdp_utils"
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager", "FSDPCheckpointManager"
@@ -230,8 +236,16 @@ def _save_checkpoint(
         original(manager, local_path, *arguments, **options)
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
+    folders.begin(os.path.dirname(folder))
     with _standing_in(manager, _Saving(found, folder, _saved(manager))):
         original(manager, local_path, *arguments, **options)
+    folders.end(found, os.path.dirname(folder), above=_above(folder))
+
+
+def _above(folder: str) -> str:
+    """Return a run's folder, which has one of each step, in which each model has one."""
+    step = os.path.dirname(os.path.dirname(folder))
+    return os.path.dirname(step) if STEP.fullmatch(os.path.basename(step)) else step
 
 
 def _load_checkpoint(
@@ -241,5 +255,10 @@ def _load_checkpoint(
     if manager.optimizer is None or local_path is None:
         original(manager, local_path, *arguments, **options)
         return
-    with _standing_in(manager, _Loading(manager.optimizer, os.path.abspath(local_path), _saved(manager))):
+    place = os.path.abspath(local_path)
+    if mark_of(place) is Mark.BEGUN:
+        raise CheckpointError(f"{place} is not whole, as its save was interrupted, or is under way: load another")
+    with _standing_in(manager, _Loading(manager.optimizer, place, _saved(manager))):
         original(manager, local_path, *arguments, **options)
+    if (found := shared.ours(manager.optimizer)) is not None:
+        folders.resumed(found, place, above=_above(os.path.join(place, FOLDER)))

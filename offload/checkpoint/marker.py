@@ -17,7 +17,9 @@ from enum import Enum
 import msgspec
 
 from offload.checkpoint.folder import open_folder
+from offload.errors import CheckpointError
 from offload.processes import Process
+from offload.tiers.place import Folder
 
 BEGUN, WHOLE = "offload-save-begun.json", "offload-save-whole.json"
 
@@ -35,6 +37,24 @@ class Mark(Enum):
     WHOLE = "whole"
 
 
+class Marker(msgspec.Struct, omit_defaults=True):
+    """What is in a marker.
+
+    Attributes:
+        process: Which began the save; None where the kernel does not say, and once all is whole in a mirror.
+        files: In a mirror, the files that are durable there: size in bytes, and time of the last change in ns.
+        whole_s: In a mirror, when all became whole, since the epoch.
+    """
+
+    process: Process | None = None
+    files: dict[str, tuple[int, int]] = {}
+    whole_s: float = 0.0
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        return msgspec.json.encode(self)
+
+
 def mark_begun(folder: str) -> None:
     """Say of a folder, which is made if need be, that it is not whole from now on.
 
@@ -43,7 +63,7 @@ def mark_begun(folder: str) -> None:
     """
     place = open_folder(folder)
     place.prepare()
-    place.write(BEGUN, msgspec.json.encode(Process.this()))
+    place.write(BEGUN, Marker(Process.this()).encode())
     place.delete(WHOLE)
 
 
@@ -55,20 +75,39 @@ def mark_whole(folder: str) -> None:
         OSError: Something in it cannot be made durable.
     """
     for above, _, names in os.walk(folder):
-        for file in (os.path.join(above, name) for name in names):
+        for path in (*(os.path.join(above, name) for name in names), above):
             with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
-                if stat.S_ISREG(os.lstat(file).st_mode):
-                    _make_durable(file)
-        _make_durable(above)
+                if stat.S_ISREG(mode := os.lstat(path).st_mode) or stat.S_ISDIR(mode):
+                    _make_durable(path)
     os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
     _make_durable(folder)
 
 
+def unmark(folder: str) -> None:
+    """Take the marker of a begun save away, where nobody could tell when it is whole."""
+    open_folder(folder).delete(BEGUN)
+
+
 def mark_of(folder: str) -> Mark:
-    """Return what a folder says of itself."""
+    """Return what a directory says of itself."""
     if os.path.exists(os.path.join(folder, BEGUN)):
         return Mark.BEGUN
     return Mark.WHOLE if os.path.exists(os.path.join(folder, WHOLE)) else Mark.NONE
+
+
+def mark_in(folder: Folder) -> tuple[Mark, Marker]:
+    """Return what a folder says of itself, in a bucket too, and what is in its marker.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):
+        content = folder.read(name)
+        if content is not None:
+            with contextlib.suppress(msgspec.DecodeError):
+                return mark, msgspec.json.decode(content, type=Marker)
+            return mark, Marker()
+    return Mark.NONE, Marker()
 
 
 def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> list[str]:
@@ -110,8 +149,9 @@ def _renamed(folder: str, wanted: str) -> list[str]:
 
 def _has_ended(folder: str) -> bool:
     """Return whether the process that began a save is known to have ended."""
-    with contextlib.suppress(OSError, msgspec.DecodeError), open(os.path.join(folder, BEGUN), "rb") as file:
-        return msgspec.json.decode(file.read(), type=Process).has_ended()
+    with contextlib.suppress(CheckpointError):
+        process = mark_in(open_folder(folder))[1].process
+        return process is not None and process.has_ended()
     return False
 
 

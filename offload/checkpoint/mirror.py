@@ -28,7 +28,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -50,14 +50,17 @@ from offload.checkpoint.manifest import (
     seal_progress,
     unseal_progress,
 )
+from offload.checkpoint.marker import Mark, mark_of
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.checkpoint.stores import commit_to_replace, is_read, judge, remove, store_folder
+from offload.checkpoint.whole import FolderCopy, Seen, WholeFolder, delete_copy
 from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.plan.budget import CHECKPOINT_BUFFERS
 from offload.protocols import Tier, TileId
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.place import Folder
+from offload.units import format_bytes
 
 log = logging.getLogger("offload")
 
@@ -73,16 +76,29 @@ FAILURE = re.compile(r"failed-[0-9a-f]{32}-\d+")
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A checkpoint to mirror; `is_taken` once rank 0 has decided to."""
+    """What is to be mirrored: this rank's part of a checkpoint, and on rank 0 the framework's files around it.
+
+    Attributes:
+        source: The folder.
+        part: None where no checkpoint of ours is in it.
+        files: None where a checkpoint is mirrored alone, and on other ranks.
+        is_taken: Whether rank 0 has decided to.
+        done: Set when nothing is done for it any more.
+    """
 
     source: str
-    part: Part
+    part: Part | None
+    files: FolderCopy | None = None
     is_taken: bool = False
     done: waits.Latch = field(default_factory=waits.Latch)
 
     @property
     def id(self) -> str:
-        return self.part.request.id
+        return "" if self.part is None else self.part.request.id
+
+    @property
+    def is_first(self) -> bool:
+        return self.part is None or self.part.request.rank == 0
 
 
 class _Interrupted(Exception):
@@ -99,7 +115,7 @@ class Mirror:
         io_backend: Backend of stores in a directory.
 
     Attributes:
-        copied_bytes: Bytes of tiles that this session has copied.
+        copied_bytes: Bytes of tiles and files that this session has copied.
     """
 
     def __init__(self, path: str | None, paths: Sequence[str], *, verify: bool, io_backend: str) -> None:
@@ -110,6 +126,7 @@ class Mirror:
         self._tasks: tuple[_Task, ...] = ()
         """Checkpoints to mirror, in their order; the first may be under way."""
         self._is_claimed = False
+        self._seen = Seen()
         self._reads: frozenset[tuple[str | None, uuid.UUID]] = frozenset()
         self._error: CheckpointError | None = None
         self._cancelled = threading.Event()
@@ -147,32 +164,67 @@ class Mirror:
             saved: With which it was saved; `path` as its folder calls itself.
             is_new: See `Part`.
         """
-        if self._path is None or any(task.id == saved.id for task in self._tasks):
-            return
         source = os.fspath(saved.path)
-        request = SaveRequest(
-            self._target(source),
-            copy=True,
-            id=saved.id,
-            rank=saved.rank,
-            ranks=saved.ranks,
-            find_ended=saved.find_ended,
-        )
-        task = _Task(source, Part(request, is_new))
+        marks = {mark_of(folder) for folder in (source, os.path.dirname(source))}
+        if self._path is not None and marks == {Mark.NONE}:  # else it goes with the folder that it is in
+            self._queue(_Task(source, self._part(saved, self._target(source), is_new)))
+
+    def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:
+        """Mirror a framework's folder next, as `offer` does a checkpoint; one that lies in the mirror is there.
+
+        On rank 0 its files are opened, so that they may be deleted when this returns.
+
+        Args:
+            whole: The folder; all ranks name the same.
+            saved: The checkpoint in it, if there is one, as for `offer`.
+            is_first: Whether this is rank 0; only that has something to do where there is no checkpoint.
+            is_new: See `Part`.
+        """
+        source, mirror = whole.source(), (self._path or "").rstrip("/")
+        if not mirror or (saved is None and not is_first):
+            return
+        parts, own = parse_place(source).parts(), parse_place(mirror).parts()
+        if parts[: len(own)] == own:
+            return
+        part = None if saved is None else self._part(saved, f"{mirror}/{whole.checkpoint}", is_new)
+        try:
+            files = FolderCopy(whole, mirror) if is_first else None
+        except OSError as cause:
+            log.warning("%s is not mirrored: %s", source, cause)
+            return
+        self._seen.note(whole)
+        for task in self._tasks:
+            if task.is_taken:
+                log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
+        self._queue(_Task(source, part, files))
+
+    def _part(self, saved: SaveRequest, target: str, is_new: bool) -> Part:
+        named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
+        return Part(SaveRequest(target, copy=True, **named), os.fspath(saved.path), is_new)
+
+    def _queue(self, task: _Task) -> None:
         with self._lock:
-            passed = [each for each in self._tasks if not each.is_taken]
-            self._tasks = (*(each for each in self._tasks if each.is_taken), task)
+            is_there = bool(task.id) and any(each.id == task.id for each in self._tasks)
+            passed = [task] if is_there else [each for each in self._tasks if not each.is_taken]
+            if not is_there:
+                self._tasks = (*(each for each in self._tasks if each.is_taken), task)
         for each in passed:
-            log.info("the checkpoint %s in %s is not mirrored: there is a newer one", each.id, each.source)
-            each.done.set()
+            if each is not task:
+                log.info("%s is not mirrored: there is a newer one", each.source)
+            self._end(each)
         self._thread.start()
         self._news.put(None)
+
+    def _end(self, task: _Task) -> None:
+        if task.files is not None:
+            task.files.close()
+        task.done.set()
 
     def claim(self) -> str:
         """See `CommitJob.claim`."""
         with self._lock:
             self._is_claimed = True
-            return next((task.id for task in self._tasks if task.is_taken), "")
+            return next((task.id for task in self._tasks if task.is_taken and task.id), "")
 
     def end_claim(self) -> None:
         """Take note that the save that has claimed has ended."""
@@ -186,9 +238,13 @@ class Mirror:
                 task.is_taken |= task.id == id
         self._news.put(None)
 
+    def has_taken(self, id: str) -> bool:
+        """Return whether a checkpoint is being mirrored."""
+        return any(task.is_taken and task.id == id for task in self._tasks)
+
     def is_needed(self, checkpoint: KeptCheckpoint) -> bool:
         """Return whether a checkpoint is being mirrored, or somebody else than the mirror reads its stores."""
-        if any(task.is_taken and task.id == checkpoint.id for task in self._tasks):
+        if self.has_taken(checkpoint.id):
             return True
         stores = ((place, store_folder(*place)) for place in checkpoint.stores)
         return any(is_read(store, own=place in self._reads) for place, store in stores)
@@ -242,7 +298,7 @@ class Mirror:
                 break
             except Exception as cause:
                 log.warning("%s was not mirrored: %s", task.source, cause)
-                if task.is_taken:
+                if task.is_taken and task.part is not None:
                     task.part.note_failure()
                 self._drop(task, cause)
         for task in self._tasks:
@@ -252,7 +308,7 @@ class Mirror:
         """Return the checkpoint to mirror next, if there is one; rank 0 takes it by that."""
         with self._lock:
             task = next(iter(self._tasks), None)
-            if task is not None and task.part.request.rank == 0 and not task.is_taken:
+            if task is not None and task.is_first and not task.is_taken:
                 task.is_taken = not self._is_claimed
                 return task if task.is_taken else None
             return task
@@ -266,7 +322,7 @@ class Mirror:
             if cause is not None:
                 self._error = CheckpointError(f"{task.source} was not mirrored in {self._path}: {cause}")
                 self._error.__cause__ = cause
-            task.done.set()
+            self._end(task)
 
     def _wait_for_first(self, task: _Task) -> bool:
         """Wait until rank 0 has begun to mirror a checkpoint; return False if it has passed it over."""
@@ -276,7 +332,7 @@ class Mirror:
                 raise _Interrupted
             if silence.lasts_s > RANKS_S:
                 raise CheckpointError("rank 0 has not begun to; see what it says")
-            has_begun = task.part.has_begun()
+            has_begun = task.part is not None and task.part.has_begun()
             with self._lock:
                 if task not in self._tasks:
                     return False
@@ -288,12 +344,34 @@ class Mirror:
         return True
 
     def _mirror(self, task: _Task) -> None:
-        part, request = task.part, task.part.request
+        files, part = task.files, task.part
+        is_wanted = files is not None and files.begin()
+        is_copied = part is not None and self._copy_part(part)
+        if files is not None and is_wanted:
+            for nbytes in files.copy():
+                self._note(nbytes)
+            files.commit()
+        if is_copied or is_wanted:
+            log.info("%s is mirrored in %s", task.source, files.target if files is not None else self._path)
+        if files is not None:
+            for gone in self._seen.gone(files.whole):
+                log.info("%s has gone, and goes from the mirror", gone.source())
+                delete_copy(gone, files.mirror)
+
+    def _note(self, nbytes: int) -> None:
+        """Take note of bytes that are durable in the mirror."""
+        self.copied_bytes += nbytes
+        if self._cancelled.is_set():
+            raise _Interrupted
+
+    def _copy_part(self, part: Part) -> bool:
+        """Copy this rank's part of a checkpoint, unless it is there; return whether it was not."""
+        request = part.request
         part.folder.prepare()
         if part.is_committed():
-            return
+            return False
         with contextlib.ExitStack() as ends:
-            source = ends.enter_context(self._open(task.source, part=(request.id, request.rank, request.ranks)))
+            source = ends.enter_context(self._open(part.source, part=(request.id, request.rank, request.ranks)))
             (manifest,) = source.manifests
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
@@ -305,28 +383,15 @@ class Mirror:
             ends.callback(copy.close)
             try:
                 for nbytes in copy.copy():
-                    self.copied_bytes += nbytes
-                    if self._cancelled.is_set():
-                        raise _Interrupted
-                copy.commit(
-                    extra,
-                    partial(
-                        CommitJob,
-                        part.folder,
-                        replace(request, find_ended=part.find_failed),
-                        older=(),
-                        keep=1,
-                        cancelled=self._cancelled,
-                        timeout_s=RANKS_S,
-                    ),
-                )
+                    self._note(nbytes)
+                copy.commit(extra, self._cancelled)
             except BaseException as cause:
                 if self._cancelled.is_set():
                     copy.keep()
                     raise _Interrupted from cause
                 copy.abandon()
                 raise
-        log.info("%s is mirrored in %s", task.source, part.folder.path)
+        return True
 
 
 # One rank's part
@@ -338,10 +403,12 @@ class Part:
 
     Attributes:
         request: A copy of it in the folder that mirrors it.
+        source: The folder that it is in.
         is_new: Whether the checkpoint has just been saved, so that no earlier session has tried to copy it.
     """
 
     request: SaveRequest
+    source: str
     is_new: bool
 
     @cached_property
@@ -470,12 +537,12 @@ class PartCopy:
             self._note(*before, (store, count))
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
-    def commit(self, extra: bytes | None, job: Callable[[Manifest, bytes | None], CommitJob]) -> None:
+    def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
         """Commit it, as a copy is.
 
         Args:
             extra: The part's `extra`.
-            job: Makes the job of manifest and extra.
+            cancelled: Set when nobody is to wait for other ranks any more.
         """
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
@@ -483,7 +550,10 @@ class PartCopy:
             if content is None:
                 raise CheckpointError(f"{weights} is missing")
             self.part.folder.write(weights, content)
-        self.job = job(self._placed(), extra)
+        request = replace(self.part.request, find_ended=self.part.find_failed)
+        self.job = CommitJob(
+            self.part.folder, request, self._placed(), extra, (), 1, cancelled=cancelled, timeout_s=RANKS_S
+        )
         self.job.run()
         self.keep()
         self.part.folder.delete(self.part.progress_name())

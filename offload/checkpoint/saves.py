@@ -23,6 +23,8 @@ from typing import Protocol
 from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.commit import CommitJob, KeptCheckpoint, release
+from offload.checkpoint.contents import read_commit
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import MAX_RELEASED, FileRef, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.mirror import Mirror
 from offload.checkpoint.reader import Checkpoint
@@ -38,6 +40,7 @@ from offload.checkpoint.stores import (
     unpin_released,
 )
 from offload.checkpoint.takeover import PinnedTiles, Place, Takeover, pinned_in, records_in, used_bytes
+from offload.checkpoint.whole import WholeFolder
 from offload.config import OffloadConfig
 from offload.device.host import HostMemory
 from offload.engine.views import StateViews
@@ -198,6 +201,8 @@ class Saves:
         self._commit_error: BaseException | None = None
         self._doubtful: list[KeptCheckpoint] = []
         """Checkpoints that this rank has given up and others may have committed: see `commit`."""
+        self._leaving: list[KeptCheckpoint] = []
+        """Checkpoints that are to be released once they are mirrored."""
         self._undecided_ids: list[str] = []
         """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
@@ -223,9 +228,36 @@ class Saves:
         """See `Mirror.wait`."""
         self._mirror.wait(timeout_s)
 
+    @property
+    def has_leaving(self) -> bool:
+        """Whether checkpoints that have been released wait for their mirror."""
+        return bool(self._leaving)
+
+    def mirror_folder(self, whole: WholeFolder, rank: int, ranks: int, *, is_new: bool) -> None:
+        """Have the mirror copy a framework's folder behind training; see `Mirror.offer_folder`. On any thread.
+
+        What cannot be begun is logged: the folder is as good as without a mirror.
+        """
+        try:
+            saved = self._saved_in(whole, rank, ranks) if whole.checkpoint else None
+            if saved is None or saved.ranks == ranks:
+                self._mirror.offer_folder(whole, saved, is_first=rank == 0, is_new=is_new)
+        except CheckpointError as cause:
+            log.warning("%s is not mirrored: %s", whole.source(), cause)
+
+    def _saved_in(self, whole: WholeFolder, rank: int, ranks: int) -> SaveRequest:
+        """Return the checkpoint that is in a framework's folder, as this rank's to mirror."""
+        path = whole.source(whole.checkpoint)
+        commit = read_commit(open_folder(path))
+        if self.last is not None and self.last.request.id == commit.id:
+            return replace(self.last.request, path=path)
+        return SaveRequest(path, id=commit.id, rank=min(rank, commit.ranks - 1), ranks=commit.ranks)
+
     def end_mirror(self, patience_s: float) -> None:
         """See `Mirror.close`."""
         self._mirror.close(patience_s, self._settle_s)
+        for kept in self._leaving:
+            release(kept, "", missing=True, is_needed=self._mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of what was saved."""
@@ -371,10 +403,14 @@ class Saves:
             threading.Thread(target=pending.request.on_done, args=(error,), name="offload-saved", daemon=True).start()
         return save_numbers
 
-    def release(self, folder: str) -> list[int]:
+    def release(self, folder: str, *, after_mirror: bool = False) -> list[int]:
         """Release the kept checkpoint in a folder; if none is there any more, all that were saved to it.
 
         On the engine thread, with nothing pending.
+
+        Args:
+            folder: Which.
+            after_mirror: Have one that is being mirrored be released after that, at a later save.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -389,6 +425,10 @@ class Saves:
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = []
         for kept in present or candidates:
+            if after_mirror and self._mirror.has_taken(kept.id):
+                self.kept.remove(kept)
+                self._leaving.append(kept)
+                continue
             if not release(kept, "released on request", missing=not present, is_needed=self._mirror.is_needed):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
             self.kept.remove(kept)
@@ -404,9 +444,10 @@ class Saves:
             Numbers of the saves whose slots the machine is to release.
         """
         save_numbers = []
-        for checkpoints in (self.kept, self._newer):
-            for kept in [kept for kept in checkpoints if standing(kept.pin, "") is Standing.RELEASED]:
-                if release(kept, "", is_needed=self._mirror.is_needed):
+        for checkpoints in (self.kept, self._newer, self._leaving):
+            leaves = checkpoints is self._leaving
+            for kept in [kept for kept in checkpoints if leaves or standing(kept.pin, "") is Standing.RELEASED]:
+                if release(kept, "released on request", missing=leaves, is_needed=self._mirror.is_needed):
                     checkpoints.remove(kept)
                     save_numbers += [kept.save_number] if kept.save_number is not None else []
         return save_numbers

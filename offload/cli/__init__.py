@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from offload.cli import bench, check_run, export, gc, machine, plan, probe, report, settings, trace, verify
+from offload.cli import bench, check_run, export, fetch, gc, machine, plan, probe, report, settings, trace, verify
 from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
@@ -22,6 +22,7 @@ _COMMANDS = {
     "machine": machine,
     "plan": plan,
     "verify": verify,
+    "fetch": fetch,
     "export": export,
     "gc": gc,
     "trace": trace,

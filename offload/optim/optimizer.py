@@ -90,7 +90,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._auto = AutoOverlap(self._overlap.pace)
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
-        self._preemption = Preemption()
+        self.preemption = Preemption()
         self._training_thread = threading.get_ident()  # that took the last step
         if holder.is_deferred:
             self._widen_gradients(parameters)
@@ -238,7 +238,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def skip_step(self) -> None:
         """Forget gradients that have left the GPU, and end the call as `step` does; for `offload.GradScaler`."""
         self._route.forget()
-        self._preemption.after_call(self, None)
+        self.preemption.after_call(self, None)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -378,7 +378,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._training_thread = threading.get_ident()
         with self._lock:
             told = self._step()
-        self._preemption.after_call(self, told)
+        self.preemption.after_call(self, told)
         return loss
 
     def _values(self) -> list[Any]:
@@ -421,7 +421,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._overlap.pace.end_call(began_s)
         told = None
         if not self._overlap.is_pending:
-            told = self._weights.gather(self._preemption.note)
+            told = self._weights.gather(self.preemption.note)
             self._report_step()
         if self._holder.config.overlap == "auto":
             self._choose_overlap()
@@ -603,7 +603,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def commit_on_sigterm(
         self,
-        folder: str | os.PathLike[str] | None,
+        folder: str | os.PathLike[str] | Callable[[], object] | None,
         *,
         model: torch.nn.Module | None = None,
         extra: Callable[[], Any] | None = None,
@@ -621,7 +621,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         number, which is made only while this is in use. A rank that had no signal itself goes on training.
 
         Args:
-            folder: See `save_checkpoint`; given again, it replaces the one before. None: take it back.
+            folder: See `save_checkpoint`; given again, it replaces the one before. None: take it back. A function
+                saves in another way, in place of `save_checkpoint`: by all ranks, inside `step`, with this
+                optimizer's checkpoint in what it saves.
             model: See `save_checkpoint`.
             extra: Returns what `save_checkpoint` takes as `extra`. It is called inside `step`, by every rank: what a
                 training loop does after `step` has not been done then.
@@ -631,10 +633,10 @@ class OffloadedOptimizer(StatefulOptimizer):
             SessionBrokenError: The optimizer was closed.
         """
         if folder is None:
-            self._preemption.end()
+            self.preemption.end()
             return
         self._holder.check_open()
-        self._preemption.use(self, self.config, folder, model, extra)
+        self.preemption.use(self, self.config, folder, model, extra)
 
     def park(self, keep_host: bool = False, *, wait: bool = True, **sizes: Any) -> None:
         """Give memory back to the system between steps, as before a phase that needs it, until `unpark` or next use.
@@ -876,7 +878,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._weights.free_copies()
             self._overlap.after_close()
         finally:
-            self._preemption.end()
+            self.preemption.end()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self

@@ -15,6 +15,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,7 @@ from offload import combinations
 from offload.checkpoint.folder import open_folder
 from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
-from offload.optim import ranks
+from offload.optim.ranks import any_rank
 from offload.optim.stateful import StatefulOptimizer
 
 log = logging.getLogger("offload")
@@ -75,6 +76,19 @@ class SigtermHandler:
         elif main.ident is not None:
             signal.pthread_kill(main.ident, signal.SIGTERM)  # which is handled there
 
+    def commit(self, save: Callable[[], object], where: object) -> None:
+        """Save, and have the handler before told of a signal on this rank; what saving fails with is logged."""
+        log.warning("SIGTERM: committing a checkpoint to %s", where)
+        self.is_committing = True
+        try:
+            save()
+        except Exception:
+            log.exception("SIGTERM: nothing was committed to %s", where)
+        except BaseException:
+            self.is_committing = False
+            raise
+        self.pass_on()
+
     def restore(self) -> None:
         """Set the handler before again; tell it of a signal that nothing was committed for."""
         self._is_in_use = False
@@ -85,11 +99,17 @@ class SigtermHandler:
 
 
 class Preemption:
-    """Has one optimizer commit at the end of a call, once a rank has had a SIGTERM."""
+    """Has one optimizer commit at the end of a call, once a rank has had a SIGTERM.
+
+    Attributes:
+        is_late: Whether somebody else calls `commit`, after the call.
+        is_due: Whether a checkpoint is to be committed.
+    """
 
     def __init__(self) -> None:
+        self.is_late = self.is_due = False
         self._handler: SigtermHandler | None = None
-        self._folder: str | os.PathLike[str] = ""
+        self._folder: str | os.PathLike[str] | Callable[[], object] = ""
         self._extra: Callable[[], Any] | None = None
         self._model: Callable[[], torch.nn.Module | None] = _no_model
         self._restore: Callable[[], object] = tuple
@@ -98,18 +118,22 @@ class Preemption:
         self,
         optimizer: StatefulOptimizer,
         config: OffloadConfig,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | Callable[[], object],
         model: torch.nn.Module | None,
         extra: Callable[[], Any] | None,
     ) -> None:
         """See `OffloadedOptimizer.commit_on_sigterm`."""
-        if not isinstance(folder, str | os.PathLike):
+        if callable(folder):
+            if model is not None or extra is not None:
+                raise ConfigError("folder", folder, "leave model and extra out, which the function saves itself")
+        elif isinstance(folder, str | os.PathLike):
+            open_folder(folder)  # raises where the name can be none
+        else:
             raise ConfigError("folder", folder, "name a folder, or s3://bucket/prefix; None for no commits")
         if not isinstance(model, torch.nn.Module | None):
             raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
         if extra is not None and not callable(extra):
             raise ConfigError("extra", type(extra).__name__, "give a function: what it returns is saved")
-        open_folder(folder)  # raises where the name can be none
         if config.paths and not config.checkpoints:
             combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
         if self._handler is None:
@@ -125,12 +149,16 @@ class Preemption:
         self._restore()
 
     @property
+    def _name(self) -> object:
+        return "where the loop saves" if callable(self._folder) else self._folder
+
+    @property
     def note(self) -> bool | None:
         """Whether this rank has had a SIGTERM; None where that is nobody's affair."""
         return None if self._handler is None else self._handler.has_signal
 
     def after_call(self, optimizer: StatefulOptimizer, told: bool | None) -> None:
-        """Commit if a rank has had a SIGTERM, and have the handler before told of it on that rank.
+        """Commit if a rank has had a SIGTERM, and have the handler before told of it there; not if that is for later.
 
         Args:
             optimizer: Whose state is saved.
@@ -139,18 +167,22 @@ class Preemption:
         handler = self._handler
         if handler is None or not (any_rank(handler.has_signal) if told is None else told):
             return
-        log.warning("SIGTERM: committing a checkpoint to %s", self._folder)
-        handler.is_committing = True
-        try:
-            self._commit(optimizer)
-        except Exception:
-            log.exception("SIGTERM: nothing was committed to %s", self._folder)
-        except BaseException:
-            handler.is_committing = False
-            raise
-        handler.pass_on()
+        self.is_due = True
+        if not self.is_late:
+            self.commit(optimizer)
 
-    def _commit(self, optimizer: StatefulOptimizer) -> None:
+    def commit(self, optimizer: StatefulOptimizer) -> None:
+        """Commit if that is due, and have the handler before told of the signal."""
+        is_due, self.is_due = self.is_due, False
+        if is_due and self._handler is not None:
+            self._handler.commit(partial(self._save, optimizer), self._name)
+
+    def _save(self, optimizer: StatefulOptimizer) -> None:
+        if callable(self._folder):
+            self._folder()
+            optimizer.wait_checkpoint()
+            optimizer.wait_mirror()
+            return
         extra, failure = None, None
         try:
             extra = None if self._extra is None else self._extra()
@@ -165,14 +197,3 @@ class Preemption:
 
 def _no_model() -> None:
     """Return no model."""
-
-
-def any_rank(note: bool) -> bool:
-    """Return whether any rank notes something; a collective."""
-    if ranks.world()[0] == 1:
-        return note
-    has_cpu = "cpu:" in torch.distributed.get_backend_config()
-    device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
-    notes = torch.tensor([note], dtype=torch.int32, device=device)
-    torch.distributed.all_reduce(notes)
-    return bool(notes)

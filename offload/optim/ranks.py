@@ -31,6 +31,17 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
+def any_rank(note: bool) -> bool:
+    """Return whether any rank notes something; a collective."""
+    if world()[0] == 1:
+        return note
+    has_cpu = "cpu:" in torch.distributed.get_backend_config()
+    device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+    notes = torch.tensor([note], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(notes)
+    return bool(notes)
+
+
 def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter]) -> SaveRequest:
     """Agree on a save that all ranks make together.
 

@@ -24,7 +24,7 @@ from offload.checkpoint.request import SaveRequest
 from offload.config import OffloadConfig
 from offload.errors import CheckpointError, ConfigError
 from offload.layout import bare_names, matching_names
-from offload.optim import ranks
+from offload.optim import folders, ranks
 from offload.optim.groups import (
     NOT_LOADED,
     Group,
@@ -355,6 +355,27 @@ class StatefulOptimizer(torch.optim.Optimizer):
             TimeoutError: It has not been by then.
         """
         self.engine.checkpoints.wait(timeout_s)
+
+    def checkpoint_folder(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a folder is written that is one checkpoint of everything.
+
+            with optimizer.checkpoint_folder("run/step-100"):
+                torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id="run/step-100")
+                optimizer.save_checkpoint("run/step-100/optimizer")
+
+        When it ends, the checkpoint of this optimizer in it, if there is one, has been committed, all files are
+        durable, a marker says that the folder is whole, and `OffloadConfig.mirror` copies it behind training, with
+        all that is in it; see `wait_mirror`. Where an exception ends it, or a kill, the folder stays marked as one
+        that is not whole, as `offload verify` says. All ranks enter and leave it together.
+
+        Args:
+            folder: A directory, made if it is not there. Its name is that of its copy in the mirror.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or from the end, see `wait_checkpoint`.
+            OSError: From the end: a file cannot be made durable.
+        """
+        return folders.checkpoint_folder(self, os.fspath(folder))
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed; see `wait_checkpoint`.

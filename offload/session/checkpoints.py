@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from offload import combinations
+from offload import combinations, waits
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
@@ -19,6 +19,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import save_error
 from offload.checkpoint.stores import commit_to_replace
 from offload.checkpoint.takeover import manifest_in_place
+from offload.checkpoint.whole import WholeFolder
 from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
 from offload.layout import Layout
 from offload.plan.budget import CHECKPOINT_BUFFERS
@@ -98,6 +99,8 @@ class Checkpoints:
         parts = self._parts
         parts.saves.wait_for_pending()
         self._thread.check_usable()
+        if parts.saves.has_leaving:
+            self._release_now(parts.saves.release_deleted)
         parts.saves.begin(request)
         layout, index = parts.plan.layout, parts.machine.index
         # Another session's store is none that a checkpoint can name.
@@ -202,6 +205,21 @@ class Checkpoints:
         saves = self._parts.saves
         return any(save is not None and save.request.id == id for save in (saves.pending, saves.last))
 
+    def mirror_folder(self, whole: WholeFolder, rank: int = 0, ranks: int = 1, *, is_new: bool = True) -> None:
+        """Have `OffloadConfig.mirror` get a framework's folder, if there is a mirror; what cannot be begun is logged.
+
+        Its files are opened, and the folder may be deleted when this returns. It is marked as whole in the mirror
+        when all of it is there. What goes from the run's folder goes from the mirror, once this is whole there.
+
+        Args:
+            whole: The folder, which nobody writes to any more. All ranks name the same.
+            rank: This rank, of those that have saved the checkpoint in it.
+            ranks: How many these are.
+            is_new: Whether it has just been saved; else a session that was killed may have copied some of it.
+        """
+        begin = partial(self._parts.saves.mirror_folder, whole, rank, ranks, is_new=is_new)
+        waits.apart(begin, "offload-mirror-folder", lambda: f"{whole.source()} to be opened")
+
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
 
@@ -255,7 +273,7 @@ class Checkpoints:
         places = [place.path for place in config.path_configs]
         return Checkpoint(path, verify=config.checksum, paths=places, whole=False, buffers=buffers)
 
-    def release(self, path: str | os.PathLike[str]) -> None:
+    def release(self, path: str | os.PathLike[str], *, after_mirror: bool = False) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
 
         A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
@@ -263,12 +281,13 @@ class Checkpoints:
 
         Args:
             path: The folder that it was saved to.
+            after_mirror: Have one that is being mirrored be released after that, at a later save.
 
         Raises:
             CheckpointError: None in that folder is kept, or somebody is reading it.
         """
         folder = open_folder(path).path
-        self._release(lambda: self._parts.saves.release(folder))
+        self._release(lambda: self._parts.saves.release(folder, after_mirror=after_mirror))
 
     def release_deleted(self) -> None:
         """Free the slots of kept checkpoints that somebody has released with `offload.release_before_deletion`.
@@ -278,13 +297,16 @@ class Checkpoints:
         self._release(self._parts.saves.release_deleted)
 
     def _release(self, release: Callable[[], Sequence[int]]) -> None:
+        with self._thread.turn():
+            self._parts.saves.wait_for_pending()
+            self._release_now(release)
+
+    def _release_now(self, release: Callable[[], Sequence[int]]) -> None:
         def begin() -> None:
             for number in release():
                 self._parts.machine.handle(Release(number))
 
-        with self._thread.turn():
-            self._parts.saves.wait_for_pending()
-            self._thread.request(begin, needs_memory=False)
+        self._thread.request(begin, needs_memory=False)
 
     # Going on from one
 

@@ -13,7 +13,7 @@ from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.processes import Process
 from offload.protocols import Tier
-from offload.tiers.common import StoreOptions, check_new
+from offload.tiers.common import FileBytes, StoreOptions, check_new
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
 from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
@@ -126,10 +126,17 @@ class BucketFolder(Folder):
         """See `Folder.identity`."""
         return ""
 
-    def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
+    def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """See `Folder.write`."""
+        buffers = (
+            [content]
+            if isinstance(content, FileBytes)
+            else [memoryview(content)]
+            if isinstance(content, bytes)
+            else [*content]
+        )
         with saying("write", f"{self.path}/{name}"):
-            self._client.put(self._prefix + name, [memoryview(content)] if isinstance(content, bytes) else [*content])
+            self._client.put(self._prefix + name, buffers)
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""
@@ -150,7 +157,7 @@ class BucketFolder(Folder):
         self.delete(name)
 
     def walk(self) -> list[tuple[str, int]]:
-        """Return name and size of all objects below, sorted."""
+        """See `Folder.walk`."""
         with saying("list", f"{self.path}/"):
             found = self._client.sizes(self._prefix)
         return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
@@ -189,3 +196,5 @@ class BucketFolder(Folder):
             described = [key for key in keys if key.endswith(".json")]
             self._client.delete([key for key in keys if key not in described])
             self._client.delete(described)
+
+    remove_tree = remove

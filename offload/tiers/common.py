@@ -15,7 +15,15 @@ import numpy as np
 
 from offload import waits
 from offload._native import admit_slot_header, crc32c, crc32c_combine, make_slot_header
-from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
+from offload.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptRecordError,
+    TierClosedError,
+    TierError,
+    TierFullError,
+    invariant,
+)
 from offload.protocols import (
     ERROR_CHECKSUM,
     ERROR_HEADER,
@@ -35,6 +43,9 @@ SLOT_HEADER_BYTES = SECTOR_BYTES
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """System errors that mean that a path has no room: device, quota, largest file."""
+
+FILE_PIECE_BYTES = 8 << 20
+"""What is in memory at a time of a file that is copied to a directory."""
 
 _CORRUPT = {
     ERROR_HEADER: "the slot's header is damaged or belongs to another tile, step or store",
@@ -60,6 +71,39 @@ class Turns:
     holders: int = 1
     turn_bytes: int = 64 << 20
     report_after_s: float = waits.QUIET_S
+
+
+class FileBytes:
+    """The content of an open file as if it were in memory: each part is read when somebody wants it.
+
+    Args:
+        descriptor: Of the file; stays the caller's.
+        nbytes: Its size.
+
+    Raises:
+        CheckpointError: From any read, if the file has become shorter.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._descriptor, self._nbytes = descriptor, nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, part: slice) -> memoryview:
+        start, stop, _ = part.indices(self._nbytes)
+        content = memoryview(bytearray(stop - start))
+        done = 0
+        while done < len(content):
+            read = os.preadv(self._descriptor, [content[done:]], start + done)
+            if not read:
+                raise CheckpointError("it became shorter while it was copied")
+            done += read
+        return content
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for start in range(0, self._nbytes, FILE_PIECE_BYTES):
+            yield self[start : start + FILE_PIECE_BYTES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

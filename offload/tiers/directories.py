@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import uuid
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from offload._native import CompletionQueue, IoThreads, StoreFile
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.protocols import SECTOR_BYTES, Tier, TileRequest
 from offload.tiers.asyncfile import supports_direct
-from offload.tiers.common import Owned, StoreOptions, check_new
+from offload.tiers.common import FileBytes, Owned, StoreOptions, check_new
 from offload.tiers.file import DEFAULT_PIECE_BYTES, FileTier
 from offload.tiers.filesystem import (
     LOCK_NAME,
@@ -217,7 +218,7 @@ class DirectoryFolder(Folder):
             return str(os.stat(self.path).st_ino)
         return ""
 
-    def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
+    def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """See `Folder.write`."""
         temporary = begun or f"{TEMPORARY}{uuid.uuid4().hex}"
         with saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
@@ -234,6 +235,15 @@ class DirectoryFolder(Folder):
         with saying("list", f"{self.path}/"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(name for name in os.listdir(self._root) if not name.startswith(TEMPORARY))
         return []
+
+    def walk(self) -> list[tuple[str, int]]:
+        """See `Folder.walk`."""
+        found = []
+        with saying("list", f"{self.path}/"):
+            for path in self._root.rglob("*"):
+                if path.is_file() and not path.name.startswith(TEMPORARY):
+                    found.append((path.relative_to(self._root).as_posix(), path.stat().st_size))
+        return sorted(found)
 
     def prepare(self) -> None:
         """See `Folder.prepare`."""
@@ -290,6 +300,12 @@ class DirectoryFolder(Folder):
             # The lock goes last: what is left without one goes only if it is empty.
             files.delete([*(name for name in names if name.startswith(TEMPORARY)), *STORE_FILES])
             files.remove()
+
+    def remove_tree(self) -> None:
+        """See `Folder.remove_tree`."""
+        with saying("delete", f"{self.label}/"), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.label)
+            sync_directory(self._root.parent)
 
     def remove_empty(self) -> bool:
         """See `Folder.remove_empty`."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from offload.errors import ConfigError, TravellingError
+from offload.tiers.common import FileBytes
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -136,7 +137,7 @@ class ObjectClient(Protocol):
         Of a smaller object the rest of the buffers is left alone, of a larger one the rest of the object.
         """
 
-    def put(self, key: str, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
         """Make an object of `buffers`, one after the other; whole or not at all.
 
         Args:
@@ -324,7 +325,7 @@ class S3Client:
         """See `ObjectClient.get_into`."""
         return self._try(f"get {key}", lambda: self._get(key, buffers))
 
-    def put(self, key: str, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
+    def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
         """See `ObjectClient.put`."""
         whole = sum(len(buffer) for buffer in buffers)
         if whole > self._multipart_bytes:
@@ -521,7 +522,11 @@ class S3Client:
         return self._exchange(what, "get_object", {"Key": key}, talk, room)
 
     def _send(
-        self, method: str, arguments: dict[str, Any], buffers: Sequence[memoryview], headers: dict[str, str]
+        self,
+        method: str,
+        arguments: dict[str, Any],
+        buffers: Sequence[memoryview | FileBytes],
+        headers: dict[str, str],
     ) -> str:
         """Send one object or part; return its ETag. One attempt."""
         what = f"put {arguments['Key']}"
@@ -556,7 +561,7 @@ class S3Client:
 
         return self._exchange(what, method, arguments, talk, nbytes)
 
-    def _put_parts(self, key: str, buffers: Sequence[memoryview], whole: int) -> None:
+    def _put_parts(self, key: str, buffers: Sequence[memoryview | FileBytes], whole: int) -> None:
         upload = self._ask(f"put {key}", "create_multipart_upload", Key=key)["UploadId"]
         try:
             parts = []
@@ -583,7 +588,7 @@ class S3Client:
             raise
 
 
-def _cut(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+def _cut(buffers: Sequence[memoryview | FileBytes], start: int, stop: int) -> list[memoryview]:
     """Return bytes `start` to `stop` of what `buffers` hold one after the other."""
     pieces = []
     for buffer in buffers:

@@ -10,7 +10,7 @@ from typing import Protocol
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.protocols import Tier
-from offload.tiers.common import StoreOptions
+from offload.tiers.common import FileBytes, StoreOptions
 from offload.tiers.filesystem import UNLIMITED_BYTES
 from offload.tiers.objects import ObjectError
 
@@ -67,7 +67,7 @@ class Folder(Protocol):
     def identity(self) -> str:
         """Return what tells this folder from others on its device, copies of it included; "" where nothing does."""
 
-    def write(self, name: str, content: bytes | Iterable[memoryview], *, begun: str = "") -> None:
+    def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile.
 
         Where there are locks a file `begun`, if one is named, goes in the same moment in which this one comes.
@@ -78,6 +78,9 @@ class Folder(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all whole files, sorted."""
+
+    def walk(self) -> list[tuple[str, int]]:
+        """Return name and size in bytes of all files below, sorted; names have slashes between their parts."""
 
     def prepare(self) -> None:
         """Make the folder if it is not there, and find out whether it can be written."""
@@ -104,6 +107,9 @@ class Folder(Protocol):
 
     def remove(self) -> None:
         """Delete the files that stores are made of, and the folder; where there are locks, the caller has it."""
+
+    def remove_tree(self) -> None:
+        """Delete the folder with all that is below it; a link stays, and is an error."""
 
     def remove_empty(self) -> bool:
         """Delete a folder that holds nothing, without its lock; return whether it is gone."""

@@ -19,7 +19,8 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 import offload
-from offload.integrations.accelerate import enable, prepared
+from offload.integrations.accelerate import enable
+from offload.optim import folders
 
 SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
@@ -28,8 +29,8 @@ def main(folder: str, steps: int, *rest: str) -> None:
     options = {name: json.loads(value) for name, _, value in (each.partition("=") for each in rest) if value}
     naming = {"automatic_checkpoint_naming": True, "total_limit": options.get("limit")}
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, **naming))
-    end, killed = prepared.mark_whole, f"_{options.get('kill_saving')}"
-    prepared.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(killed) else end(at)
+    end, killed = folders.mark_whole, f"_{options.get('kill_saving')}"
+    folders.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(killed) else end(at)
     path = Path(folder) / "path"
     path.mkdir(exist_ok=True, parents=True)
     torch.manual_seed(0)

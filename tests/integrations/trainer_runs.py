@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import offload.integrations.transformers as offload_transformers
-from offload.integrations.transformers import saving
+from offload.optim import folders
 
 SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
@@ -68,8 +68,8 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     config = {**SETTINGS, "paths": [path], "overlap": options.pop("overlap", "off")}
     activations = options.pop("activations", None)
     offload_transformers.enable(config, activation_memory=activations, commit_on_sigterm=term > 0)
-    end = saving.mark_whole
-    saving.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(f"-{killed}") else end(at)
+    end = folders.mark_whole
+    folders.mark_whole = lambda at: os.kill(os.getpid(), signal.SIGKILL) if at.endswith(f"-{killed}") else end(at)
     args = TrainingArguments(
         output_dir=folder,
         optim=optim,

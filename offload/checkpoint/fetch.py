@@ -1,0 +1,123 @@
+"""Brings a framework's folder back from a mirror, to a machine that may have nothing else."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from offload.checkpoint.contents import read_commit
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import COMMIT_NAME
+from offload.checkpoint.marker import BEGUN, WHOLE, Mark, mark_begun, mark_in, mark_whole
+from offload.checkpoint.mirror import Part, PartCopy
+from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.request import SaveRequest
+from offload.errors import CheckpointError
+
+FETCHED = ".fetched"
+"""The end of the name of a file that is not whole yet."""
+
+
+def find_whole(mirror: str) -> list[str]:
+    """Return the names of the folders that are whole in a mirror, in the order in which they became so.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    names = {name for name, _ in open_folder(mirror).walk()}
+    folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{WHOLE}")]
+    whole = [name for name in folders if f"{name}/{BEGUN}" not in names]
+    return sorted(whole, key=lambda name: (mark_in(open_folder(f"{mirror}/{name}"))[1].whole_s, name))
+
+
+def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object] = lambda done, total: None) -> None:
+    """Copy a folder from a mirror to a run's folder, as the framework has written it.
+
+    Args:
+        mirror: Directory, or "s3://bucket/prefix".
+        name: Of the folder in it.
+        above: The run's folder, a directory, made if it is not there.
+        show: Is told how many bytes of how many are there.
+
+    Raises:
+        CheckpointError: It is not whole there, or something here would be replaced, or cannot be written; what has
+            been copied is marked as not whole.
+    """
+    source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
+    mark, marker = mark_in(source)
+    if mark is not Mark.WHOLE:
+        raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
+    beside = [file for file in marker.files if not file.startswith(f"{name}/")]
+    if (os.path.isdir(target) and os.listdir(target)) or any(".." in file.split("/") for file in (name, *beside)):
+        raise CheckpointError(f"{target} is there already: name another folder, or delete it")
+    for file in beside:
+        if os.path.lexists(os.path.join(above, file)):
+            raise CheckpointError(f"{os.path.join(above, file)} is there already: name another folder")
+    files = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
+    places = [file.removesuffix(COMMIT_NAME) for file, _ in files if os.path.basename(file) == COMMIT_NAME]
+    total = sum(nbytes for _, nbytes in files)
+    done = 0
+    mark_begun(target)
+    for place in places:
+        ours = f"{name}/{place}".rstrip("/")
+        _fetch_checkpoint(f"{mirror}/{ours}", os.path.join(above, ours))
+        done += sum(nbytes for file, nbytes in files if file.startswith(place))
+        show(done, total)
+    for file, nbytes in files:
+        if not file.startswith(tuple(places)):
+            _fetch_file(f"{mirror}/{name}/{file}", os.path.join(target, file), nbytes)
+            done += nbytes
+            show(done, total)
+    for file in beside:
+        _fetch_file(f"{mirror}/{file}", os.path.join(above, file), marker.files[file][0])
+    mark_whole(target)
+
+
+def _fetch_file(source: str, target: str, nbytes: int) -> None:
+    place, _, last = source.rpartition("/")
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with open(f"{target}{FETCHED}", "w+b") as file:
+        file.truncate(nbytes)
+        if nbytes:
+            with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
+                open_folder(place).read_into(last, [whole])
+    os.rename(f"{target}{FETCHED}", target)
+
+
+def _fetch_checkpoint(source: str, target: str) -> None:
+    """Copy a checkpoint of ours, all ranks' parts."""
+    commit = read_commit(open_folder(source))
+    requests = [
+        SaveRequest(target, copy=True, id=commit.id, rank=rank, ranks=commit.ranks) for rank in range(commit.ranks)
+    ]
+    with ExitStack() as ends:
+        copies = []
+        for request in requests:  # the first one's progress is what the others look for
+            part = (request.id, request.rank, request.ranks)
+            opened = ends.enter_context(Checkpoint(source, part=part))
+            copies.append(copy := PartCopy(Part(request, source, is_new=True), opened, "auto"))
+            copy.part.folder.prepare()
+            copy.begin()
+            ends.callback(copy.close)
+            for _ in copy.copy():
+                pass
+        _commit(copies)
+
+
+def _commit(copies: Sequence[PartCopy]) -> None:
+    """Commit the parts of all ranks, each of which waits for others."""
+
+    def commit(copy: PartCopy) -> None:
+        try:
+            copy.commit(copy.source.extra(0), threading.Event())
+        except BaseException:
+            copy.part.note_failure()
+            raise
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        for ended in [pool.submit(commit, copy) for copy in copies]:
+            ended.result()

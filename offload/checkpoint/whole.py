@@ -1,0 +1,224 @@
+"""A framework's folder as a mirror copies it: whole, with the checkpoint of ours in it, while training goes on.
+
+Files are opened when the save has ended, so that neither the framework, which deletes old folders, nor the copy
+waits for the other. In the mirror a folder is marked as it is in the run's (`marker`); while it is copied the marker
+has the files that are durable there, by size and time of change, so that whoever goes on after a crash copies the
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_in
+from offload.errors import CheckpointError
+from offload.processes import Process
+from offload.tiers.common import FileBytes
+from offload.tiers.place import TEMPORARY, Folder
+
+MOST_OPEN = 256
+"""Files that are open at a time; of a folder with more, those beyond are opened when their turn comes."""
+
+
+UNFINISHED = ".offload-"
+"""How the names of folders begin in which what is not finished lies."""
+
+
+@dataclass(frozen=True)
+class WholeFolder:
+    """A folder that a framework has written.
+
+    Names are relative to the run's folder, as they are in the mirror to that.
+
+    Attributes:
+        above: The run's folder.
+        name: Of the folder, in which the marker lies.
+        checkpoint: Of the folder with a checkpoint of ours, which is copied as such; "" for none.
+        beside: Files that belong to it and lie elsewhere in the run's folder: copied last, in this order.
+    """
+
+    above: str
+    name: str
+    checkpoint: str = ""
+    beside: Sequence[str] = ()
+
+    def source(self, name: str = "") -> str:
+        """Return where something lies; the folder itself if nothing is named."""
+        return os.path.join(self.above, name or self.name)
+
+    def files(self) -> list[str]:
+        """Return the names of all its files, sorted, the checkpoint's not among them."""
+        found = []
+        for above, names, files in os.walk(self.source()):
+            inside = os.path.relpath(above, self.above)
+            names[:] = [name for name in names if not name.startswith(UNFINISHED)]
+            if inside == self.checkpoint:
+                names.clear()
+            else:
+                found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
+        return [*sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)}), *self.beside]
+
+
+@dataclass(slots=True)
+class _File:
+    """A file to copy.
+
+    Attributes:
+        path: Where it lies.
+        descriptor: Of it; -1 while it is not open.
+        state: Size in bytes, and time of the last change in ns.
+    """
+
+    path: str
+    descriptor: int = -1
+    state: tuple[int, int] = (0, 0)
+
+    def open(self) -> bool:
+        """Open it; return whether it is something that can be copied."""
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.state = self._state()
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            self.close()
+        return self.descriptor >= 0
+
+    def write_to(self, folder: Folder) -> None:
+        """Copy it; it is durable when this returns, as it was when it was opened."""
+        folder.write(os.path.basename(self.path), FileBytes(self.descriptor, self.state[0]))
+        if self._state() != self.state:
+            raise CheckpointError(f"{self.path} was changed while it was copied")
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self.descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
+class FolderCopy:
+    """The work on one folder's files: `begin`, every file of `copy`, `commit`; then `close`.
+
+    Args:
+        whole: The folder; its files are opened.
+        mirror: Directory or prefix of a bucket that has the run's folder.
+
+    Raises:
+        OSError: A file cannot be opened.
+    """
+
+    def __init__(self, whole: WholeFolder, mirror: str) -> None:
+        self.whole = whole
+        self.target = f"{mirror}/{whole.name}"
+        self.mirror = mirror
+        self._copied: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, _File] = {}
+        try:
+            for name in whole.files():
+                file = _File(whole.source(name))
+                with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
+                    if len(self._files) >= MOST_OPEN or file.open():
+                        self._files[name] = file
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> bool:
+        """Find out what is there already, and mark the folder there as one that is not whole; False if it is."""
+        folder = open_folder(self.target)
+        mark, marker = mark_in(folder)
+        known = {name: state for name, state in marker.files.items() if self._is_same(name, state)}
+        if mark is Mark.WHOLE and known.keys() == self._files.keys():
+            return False
+        folder.prepare()
+        self._copied = known if mark is Mark.BEGUN else {}
+        self._note(folder)
+        folder.delete(WHOLE)
+        for name in marker.files.keys() - self._files.keys():  # of another folder of that name
+            if name.startswith(f"{self.whole.name}/"):
+                place, last = os.path.split(name)
+                open_folder(f"{self.mirror}/{place}").delete(last)
+        return True
+
+    def _is_same(self, name: str, state: tuple[int, int]) -> bool:
+        file = self._files.get(name)
+        if file is not None and file.descriptor < 0:
+            with contextlib.suppress(OSError):
+                found = os.stat(file.path)
+                return (found.st_size, found.st_mtime_ns) == state
+        return file is not None and file.state == state
+
+    def _note(self, folder: Folder) -> None:
+        folder.write(BEGUN, Marker(Process.this(), self._copied).encode())
+
+    def copy(self) -> Iterator[int]:
+        """Copy the files that are missing; yield the bytes of each once it is durable."""
+        marked, folders = open_folder(self.target), dict[str, Folder]()
+        for name, file in self._files.items():
+            if name in self._copied or (file.descriptor < 0 and not file.open()):
+                continue
+            place = f"{self.mirror}/{os.path.dirname(name)}".rstrip("/")
+            if place not in folders:
+                folders[place] = open_folder(place)
+                folders[place].prepare()
+            file.write_to(folders[place])
+            file.close()
+            self._copied[name] = file.state
+            self._note(marked)
+            yield file.state[0]
+
+    def commit(self) -> None:
+        """Mark the folder there as whole."""
+        folder = open_folder(self.target)
+        folder.write(WHOLE, Marker(None, self._copied, time.time()).encode())
+        folder.delete(BEGUN)
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        for file in self._files.values():
+            file.close()
+
+
+def delete_copy(whole: WholeFolder, mirror: str) -> None:
+    """Delete from a mirror a folder that is gone, and the files beside it that are, unless no mirror has made it.
+
+    Raises:
+        OffloadError: Something could not be deleted.
+    """
+    folder = open_folder(f"{mirror}/{whole.name}")
+    mark, marker = mark_in(folder)
+    if mark is Mark.NONE:
+        return
+    folder.write(BEGUN, Marker(Process.this(), {}).encode())
+    for name in marker.files:
+        is_beside = not name.startswith(f"{whole.name}/") and ".." not in name.split("/")
+        if is_beside and not os.path.lexists(whole.source(name)):
+            place, _, last = f"{mirror}/{name}".rpartition("/")
+            open_folder(place).delete(last)
+    folder.remove_tree()
+
+
+class Seen:
+    """What runs' folders have held, to find out what has gone from them while this session looked."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, set[str]] = {}
+
+    def note(self, whole: WholeFolder) -> None:
+        """Take note of what is in the run's folder of one."""
+        with contextlib.suppress(OSError):
+            self._names.setdefault(whole.above, set()).update(os.listdir(whole.above))
+
+    def gone(self, whole: WholeFolder) -> list[WholeFolder]:
+        """Return the folders beside one that have gone since they were noted; each once."""
+        noted, (_, slash, rest) = self._names.get(whole.above, set()), whole.name.partition("/")
+        found = {name for name in noted if not os.path.lexists(os.path.join(whole.above, name))}
+        noted -= found
+        return [WholeFolder(whole.above, name + slash + rest) for name in sorted(found)]

@@ -1,0 +1,56 @@
+"""`offload fetch`: brings a checkpoint with all of its files back from a mirror."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import closing
+from typing import Any
+
+from offload.cli.progress import Progress
+from offload.cli.values import add_output, add_value, parse_path, tell
+from offload.errors import CheckpointError
+from offload.units import format_bytes
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `fetch` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "fetch",
+        help="bring a trainer's whole checkpoint back from a mirror",
+        description="Copy a checkpoint with all of its files from a mirror (OffloadConfig.mirror) into a run's "
+        "folder, from which the framework resumes as from its own. One that is not whole there is no checkpoint.",
+    )
+    add_value(parser, "MIRROR", parse_path, 'directory or "s3://bucket/prefix" that was given as the mirror')
+    add_value(parser, "FOLDER", parse_path, "the run's folder, made if it is not there")
+    parser.add_argument("--name", metavar="NAME", help="which checkpoint of the mirror; the last one is the default")
+    add_output(parser, "print the outcome as JSON", "print nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Copy it, and say what was copied.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        CheckpointError: Nothing is whole there, or it cannot be copied.
+    """
+    from offload.checkpoint.fetch import fetch, find_whole
+
+    mirror = arguments.mirror.rstrip("/")
+    names = [arguments.name] if arguments.name else find_whole(mirror)
+    if not names:
+        raise CheckpointError(f"{mirror} has no checkpoint that is whole")
+    name, nbytes = names[-1], 0
+    with closing(Progress(1, title="fetch", quiet=arguments.quiet, unit="B", after_s=5.0)) as progress:
+
+        def show(done: int, total: int) -> None:
+            nonlocal nbytes
+            nbytes = done
+            progress.show(done, total, name)
+
+        fetch(mirror, name, arguments.folder, show)
+    target = os.path.join(arguments.folder, name)
+    tell(arguments, {"checkpoint": target, "bytes": nbytes}, f"{target}: {format_bytes(nbytes)}")
+    return 0
