@@ -37,9 +37,8 @@ READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "PYTHON")
 ANY = ("PYTHONPATH", "PYTHONWARNINGS", "OMP_WAIT_POLICY")
 """Those whose values may differ from the server's: path and warnings are changed, and of one thread none waits."""
 FORCED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-
-
 TRACKER = "from multiprocessing.resource_tracker import"
+"""How the code begins that tracks `multiprocessing`'s resources."""
 MOST_FILES = 250
 """That can be sent at once."""
 
