@@ -31,8 +31,6 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 get_accelerator().is_fp16_supported = lambda: True
 deepspeed.utils.logger.setLevel("ERROR")
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 class ReferenceAdam(torch.optim.Optimizer):
     """The update that `offload.kernels.reference` defines, as an optimizer for stock DeepSpeed."""
@@ -120,6 +118,9 @@ class Net(torch.nn.Module):
             x = x + self.branch(x)
         return torch.nn.functional.cross_entropy(self.head(x).float().view(-1, 37), tokens.roll(1, -1).view(-1))
 
+    def batch(self, draws: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, 37, (2, 9), generator=draws)
+
 
 class Given(torch.nn.Module):
     """Weights whose gradients are drawn from the step's number alone: exact on every device."""
@@ -150,10 +151,13 @@ class Deep(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(5)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.float().square().mean()
+
+    def batch(self, draws: torch.Generator) -> torch.Tensor:
+        return torch.randn((4, self.WIDTH), generator=draws).to(self.layers[0].weight.dtype)
 
 
 @dataclass
@@ -259,12 +263,11 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
 
 
 def micro_batch(engine: Any, step: int, micro: int) -> torch.Tensor:
-    """Return tokens that depend on step, micro-step and rank only."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
-    tokens = torch.randint(0, 37, (2, 9), generator=generator)
+    """Return what the model is given, which depends on step, micro-step and rank only."""
+    drawn = engine.module.batch(torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank))
     if engine.device.type == "cpu":
-        return tokens
-    return tokens.pin_memory().to(engine.device, non_blocking=True)  # else the host would wait for the accelerator
+        return drawn
+    return drawn.pin_memory().to(engine.device, non_blocking=True)  # else the host would wait for the accelerator
 
 
 def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> list[tuple[Any, ...]]:
@@ -283,7 +286,10 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
     return [(loss.item(), *others) for loss, *others in seen]  # not before: nothing is to wait for an accelerator
 
 
-def state_of(engine: Any, moments: Sequence[str] = ("exp_avg", "exp_avg_sq")) -> dict[str, torch.Tensor]:
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_of(engine: Any, moments: Sequence[str] = MOMENTS) -> dict[str, torch.Tensor]:
     """Return weights, masters and moments by name, on the CPU; the same on every rank."""
     found: dict[str, torch.Tensor] = {}
     # Stock ZeRO-1 and 2 do not find the moments of a second parameter group.
@@ -309,13 +315,39 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert not different, f"different: {different}"
 
 
-def assert_equals_stock(case: Case, **arguments: Any) -> list[tuple[Any, ...]]:
-    """Train with and without us; everything that can be seen must be the same."""
-    with training(case, ours=False, **arguments) as engine:
-        expected = train(engine, case), state_of(engine)
-    with training(case, ours=True, **arguments) as engine:
-        found = train(engine, case), state_of(engine)
-    for step, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
-        assert mine == theirs, f"step {step}: {mine} is not stock's {theirs}"
-    assert_same(found[1], expected[1])
-    return found[0]
+Seen = tuple[list[Any], dict[str, torch.Tensor]]
+"""What can be seen of each step, and the last state."""
+
+
+def trained(
+    engine: Any, case: Case, first: int = 0, steps: int | None = None, moments: Sequence[str] = MOMENTS
+) -> Seen:
+    """Train; see `train` and `state_of`."""
+    return train(engine, case, first, steps), state_of(engine, moments)
+
+
+def assert_same_runs(expected: Seen, *others: Seen) -> None:
+    """Check that trainings have gone the same way, to the last bit."""
+    for steps, state in others:
+        for step, (mine, theirs) in enumerate(zip(steps, expected[0], strict=True)):
+            assert mine == theirs, f"step {step}: {mine} is not {theirs}"
+        assert_same(state, expected[1])
+
+
+def assert_equals_stock(
+    case: Case, act: Callable[[Any], Any] | None = None, model: Callable[[], Any] | None = None
+) -> list[Any]:
+    """Do the same with and without us; everything that can be seen must be the same.
+
+    Args:
+        case: What to train.
+        act: Does it, and returns what is to be compared beside the state; None to train.
+        model: Makes what to train instead of the case's.
+    """
+    seen: list[Seen] = []
+    for ours in (False, True):
+        with training(case, ours=ours, model=model and model()) as engine:
+            steps = train(engine, case) if act is None else act(engine)
+            seen.append((steps or [], state_of(engine)))
+    assert_same_runs(*seen)
+    return seen[1][0]
