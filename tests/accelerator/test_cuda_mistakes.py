@@ -9,9 +9,8 @@ from pathlib import Path
 
 import prepared
 import pytest
-from skips import NO_SKIPS
 
-from accelerator import build
+from accelerator import processes
 from accelerator.cuda_mistakes import CUDA_MISTAKES, CudaMistake
 
 FAILED = 1
@@ -37,12 +36,7 @@ def elsewhere() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def on_the_accelerator() -> dict[str, int]:
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        if NO_SKIPS in os.environ:
-            raise
-        pytest.skip(str(error))
+    processes.needed()
     return ends(True)
 
 

@@ -140,16 +140,11 @@ VECTORS = ("bias", "gain", "shift", "twist", "lift", "tilt")
 
 
 class Net(torch.nn.Module):
-    """Layers of a matrix and small vectors, whose gradients depend on weights.
-
-    Attributes:
-        streams: On which layers are, in turns; empty for the current one.
-    """
+    """Layers of a matrix and small vectors, whose gradients depend on weights."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, seed: int = 7) -> None:
         super().__init__()
         generator = torch.Generator("cpu").manual_seed(seed)
-        self.streams: list[Any] = []
         self.layers = torch.nn.ModuleList(Layer() for _ in range(DEPTH))
         for layer in self.layers:
             for name in ("matrix", *VECTORS):
@@ -158,9 +153,8 @@ class Net(torch.nn.Module):
                 setattr(layer, name, torch.nn.Parameter(drawn.to(dtype)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            with working(self.streams[number % len(self.streams)] if self.streams else None):
-                x = layer(x)
+        for layer in self.layers:
+            x = layer(x)
         return x.float().sum() / 64
 
 
