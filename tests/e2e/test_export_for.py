@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -386,19 +386,8 @@ def test_two_exports_to_one_folder_do_not_mix(tmp_path: Path) -> None:
         pass
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """Half a megabyte."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("no such mounts here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def test_a_full_disk(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(mounted: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = mounted("tmpfs", "size=512k")
     with offload.AdamW([torch.nn.Parameter(torch.zeros(100_000))], offload=CONFIG) as optimizer:
         step(optimizer, 0)
         saved(optimizer, tmp_path / "ck")
