@@ -52,8 +52,7 @@ from deepspeed_runs import (
     Deep,
     Given,
     Net,
-    ReferenceAdam,
-    ReferenceLion,
+    Reference,
     assert_equals_stock,
     assert_same,
     assert_same_runs,
@@ -172,7 +171,7 @@ def lion_equals_its_definition(folder: Path) -> None:
     for stage, dtype in ((1, "fp32"), (2, "bf16"), (3, "bf16")):
         case = Case(stage, dtype, offload=paths(folder))
         ours = dataclasses.replace(case, config={"optimizer": {"type": "Lion", "params": lion}})
-        with training(case, ours=False, optimizer=lambda given: ReferenceLion(given, **lion)) as engine:
+        with training(case, ours=False, optimizer=lambda given: Reference(given, "lion", **lion)) as engine:
             expected = trained(engine, case, moments=moments)
         with training(ours, ours=True) as engine:
             assert_same_runs(expected, trained(engine, ours, moments=moments))
@@ -317,7 +316,7 @@ def client_optimizers_are_taken_over(folder: Path) -> None:
 @check
 def user_scheduler_sets_the_rate_of_each_step(folder: Path) -> None:
     seen, case = [], Case(3, offload=paths(folder))
-    for kind in (ReferenceAdam, torch.optim.AdamW):
+    for kind in (Reference, torch.optim.AdamW):
         made = []
 
         def maker(parameters: Any, kind: Any = kind, made: list[Any] = made) -> Any:
@@ -1477,7 +1476,7 @@ def nothing_changes_without_our_object(folder: Path) -> None:
     offload_deepspeed.enable()
     offload_deepspeed.enable()
     case = Case(3, config=UNTESTED)
-    assert made(case, {}, client=ReferenceAdam) == STOCK
+    assert made(case, {}, client=Reference) == STOCK
     assert made(case, {"optimizer": {"type": "Adam"}, "multi_tier_offload": {}}, client=None) == OURS
     offload_deepspeed.disable()
     offload_deepspeed.disable()
@@ -2026,6 +2025,5 @@ def run(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = map(str, (*Path(__file__).parents[:2], Path(__file__).parents[1] / "e2e"))
     faulthandler.enable()  # a crash says where
     run(Path(sys.argv[1]), sys.argv[2:])

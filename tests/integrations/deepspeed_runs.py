@@ -1,15 +1,17 @@
 """Small trainings under DeepSpeed, with our backend and without it, for checks that run inside worker processes.
 
-Stock DeepSpeed is given an optimizer that computes what `offload.kernels.reference` defines, so everything else being
-equal (reductions, norms, clipping, loss scale, schedules) the two agree bit for bit.
+Stock DeepSpeed is given an optimizer that computes what `loop.py` says, so everything else being equal (reductions,
+norms, clipping, loss scale, schedules) the two agree bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import offload.integrations.deepspeed as offload_deepspeed
-from offload.kernels import reference
-from offload.protocols import SegmentFlag
-from offload.rules import LION
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("", "e2e")]
+from loop import RULES, updated
 
 # DeepSpeed would compile its shared-memory collectives at first use.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -32,60 +34,26 @@ get_accelerator().is_fp16_supported = lambda: True
 deepspeed.utils.logger.setLevel("ERROR")
 
 
-class ReferenceAdam(torch.optim.Optimizer):
-    """The update that `offload.kernels.reference` defines, as an optimizer for stock DeepSpeed."""
+class Reference(torch.optim.Optimizer):
+    """The updates that `loop.updated` defines, as an optimizer for stock DeepSpeed."""
 
-    def __init__(self, params: Any, decoupled: bool = True, **settings: Any) -> None:
+    def __init__(self, params: Any, rule: str = "adamw", **settings: Any) -> None:
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
-        self.decoupled = decoupled
+        self.rule = rule
         super().__init__(params, {**defaults, **settings})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = self.state[master]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
-                state["step"] = int(state["step"]) + 1
-                scalars = reference.scalars(
-                    state["step"],
-                    lr=float(group["lr"]),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=self.decoupled,
-                )
-                flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if self.decoupled else 0)
-                reference.update(
-                    reference.SegmentTensors(
-                        master.data, (state["exp_avg"], state["exp_avg_sq"]), master.grad, None, flags, scalars
-                    )
-                )
-
-
-class ReferenceLion(torch.optim.Optimizer):
-    """The same of Lion."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, {**LION.defaults, **settings})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
             for master in (p for p in group["params"] if p.grad is not None):
-                state = self.state[master]
+                state, names = self.state[master], RULES[self.rule][1]
                 if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(master))
+                    state.update(step=0, **{name: torch.zeros_like(master) for name in names})
                 state["step"] = int(state["step"]) + 1
-                row = LION.row(state["step"], LION.values(group), 1.0)
-                flags = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
-                segment = reference.SegmentTensors(
-                    master.data, [state["exp_avg"]], master.grad, None, flags, row, LION
-                )
-                reference.update(segment)
+                kept = master.data, *(state[name] for name in names)
+                after = updated(self.rule, group, state["step"], master.grad, *kept).values()
+                for tensor, new in zip(kept, after, strict=True):
+                    tensor.copy_(new)
 
 
 class Net(torch.nn.Module):
@@ -248,7 +216,7 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
     elif ours:
         config.setdefault("optimizer", {"type": "AdamW", "params": dict(ADAM)})
     else:
-        client = ReferenceAdam(parameters, **ADAM) if optimizer is None else optimizer(parameters)
+        client = Reference(parameters, **ADAM) if optimizer is None else optimizer(parameters)
         config["zero_force_ds_cpu_optimizer"] = False
         config["zero_allow_untested_optimizer"] = True
     if ours:
