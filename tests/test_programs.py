@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,7 @@ def test_many_programs(first: int) -> None:
 def test_programs_that_are_killed(first: int) -> None:
     """In a process of its own, which forks while it has one thread."""
     command = [prepared.python(), str(Path(programs.__file__)), "--kills", "--programs", "20", "--from", str(first)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prepared.ran(command)
 
 
 TRAINS: list[tuple[str, Any]] = [("pass", (1, [0, 1], "", False)), ("step", (None, "ours"))]

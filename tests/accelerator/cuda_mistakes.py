@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accelerator.mistakes import given, in_device, instead
+from accelerator.mistakes import Planted, given, in_device, instead
 from offload import backends
 from offload.device import accelerator
 from offload.device.lanes import GpuLanes
@@ -26,24 +26,16 @@ from offload.kernels import gpu
 
 
 @dataclass(frozen=True)
-class CudaMistake:
-    """One mistake.
+class CudaMistake(Planted):
+    """One that no training shows.
 
     Attributes:
-        name: For reports.
-        wrong: What is done wrong.
-        on_a_gpu: What a real one would make of it.
-        plant: Makes it, as long as the context lasts.
         found_by: The test that finds it.
         before: The test that found it before any test was written for it; "" if none did.
         is_late: Whether `found_by` runs on the test accelerator.
     """
 
-    name: str
-    wrong: str
-    on_a_gpu: str
-    plant: Callable[[], AbstractContextManager[Any]]
-    found_by: str = ""
+    found_by: str
     before: str = ""
     is_late: bool = False
 
@@ -249,8 +241,3 @@ MADE = (
 """What was made with the product in view, before a test was written for any of these."""
 
 CUDA_MISTAKES = READ + MADE
-
-
-def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Return what can be planted, by name."""
-    return {mistake.name: mistake.plant for mistake in CUDA_MISTAKES}

@@ -91,23 +91,32 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """One mistake.
+class Planted:
+    """A mistake.
 
     Attributes:
         name: For reports.
         wrong: What is done wrong.
         on_a_gpu: What a real one would make of it.
         plant: Makes it, as long as the context lasts.
-        workload: The training that finds it.
-        shows: How it gives itself away here.
-        quick: Whether `make test` looks for it.
     """
 
     name: str
     wrong: str
     on_a_gpu: str
     plant: Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Mistake(Planted):
+    """One that a training finds.
+
+    Attributes:
+        workload: Which.
+        shows: How it gives itself away here.
+        quick: Whether `make test` looks for it.
+    """
+
     workload: str
     shows: Shows = Shows.BITS
     quick: bool = False

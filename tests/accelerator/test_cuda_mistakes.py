@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import prepared
@@ -24,8 +23,7 @@ def ends(is_late: bool) -> dict[str, int]:
     program = [prepared.python(), "-m", "accelerator.planted", *names]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "LATE_"))}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ended = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    ended = prepared.ran(program, env=variables)
     return dict(json.loads(line) for line in ended.stdout.splitlines())
 
 

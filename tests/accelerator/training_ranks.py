@@ -5,8 +5,7 @@ training_ranks.py FOLDER [[KIND,KEEPS,PLACEMENT,OVERLAP],...]
 
 from __future__ import annotations
 
-import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from accelerator import late
+from accelerator import late, ranks
 from offload.optim import dealt, shards
 
 DEVICE = "late:0"
@@ -29,14 +28,6 @@ DEVICE = "late:0"
 def given(step: int) -> list[list[torch.Tensor]]:
     """Return this rank's gradients, on the device."""
     return [[tensor.to(DEVICE) for tensor in block] for block in exact_gradients(step, dist.get_rank())]
-
-
-def begin() -> None:
-    late.load()
-    late.tell_offload()
-    dist.init_process_group("cpu:gloo,late:late")
-    shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
-    torch.accelerator.set_device_index(0)
 
 
 def sharded(model: Model) -> torch.nn.Module:
@@ -137,14 +128,8 @@ def adamw(kind: str, folder: Path, keep_grads: bool, placement: float, overlap: 
 
 
 if __name__ == "__main__":
-    begin()
-    for number, (kind, *choices) in enumerate(json.loads(sys.argv[2])):
-        print(kind, *choices, flush=True)
-        late.delays(0, 100, seed=dist.get_rank())
-        own_folder = Path(sys.argv[1]) / str(number)
-        own_folder.mkdir(exist_ok=True)
-        if kind == "muon":
-            muon(own_folder, *choices)
-        else:
-            adamw(kind, own_folder, *choices)
-    late.end_rank()
+    ranks.begin()
+    late.tell_offload()
+    shards.GATHER_BYTES = dealt.BUCKET_BYTES = 1000  # so that weights are exchanged in several parts
+    kinds = ("fsdp2", "ddp", "ddp buckets", "ddp whole", "ddp whole buckets")
+    ranks.serve({"muon": muon, **{kind: partial(adamw, kind) for kind in kinds}}, 100)

@@ -150,8 +150,7 @@ def test_ranks_that_shard_become_one(tmp_path: Path) -> None:
     program = Path(__file__).with_name("export_rank.py")
     command = [prepared.python(), *prepared.torchrun(2), str(program), str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    prepared.ran(command, timeout=240, env=env)
     assert quietly(tmp_path / "ck", "--for", "torch", tmp_path / "out.pt") == 0
     found, expected = load(tmp_path / "out.pt"), load(tmp_path / "state.pt")
     assert [group["params"] for group in found["param_groups"]] == [[0, 1, 2, 3]]
@@ -435,6 +434,5 @@ def test_the_command_needs_no_framework(checkpoint: Path, tmp_path: Path) -> Non
     arguments = ["export", str(checkpoint), "--for", "torch", str(tmp_path / "out")]
     program = "import sys\nfor name in ('transformers', 'accelerate', 'lightning'): sys.modules[name] = None\n"
     program += f"from offload import cli\nsys.exit(cli.main({arguments!r}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran([sys.executable, "-c", program])
     assert "AdamW after step 1, groups of 2 parameters" in done.stdout

@@ -416,8 +416,7 @@ def test_saving_and_loading_take_little_memory(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path), "bfloat16", str(numel)]
     # What is freed goes back at once; else the allocator keeps what it likes of the program's own gradients.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran(command, env=environment)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("state") > offload.AdamW.limits.large_copy_bytes
     limit = found.pop("training") + 256 * MIB * numel // 10**8
