@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,9 +251,7 @@ optimizer.close()
 
 @pytest.mark.slow
 def test_parks_beside_backward_passes_of_another_thread_end_no_process(tmp_path: Path) -> None:
-    command = [prepared.python(), "-c", STORM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    prepared.ran([prepared.python(), "-c", STORM, str(tmp_path)])
 
 
 def test_a_gradient_that_arrives_while_memory_is_given_back_stays(
