@@ -35,7 +35,7 @@ def test_programs_reach_what_they_are_for(tmp_path: Path) -> None:
     assert {what for what in reached if told[what]} == reached
 
 
-@pytest.mark.parametrize("seed", range(40, 200))
+@pytest.mark.parametrize("seed", range(40, 300))
 def test_programs(seed: int) -> None:
     programs.check(programs.make_program(seed))
 
@@ -48,7 +48,7 @@ def test_programs_on_a_disk_that_fills_up(seed: int) -> None:
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(200, 5300, 100))
+@pytest.mark.parametrize("first", range(300, 5300, 100))
 def test_many_programs(first: int) -> None:
     for seed in range(first, first + 100):
         programs.check(programs.make_program(seed))
