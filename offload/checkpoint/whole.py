@@ -209,16 +209,30 @@ class Seen:
     """What runs' folders have held, to find out what has gone from them while this session looked."""
 
     def __init__(self) -> None:
-        self._names: dict[str, set[str]] = {}
+        self._names: dict[tuple[str, int, int], set[str]] = {}
 
     def note(self, whole: WholeFolder) -> None:
         """Take note of what is in the run's folder of one."""
         with contextlib.suppress(OSError):
-            self._names.setdefault(whole.above, set()).update(os.listdir(whole.above))
+            noted, there = self._looked(whole.above)
+            noted |= there
 
     def gone(self, whole: WholeFolder) -> list[WholeFolder]:
-        """Return the folders beside one that have gone since they were noted; each once."""
-        noted, (_, slash, rest) = self._names.get(whole.above, set()), whole.name.partition("/")
-        found = {name for name in noted if not os.path.lexists(os.path.join(whole.above, name))}
+        """Return the folders beside one that have gone since they were noted; each once.
+
+        None where the run's folder cannot be read, or is another one than was noted: it was moved, say, or nothing is
+        mounted there any more.
+        """
+        own, slash, rest = whole.name.partition("/")
+        try:
+            noted, there = self._looked(whole.above)
+        except OSError:
+            return []
+        found = noted - there - {own}
         noted -= found
         return [WholeFolder(whole.above, name + slash + rest) for name in sorted(found)]
+
+    def _looked(self, above: str) -> tuple[set[str], set[str]]:
+        """Return the names that were noted of a run's folder, and those that are there now."""
+        found = os.stat(above)
+        return self._names.setdefault((above, found.st_dev, found.st_ino), set()), {*os.listdir(above)}

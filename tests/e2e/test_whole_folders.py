@@ -1,0 +1,94 @@
+"""What a mirror has of folders that a loop writes whole, and what it keeps where the run's folder is not as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload import cli
+
+
+class Loop:
+    """A loop that saves whole folders to `run`, with `path` for its state and `mirror` beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self.path, self.mirror = (folder / name for name in ("run", "path", "mirror"))
+        for place in (self.run, self.path, self.mirror):
+            place.mkdir()
+        self.weight = torch.nn.Parameter(torch.ones(64, 64))
+        config = offload.OffloadConfig(host_memory=0, paths=[str(self.path)], mirror=str(self.mirror))
+        self.optimizer = offload.AdamW([("weight", self.weight)], offload=config)
+
+    def save(self, name: str, inside: str | None = "optimizer", more: Callable[[Path], object] = bool) -> None:
+        """Take a step, and write a folder of a file, of the optimizer's checkpoint, and of what `more` writes."""
+        self.weight.grad = torch.ones(64, 64)
+        self.optimizer.step()
+        folder = self.run / name
+        with self.optimizer.checkpoint_folder(folder):
+            (folder / "model").write_text(name)
+            if inside is not None:
+                self.optimizer.save_checkpoint(folder / inside)
+            more(folder)
+
+    def fetch(self, name: str) -> Path:
+        """Bring a folder from the mirror to a machine that has nothing else; return it."""
+        shutil.rmtree(self.path)
+        fetched = self.mirror.parent / "fetched"
+        assert cli.main(["fetch", str(self.mirror), str(fetched), "--name", name, "--quiet"]) == 0
+        return fetched / name
+
+    def mirrored(self) -> set[str]:
+        self.optimizer.wait_mirror(60)
+        return {*os.listdir(self.mirror)}
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    made = Loop(tmp_path)
+    with made.optimizer:
+        yield made
+
+
+def test_a_run_that_is_moved_empties_no_mirror(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.save("step-1")
+    assert loop.mirrored() == {"step-1"}
+    mirror = type(loop.optimizer.engine.checkpoints._parts.saves._mirror)
+    work = mirror._mirror
+
+    def late(*arguments: object) -> None:
+        loop.run.rename(loop.run.parent / "moved")
+        work(*arguments)
+
+    monkeypatch.setattr(mirror, "_mirror", late)
+    loop.save("step-2", None)
+    assert loop.mirrored() == {"step-1", "step-2"}
+
+
+def test_a_run_whose_disk_is_not_mounted_empties_no_mirror(loop: Loop) -> None:
+    loop.save("step-1")
+    assert loop.mirrored() == {"step-1"}
+    loop.run.rename(loop.run.parent / "elsewhere")
+    loop.run.mkdir()
+    loop.save("step-2")
+    assert loop.mirrored() == {"step-1", "step-2"}
+
+
+def test_what_is_deleted_stays_until_a_newer_one_is_whole(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = type(loop.optimizer.engine.checkpoints._parts.saves._mirror)
+    work = mirror._mirror
+
+    def late(*arguments: object) -> None:
+        shutil.rmtree(loop.run / "step-1", ignore_errors=True)
+        work(*arguments)
+
+    monkeypatch.setattr(mirror, "_mirror", late)
+    loop.save("step-1", None)
+    assert loop.mirrored() == {"step-1"}
+    loop.save("step-2", None)
+    assert loop.mirrored() == {"step-2"}
