@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from offload.checkpoint.contents import read_commit
+from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import COMMIT_NAME
+from offload.checkpoint.manifest import COMMIT_NAME, OWN
 from offload.checkpoint.marker import BEGUN, WHOLE, Mark, mark_begun, mark_in, mark_whole
 from offload.checkpoint.mirror import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
@@ -58,23 +58,29 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         if os.path.lexists(os.path.join(above, file)):
             raise CheckpointError(f"{os.path.join(above, file)} is there already: name another folder")
     files = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
-    places = [file.removesuffix(COMMIT_NAME) for file, _ in files if os.path.basename(file) == COMMIT_NAME]
+    found = [file.removesuffix(COMMIT_NAME) for file, _ in files if os.path.basename(file) == COMMIT_NAME]
+    places = [place for place in found if is_checkpoint(f"{mirror}/{name}/{place}")]
     total = sum(nbytes for _, nbytes in files)
     done = 0
     mark_begun(target)
     for place in places:
         ours = f"{name}/{place}".rstrip("/")
         _fetch_checkpoint(f"{mirror}/{ours}", os.path.join(above, ours))
-        done += sum(nbytes for file, nbytes in files if file.startswith(place))
+        done += sum(nbytes for file, nbytes in files if _is_of(place, file))
         show(done, total)
     for file, nbytes in files:
-        if not file.startswith(tuple(places)):
+        if not any(_is_of(place, file) for place in places):
             _fetch_file(f"{mirror}/{name}/{file}", os.path.join(target, file), nbytes)
             done += nbytes
             show(done, total)
     for file in beside:
         _fetch_file(f"{mirror}/{file}", os.path.join(above, file), marker.files[file][0])
     mark_whole(target)
+
+
+def _is_of(place: str, file: str) -> bool:
+    """Return whether a file belongs to the checkpoint of ours that is in a place."""
+    return file.startswith(place) and OWN.fullmatch(file.removeprefix(place)) is not None
 
 
 def _fetch_file(source: str, target: str, nbytes: int) -> None:

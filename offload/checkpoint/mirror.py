@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -165,8 +166,9 @@ class Mirror:
             is_new: See `Part`.
         """
         source = os.fspath(saved.path)
-        marks = {mark_of(folder) for folder in (source, os.path.dirname(source))}
-        if self._path is not None and marks == {Mark.NONE}:  # else it goes with the folder that it is in
+        marks = [mark_of(os.fspath(folder)) for folder in (source, *Path(source).parents)]
+        is_within = Mark.BEGUN in marks or Mark.WHOLE in marks[:2]
+        if self._path is not None and not is_within:  # else it goes with the folder that it is in
             self._queue(_Task(source, self._part(saved, self._target(source), is_new)))
 
     def offer_folder(self, whole: WholeFolder, saved: SaveRequest | None, *, is_first: bool, is_new: bool) -> None:

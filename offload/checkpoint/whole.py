@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import OWN
 from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_in
 from offload.errors import CheckpointError
 from offload.processes import Process
@@ -53,15 +54,14 @@ class WholeFolder:
         return os.path.join(self.above, name or self.name)
 
     def files(self) -> list[str]:
-        """Return the names of all its files, sorted, the checkpoint's not among them."""
+        """Return the names of all its files, sorted, those that the checkpoint is made of not among them."""
         found = []
         for above, names, files in os.walk(self.source()):
             inside = os.path.relpath(above, self.above)
             names[:] = [name for name in names if not name.startswith(UNFINISHED)]
             if inside == self.checkpoint:
-                names.clear()
-            else:
-                found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
+                names[:], files = ([name for name in each if not OWN.fullmatch(name)] for each in (names, files))
+            found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
         return [*sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)}), *self.beside]
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.marker import Mark, mark_begun, mark_of, mark_whole
 from offload.checkpoint.whole import WholeFolder
@@ -78,14 +79,11 @@ def mirror(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str
     folder = os.path.abspath(folder)
     above = os.path.abspath(above) if above else os.path.dirname(folder)
     name = os.path.relpath(folder, above)
-    found = [where for where in ("", *sorted(os.listdir(folder))) if _is_committed(os.path.join(folder, where))]
+    places = sorted(place for place, _, names in os.walk(folder) if COMMIT_NAME in names and is_checkpoint(place))
+    found = [os.path.relpath(place, folder) for place in places]
     if len(found) > 1:
         log.warning("%s is not mirrored: it has checkpoints of several optimizers, %s", folder, ", ".join(found))
         return
     inside = os.path.normpath(os.path.join(name, found[0])) if found else ""
     size, rank = world()
     optimizer.engine.checkpoints.mirror_folder(WholeFolder(above, name, inside, beside), rank, size, is_new=is_new)
-
-
-def _is_committed(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, COMMIT_NAME))

@@ -92,3 +92,23 @@ def test_what_is_deleted_stays_until_a_newer_one_is_whole(loop: Loop, monkeypatc
     assert loop.mirrored() == {"step-1"}
     loop.save("step-2", None)
     assert loop.mirrored() == {"step-2"}
+
+
+@pytest.mark.parametrize("inside", ["", "optimizer", "deep/down/optimizer"])
+def test_all_is_copied_wherever_the_checkpoint_is(loop: Loop, inside: str) -> None:
+    def more(folder: Path) -> None:
+        (folder / inside / "notes").write_text("beside the state")
+        (folder / "git").mkdir()
+        (folder / "git" / "COMMIT").write_text("not ours")
+
+    loop.save("step-1", inside, more)
+    assert loop.mirrored() == {"step-1"}
+    loop.optimizer.close()
+    folder = loop.fetch("step-1")
+    assert (folder / "model").read_text() == "step-1"
+    assert (folder / inside / "notes").read_text() == "beside the state"
+    assert (folder / "git" / "COMMIT").read_text() == "not ours"
+    with offload.AdamW([("weight", torch.nn.Parameter(torch.zeros(64, 64)))], offload={}) as optimizer:
+        optimizer.load_checkpoint(folder / inside)
+        (parameter,) = optimizer.param_groups[0]["params"]
+        assert torch.equal(parameter, loop.weight)
