@@ -83,6 +83,7 @@ class _Task:
         source: The folder.
         part: None where no checkpoint of ours is in it.
         files: None where a checkpoint is mirrored alone, and on other ranks.
+        failure: Why the files could not be opened.
         is_taken: Whether rank 0 has decided to.
         done: Set when nothing is done for it any more.
     """
@@ -90,6 +91,7 @@ class _Task:
     source: str
     part: Part | None
     files: FolderCopy | None = None
+    failure: OSError | None = None
     is_taken: bool = False
     done: waits.Latch = field(default_factory=waits.Latch)
 
@@ -189,16 +191,16 @@ class Mirror:
         if parts[: len(own)] == own:
             return
         part = None if saved is None else self._part(saved, f"{mirror}/{whole.checkpoint}", is_new)
+        files = failure = None
         try:
             files = FolderCopy(whole, mirror) if is_first else None
         except OSError as cause:
-            log.warning("%s is not mirrored: %s", source, cause)
-            return
+            failure = cause
         self._seen.note(whole)
         for task in self._tasks:
             if task.is_taken:
                 log.info("%s is still being mirrored: %s copied so far", task.source, format_bytes(self.copied_bytes))
-        self._queue(_Task(source, part, files))
+        self._queue(_Task(source, part, files, failure))
 
     def _part(self, saved: SaveRequest, target: str, is_new: bool) -> Part:
         named = {name: getattr(saved, name) for name in ("id", "rank", "ranks", "find_ended")}
@@ -347,6 +349,8 @@ class Mirror:
 
     def _mirror(self, task: _Task) -> None:
         files, part = task.files, task.part
+        if task.failure is not None:
+            raise task.failure
         is_wanted = files is not None and files.begin()
         is_copied = part is not None and self._copy_part(part)
         if files is not None and is_wanted:

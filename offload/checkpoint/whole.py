@@ -9,7 +9,9 @@ others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,10 @@ from offload.tiers.common import FileBytes
 from offload.tiers.place import TEMPORARY, Folder
 
 MOST_OPEN = 256
-"""Files that are open at a time; of a folder with more, those beyond are opened when their turn comes."""
+"""Files that are open at a time; of a folder with more, those beyond are opened when their turn comes.
+
+No more than an eighth of what the process may have open: two folders' are, and training goes on beside them.
+"""
 
 
 UNFINISHED = ".offload-"
@@ -81,7 +86,12 @@ class _File:
 
     def open(self) -> bool:
         """Open it; return whether it is something that can be copied."""
-        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a socket
+                return False
+            raise
         self.state = self._state()
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()
@@ -120,11 +130,13 @@ class FolderCopy:
         self.mirror = mirror
         self._copied: dict[str, tuple[int, int]] = {}
         self._files: dict[str, _File] = {}
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most_open = MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 8)
         try:
             for name in whole.files():
                 file = _File(whole.source(name))
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary one
-                    if len(self._files) >= MOST_OPEN or file.open():
+                    if len(self._files) >= most_open or file.open():
                         self._files[name] = file
         except BaseException:
             self.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -112,3 +114,32 @@ def test_all_is_copied_wherever_the_checkpoint_is(loop: Loop, inside: str) -> No
         optimizer.load_checkpoint(folder / inside)
         (parameter,) = optimizer.param_groups[0]["params"]
         assert torch.equal(parameter, loop.weight)
+
+
+def test_few_open_files_are_enough_and_sockets_are_left_out(loop: Loop) -> None:
+    def more(folder: Path) -> None:
+        for number in range(150):
+            (folder / str(number)).write_text(str(number))
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(folder / "socket"))
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, limits[1]))
+    try:
+        loop.save("step-1", "optimizer", more)
+        assert loop.mirrored() == {"step-1"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert {*os.listdir(loop.mirror / "step-1")} >= {str(number) for number in range(150)} | {"model", "optimizer"}
+    assert not (loop.mirror / "step-1" / "socket").exists()
+
+
+def test_what_cannot_be_opened_is_told_by_who_waits(loop: Loop) -> None:
+    def more(folder: Path) -> None:
+        (folder / "loop").symlink_to("loop")
+
+    loop.save("step-1", "optimizer", more)
+    with pytest.raises(offload.CheckpointError, match="step-1 was not mirrored"):
+        loop.optimizer.wait_mirror(60)
+    loop.save("step-2")
+    assert loop.mirrored() == {"step-2"}
