@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.marker import Mark, mark_begun, mark_of, mark_whole
 from offload.checkpoint.whole import WholeFolder
-from offload.errors import CheckpointError, OffloadError
+from offload.errors import CheckpointError, ConfigError, OffloadError
 from offload.optim.ranks import any_rank, world
+from offload.tiers import parse_place
 
 log = logging.getLogger("offload")
 
@@ -21,6 +23,10 @@ log = logging.getLogger("offload")
 @contextlib.contextmanager
 def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
     """See `StatefulOptimizer.checkpoint_folder`."""
+    open_folder(folder)  # raises where the name can be none
+    given, folder = folder, parse_place(folder).name  # whatever the working directory is when it ends
+    if not os.path.isabs(folder):
+        raise ConfigError("folder", given, "name a directory: the files in a bucket cannot be marked as whole")
     begin(folder)
     yield
     optimizer.wait_checkpoint()

@@ -372,6 +372,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             folder: A directory, made if it is not there. Its name is that of its copy in the mirror.
 
         Raises:
+            ConfigError: It is in a bucket, or its name can be none.
             CheckpointError: The folder cannot be written, or from the end, see `wait_checkpoint`.
             OSError: From the end: a file cannot be made durable.
         """
