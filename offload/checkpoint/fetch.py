@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from offload.checkpoint.contents import is_checkpoint, read_commit
-from offload.checkpoint.folder import open_folder
+from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, OWN
-from offload.checkpoint.marker import BEGUN, WHOLE, Mark, mark_begun, mark_in, mark_whole
+from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_begun, mark_in, mark_whole
 from offload.checkpoint.mirror import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
 from offload.errors import CheckpointError
+from offload.tiers.place import saying
 
 FETCHED = ".fetched"
 """The end of the name of a file that is not whole yet."""
@@ -47,10 +48,29 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
         CheckpointError: It is not whole there, or something here would be replaced, or cannot be written; what has
             been copied is marked as not whole.
     """
-    source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
+    name = os.path.normpath(name)
+    if os.path.isabs(name) or name.startswith(".."):
+        raise CheckpointError(f"{name} is not in {mirror}: give the name of a folder there")
+    source, run = open_folder(f"{mirror}/{name}"), open_folder(above)
     mark, marker = mark_in(source)
     if mark is not Mark.WHOLE:
         raise CheckpointError(f"{source.path} is not whole: it says {mark.value}")
+    run.prepare()
+    lock = FolderLock(run)
+    if not lock.take():
+        raise CheckpointError(f"another process brings something to {above}: wait, or name another folder")
+    try:
+        _fetch(mirror, name, above, marker, show)
+        if mark_in(source) != (mark, marker):
+            raise CheckpointError(f"{source.path} was changed while it was copied: delete what is in {above} of it")
+        mark_whole(os.path.join(above, name))
+    finally:
+        lock.drop()
+
+
+def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
+    """Copy what `fetch` marks as whole."""
+    source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
     beside = [file for file in marker.files if not file.startswith(f"{name}/")]
     if (os.path.isdir(target) and os.listdir(target)) or any(".." in file.split("/") for file in (name, *beside)):
         raise CheckpointError(f"{target} is there already: name another folder, or delete it")
@@ -75,7 +95,6 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
             show(done, total)
     for file in beside:
         _fetch_file(f"{mirror}/{file}", os.path.join(above, file), marker.files[file][0])
-    mark_whole(target)
 
 
 def _is_of(place: str, file: str) -> bool:
@@ -85,13 +104,14 @@ def _is_of(place: str, file: str) -> bool:
 
 def _fetch_file(source: str, target: str, nbytes: int) -> None:
     place, _, last = source.rpartition("/")
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    with open(f"{target}{FETCHED}", "w+b") as file:
-        file.truncate(nbytes)
-        if nbytes:
-            with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
-                open_folder(place).read_into(last, [whole])
-    os.rename(f"{target}{FETCHED}", target)
+    with saying("write", target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(f"{target}{FETCHED}", "w+b") as file:
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # who writes to a map is not told that the disk is full
+                with mmap.mmap(file.fileno(), nbytes) as content, memoryview(content) as whole:
+                    open_folder(place).read_into(last, [whole])
+        os.rename(f"{target}{FETCHED}", target)
 
 
 def _fetch_checkpoint(source: str, target: str) -> None:

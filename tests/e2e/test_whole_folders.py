@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import offload
 from offload import cli
+from offload.checkpoint import fetch as fetches
+from offload.checkpoint.marker import Mark, mark_of
 
 
 class Loop:
@@ -143,3 +147,73 @@ def test_what_cannot_be_opened_is_told_by_who_waits(loop: Loop) -> None:
         loop.optimizer.wait_mirror(60)
     loop.save("step-2")
     assert loop.mirrored() == {"step-2"}
+
+
+def test_a_folder_is_the_one_that_was_named_at_first(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(loop.run)
+    with loop.optimizer.checkpoint_folder("step-1"):
+        monkeypatch.chdir(loop.path)
+    with loop.optimizer.checkpoint_folder(f"file://{loop.run}/step-2"):
+        pass
+    for name in ("step-1", "step-2"):
+        assert mark_of(str(loop.run / name)) is Mark.WHOLE
+    assert "step-2" in loop.mirrored()
+
+
+def test_a_bucket_has_no_whole_folders(loop: Loop) -> None:
+    with pytest.raises(offload.ConfigError, match="name a directory"), loop.optimizer.checkpoint_folder("s3://bucket/prefix"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["{loop.mirror}/step-1", "/step-1", "..", "../mirror/step-1"])
+def test_a_name_that_leads_elsewhere_is_none(loop: Loop, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.save("step-1")
+    assert loop.mirrored() == {"step-1"}
+    where = loop.run.parent / "fetched"
+    assert cli.main(["fetch", str(loop.mirror), str(where), "--name", name.format(loop=loop)]) == 1
+    assert "give the name of a folder there" in capsys.readouterr().err
+    assert not where.exists()
+    assert cli.main(["fetch", str(loop.mirror), str(where), "--name", "step-1/"]) == 0
+    assert mark_of(str(where / "step-1")) is Mark.WHOLE
+
+
+def test_what_changes_while_it_is_fetched_is_not_whole(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.save("step-1")
+    loop.mirrored()
+    bring = fetches._fetch_file
+
+    def late(*arguments: Any) -> None:
+        bring(*arguments)
+        loop.save("step-1")
+        loop.mirrored()
+
+    monkeypatch.setattr(fetches, "_fetch_file", late)
+    with pytest.raises(offload.CheckpointError, match="was changed while it was copied"):
+        fetches.fetch(str(loop.mirror), "step-1", str(loop.run.parent / "fetched"))
+    assert mark_of(str(loop.run.parent / "fetched" / "step-1")) is Mark.BEGUN
+
+
+def test_one_process_at_a_time_fetches_to_a_folder(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.save("step-1")
+    loop.mirrored()
+    where, bring = str(loop.run.parent / "fetched"), fetches._fetch_file
+
+    def twice(*arguments: Any) -> None:
+        with pytest.raises(offload.CheckpointError, match="another process brings something"):
+            fetches.fetch(str(loop.mirror), "step-1", where)
+        bring(*arguments)
+
+    monkeypatch.setattr(fetches, "_fetch_file", twice)
+    fetches.fetch(str(loop.mirror), "step-1", where)
+    assert mark_of(f"{where}/step-1") is Mark.WHOLE
+
+
+def test_a_disk_that_fetch_fills_is_told_as_such(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    loop.save("step-1")
+    loop.mirrored()
+    monkeypatch.setattr(fetches.os, "posix_fallocate", full)
+    with pytest.raises(offload.CheckpointError, match="model: No space left on device"):
+        fetches.fetch(str(loop.mirror), "step-1", str(loop.run.parent / "fetched"))
