@@ -168,7 +168,7 @@ class Mirror:
             is_new: See `Part`.
         """
         source = os.fspath(saved.path)
-        marks = [mark_of(os.fspath(folder)) for folder in (source, *Path(source).parents)]
+        marks = [mark_of(str(folder)) for folder in (source, *Path(source).parents)]
         is_within = Mark.BEGUN in marks or Mark.WHOLE in marks[:2]
         if self._path is not None and not is_within:  # else it goes with the folder that it is in
             self._queue(_Task(source, self._part(saved, self._target(source), is_new)))

@@ -1,4 +1,4 @@
-"""What a mirror has of folders that a loop writes whole, and what it keeps where the run's folder is not as it was."""
+"""What a mirror has of folders that a loop writes whole, and what it keeps where the run's folder has changed."""
 
 from __future__ import annotations
 
@@ -161,7 +161,10 @@ def test_a_folder_is_the_one_that_was_named_at_first(loop: Loop, monkeypatch: py
 
 
 def test_a_bucket_has_no_whole_folders(loop: Loop) -> None:
-    with pytest.raises(offload.ConfigError, match="name a directory"), loop.optimizer.checkpoint_folder("s3://bucket/prefix"):
+    with (
+        pytest.raises(offload.ConfigError, match="name a directory"),
+        loop.optimizer.checkpoint_folder("s3://bucket/prefix"),
+    ):
         pass
 
 
