@@ -44,7 +44,6 @@ from offload.checkpoint.reader import Checkpoint
 
 HERE = Path(__file__).resolve().parent
 STEPS = 12
-SLOW_S = 0.01
 LONGEST_S = 60.0
 """Seconds after which what runs is killed, which is a failure."""
 
@@ -59,6 +58,7 @@ class Door:
         resume: What makes it go on; `{}` for a checkpoint.
         folder: Where in the run's folder checkpoints are.
         heard: Number of ranks where a SIGTERM comes.
+        slow_s: What its mirror pauses: so much that it is under way when a step ends, and ends before the run.
     """
 
     program: str
@@ -68,6 +68,7 @@ class Door:
     folder: str = "."
     mirror: str = "mirror={}"
     heard: int = 2
+    slow_s: float = 0.01
 
     def arguments(self, run: Path, mirror: Path | None, newest: str, ranks: int) -> list[str]:
         given = [str(HERE / self.program), str(run), *self.before, str(STEPS), *self.options]
@@ -87,8 +88,10 @@ DOORS = {
         "run",
         heard=1,  # Lightning's handler has ranks meet wherever one of them is interrupted
     ),
-    "deepspeed": Door("deepspeed_runs.py", [], folder="tags"),
-    "in_place": Door("deepspeed_runs.py", ['checkpoint={"layout": "in_place", "wait": false}'], folder="tags"),
+    "deepspeed": Door("deepspeed_runs.py", [], folder="tags", slow_s=0.04),
+    "in_place": Door(
+        "deepspeed_runs.py", ['checkpoint={"layout": "in_place", "wait": false}'], folder="tags", slow_s=0.02
+    ),
     "dcp": Door("dcp_runs.py", [], resume="resume={}", folder="steps"),
 }
 
@@ -122,14 +125,19 @@ def environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
 
 
 def start(
-    arguments: Sequence[str], notes: Path, ranks: int, dies: dict[str, Any] | None = None, rank: int = 0
+    arguments: Sequence[str],
+    notes: Path,
+    ranks: int,
+    slow_s: float,
+    dies: dict[str, Any] | None = None,
+    rank: int = 0,
 ) -> Session:
     """Run a program in ranks until all have ended; once one has died, the others get a SIGTERM, and are killed."""
     notes.mkdir(parents=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children, session = [], Session()
     for number in range(ranks):
-        wish = {"log": str(notes / f"{number}.json"), "slow_s": SLOW_S, **(dies or {} if number == rank else {})}
+        wish = {"log": str(notes / f"{number}.json"), "slow_s": slow_s, **(dies or {} if number == rank else {})}
         variables = {**environment(store, number, ranks), "DYING": json.dumps(wish)}
         with (notes / f"{number}.out").open("wb") as out, (notes / f"{number}.err").open("wb") as err:
             command = [prepared.python(), "-W", "ignore", *arguments]
@@ -198,7 +206,7 @@ def undisturbed(door: Door, root: Path, ranks: int) -> Session:
     """Return what a run says that nobody disturbs."""
     notes = root / f"undisturbed-{ranks}"
     (notes / "run").mkdir(parents=True)
-    session = start(door.arguments(notes / "run", None, "", ranks), notes / "notes", ranks)
+    session = start(door.arguments(notes / "run", None, "", ranks), notes / "notes", ranks, door.slow_s)
     check(session.codes == [0] * ranks, f"the undisturbed run ends by {session.codes}: {session.errors[-3000:]}")
     shutil.rmtree(notes)
     return session
@@ -227,7 +235,7 @@ class Run:
         self.starts += 1
         place = self.root / f"start-{self.starts}"
         arguments = self.door.arguments(self.run, self.mirror, self._resume(there), self.ranks)
-        session = start(arguments, place, self.ranks, dies, rank)
+        session = start(arguments, place, self.ranks, self.door.slow_s, dies, rank)
         self._check_first(session, there, expected)
         self._count(session, self.copied)
         return session
@@ -296,7 +304,7 @@ class Run:
         check(there[name] == max(there.values()), f"{name} is taken for the last of {there}")
         check(whole_in(target) == {name: there[name]}, f"{whole_in(target)} was fetched of {there}")
         arguments = self.door.arguments(run, world / "mirror", self._resume(whole_in(target)), self.ranks)
-        session = start(arguments, world / "notes", self.ranks)
+        session = start(arguments, world / "notes", self.ranks, self.door.slow_s)
         self._check_first(session, {name: there[name]}, there[name])
         self._check_end(session, there[name])
         again = {note for note in session.find("name") if name == Path(note).name or f"/{name}/" in f"{note}/"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ import offload
 from offload import cli
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.fetch import find_whole
-from offload.checkpoint.marker import Mark, mark_begun, mark_of
+from offload.checkpoint.marker import Mark, mark_begun, mark_of, set_aside
 from offload.checkpoint.mirror import Mirror, _Task
 from offload.checkpoint.whole import FolderCopy, WholeFolder
 from offload.optim import folders
@@ -150,6 +151,14 @@ def test_fetch_refuses_what_is_not_whole_and_what_it_would_replace(
         assert contents(target) == before
         shutil.rmtree(target)
     assert fetch(mirror, target) == 0
+
+
+def test_a_save_that_was_killed_before_it_wrote_anything_leaves_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("checkpoint_1", "checkpoint_2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint_1" / "somebody's").touch()
+    assert set_aside(str(tmp_path), re.compile(r"checkpoint_\d+")) == []
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
 
 
 # With an optimizer
