@@ -37,7 +37,7 @@ import prepared
 import torch
 from torch.distributed import TCPStore
 
-from offload import cli
+from offload import CheckpointError, cli
 from offload.checkpoint.fetch import find_whole
 from offload.checkpoint.marker import BEGUN, WHOLE
 from offload.checkpoint.reader import Checkpoint
@@ -178,13 +178,16 @@ def step_of(folder: Path) -> int:
     if named is not None:
         return int(named[1])
     for commit in folder.rglob("COMMIT"):
-        with Checkpoint(commit.parent) as checkpoint:
+        with contextlib.suppress(CheckpointError), Checkpoint(commit.parent) as checkpoint:
             return int(checkpoint.manifests[0].step)
     return -1
 
 
 def whole_in(folder: Path) -> dict[str, int]:
-    """Return the folders that are whole, with their steps; those whose deletion was interrupted may have none."""
+    """Return the folders that are whole, with their steps.
+
+    A framework deletes old ones file by file, and one that is half deleted may say that it is whole: it is none here.
+    """
     found = [path.parent for path in folder.glob(f"*/{WHOLE}") if not (path.parent / BEGUN).exists()]
     return {path.name: step for path in found if (step := step_of(path)) >= 0}
 
