@@ -44,7 +44,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     ),
     "Save and resume": (
         *("save_checkpoint", "wait_checkpoint", "load_checkpoint", "release_checkpoint", "import_state"),
-        *("commit_on_sigterm", "wait_mirror", "release_before_deletion"),
+        *("commit_on_sigterm", "checkpoint_folder", "wait_mirror", "release_before_deletion"),
     ),
     "Read and change state": (
         *("state", "state_for", "state_dict", "load_state_dict", "reset_state", "refresh_masters"),

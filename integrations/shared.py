@@ -149,4 +149,4 @@ def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any
 def release(optimizer: Any, folder: str) -> None:
     """Give back what a checkpoint that is deleted holds on the paths, if it holds anything there."""
     with contextlib.suppress(OffloadError):  # it is a copy, or has been released, or the session has ended
-        optimizer.release_checkpoint(folder)
+        ours(optimizer).engine.checkpoints.release(folder, after_mirror=True)

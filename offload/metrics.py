@@ -63,7 +63,7 @@ UNPINNED_BYTES = _metric("unpinned_bytes", "B", GPU, "what of that the system do
 BORROWED_BYTES = _metric("borrowed_bytes", "B", BORROWED, "GPU memory that the last step borrowed")
 NODE_BYTES = _metric("node/<number>/bytes", "B", NODES, "host memory that is meant to lie on a memory node")
 NODE_ELSEWHERE_BYTES = _metric("node/<number>/elsewhere_bytes", "B", NODES, "what of that lies on others")
-MIRRORED_BYTES = _metric("mirrored_bytes", "B", MIRRORED, "state that this session has copied there")
+MIRRORED_BYTES = _metric("mirrored_bytes", "B", MIRRORED, "state and files that this session has copied there")
 CONFIRMED_BYTES = _metric(
     "speculation/confirmed_bytes", "B", EARLY, "state updated before the step was sealed, that the step took over"
 )

@@ -32,7 +32,7 @@ from enum import IntEnum
 from functools import partial
 
 from offload import CheckpointError, SaveRequest
-from offload.checkpoint.marker import mark_whole
+from offload.checkpoint.marker import Mark, mark_of, mark_whole
 from offload.integrations.deepspeed import in_place, stream, tags
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import Shard
@@ -408,7 +408,8 @@ class SavesBehind:
         try:
             if pending.model is not None:
                 _rename(pending.model.path)
-            mark_whole(os.path.join(pending.folder, pending.tag))
+            if mark_of(tag := os.path.join(pending.folder, pending.tag)) is Mark.BEGUN:
+                mark_whole(tag)
             if pending.publishes:
                 latest = os.path.join(pending.folder, "latest")
                 with _naming, open(f"{latest}.partial", "w", encoding="utf-8") as file:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from offload.checkpoint.marker import Mark, mark_of
+from offload.checkpoint.marker import Mark, mark_of, unmark
 from offload.optim import folders
 from offload.optim.preemption import SigtermHandler
 from offload.optim.ranks import any_rank
@@ -23,24 +23,29 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     if engine.use_node_local_storage():  # nobody sees the whole of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
+    is_one = False
 
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        nonlocal is_one
         optimizer.wait_checkpoint()
         folder, tag = os.path.abspath(save_dir), str(tag or f"global_step{engine.global_steps}")
-        folders.begin(os.path.join(folder, tag))
+        is_one = folders.begin(os.path.join(folder, tag))
+        if not is_one:
+            unmark(os.path.join(folder, tag))
         optimizer.is_saved_behind = False
         writer = engine.checkpoint_engine
         if "commit" not in vars(writer):
             writer.commit = partial(commit, writer.commit)
         found = save(save_dir, tag, *arguments, **keywords)
-        if not optimizer.is_saved_behind:
+        if is_one and not optimizer.is_saved_behind:
             mirror(optimizer.shard, folder, tag)
         return found
 
     def commit(original: Callable[[Any], Any], info: Any) -> Any:
         found = original(info)
-        if not optimizer.is_saved_behind:  # before rank 0 names it as the latest, which waits for no other rank
-            folders.mark(os.path.join(os.path.abspath(info.save_dir), info.tag))
+        folder = os.path.join(os.path.abspath(info.save_dir), info.tag)
+        if is_one and not optimizer.is_saved_behind:  # before rank 0 names it as latest, which waits for no other
+            folders.mark(folder)
         return found
 
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:

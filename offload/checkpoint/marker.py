@@ -83,6 +83,11 @@ def mark_whole(folder: str) -> None:
     _make_durable(folder)
 
 
+def unmark(folder: str) -> None:
+    """Take the marker of a begun save away, where nobody could tell when it is whole."""
+    open_folder(folder).delete(BEGUN)
+
+
 def mark_of(folder: str) -> Mark:
     """Return what a directory says of itself."""
     if os.path.exists(os.path.join(folder, BEGUN)):

@@ -404,10 +404,14 @@ class Saves:
             threading.Thread(target=pending.request.on_done, args=(error,), name="offload-saved", daemon=True).start()
         return save_numbers
 
-    def release(self, folder: str) -> list[int]:
+    def release(self, folder: str, *, after_mirror: bool = False) -> list[int]:
         """Release the kept checkpoint in a folder; if none is there any more, all that were saved to it.
 
         On the engine thread, with nothing pending.
+
+        Args:
+            folder: Which.
+            after_mirror: Have one that is being mirrored be released after that, at a later save.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -422,9 +426,9 @@ class Saves:
         present = [kept for kept in candidates if standing(kept.pin, "") is not Standing.MISSING]
         save_numbers = []
         for kept in present or candidates:
-            is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
             # Rank 0 may be mirroring it, with more to copy than this one.
-            if self._mirror.has_taken(kept.id) or (self._is_mirrored and not is_first):
+            is_first = kept.rank == 0 or standing(kept.pin, "") is not Standing.HELD
+            if after_mirror and (self._mirror.has_taken(kept.id) or (self._is_mirrored and not is_first)):
                 self.kept.remove(kept)
                 self._leaving.append(kept)
                 continue

@@ -145,11 +145,6 @@ class FolderCopy:
             self.close()
             raise
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files that are open, and have not been copied."""
-        return sum(file.state[0] for name, file in self._files.items() if name not in self._copied)
-
     def begin(self) -> bool:
         """Find out what is there already, and mark the folder there as one that is not whole; False if it is."""
         folder = open_folder(self.target)
@@ -161,6 +156,10 @@ class FolderCopy:
         self._copied = known if mark is Mark.BEGUN else {}
         self._note(folder)
         folder.delete(WHOLE)
+        for name in marker.files.keys() - self._files.keys():  # of another folder of that name
+            if name.startswith(f"{self.whole.name}/"):
+                place, last = os.path.split(name)
+                open_folder(f"{self.mirror}/{place}").delete(last)
         return True
 
     def _is_same(self, name: str, state: tuple[int, int]) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from offload.checkpoint.exchange import in_rows, kept_tensors, shape_of
 from offload.checkpoint.manifest import COMMIT_NAME
+from offload.checkpoint.marker import BEGUN, WHOLE
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.torch_files import bytes_of, fill, start_of, without_memory, writable, write_at
 from offload.dtypes import DtypeCode
@@ -323,7 +324,8 @@ def _write_folder(
     framework: str, folder: Path, out: Path, states: Mapping[str, str], scratch: Path, progress: Progress
 ) -> list[Outcome]:
     """Copy a folder without those of state, and with what torch's optimizers load in place of what named these."""
-    made, left_out = scratch / "made", {os.path.basename(state) for state in states.values()} | states.keys()
+    made = scratch / "made"
+    left_out = {*map(os.path.basename, states.values()), *states, BEGUN, WHOLE}
     names = [name for name in sorted(os.listdir(folder)) if name not in left_out]
     whole = sum(file.lstat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
     done = 0

@@ -26,10 +26,15 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
     end(optimizer, folder)
 
 
-def begin(folder: str) -> None:
-    """Mark a folder as one that is not whole, before any rank writes to it. Collective."""
+def begin(folder: str) -> bool:
+    """Mark a folder as one that is not whole, before any rank writes to it. Collective.
+
+    Returns:
+        Whether all ranks see that. Else each has a folder of its own, and there is none that could be whole.
+    """
     any_rank(False)  # a rank that others have left alone, as at a SIGTERM, is not to take the mark off
-    _on_first_rank(lambda: mark_begun(folder))  # no other commits there before, and takes that for all there is
+    _on_first_rank(lambda: mark_begun(folder))
+    return not any_rank(mark_of(folder) is not Mark.BEGUN)
 
 
 def end(optimizer: Any, folder: str, *, above: str = "", beside: Sequence[str] = ()) -> None:

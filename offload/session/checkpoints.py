@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from offload import combinations
+from offload import combinations, waits
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import BUFFERS, Checkpoint, StateSource
@@ -217,7 +217,8 @@ class Checkpoints:
             ranks: How many these are.
             is_new: Whether it has just been saved; else a session that was killed may have copied some of it.
         """
-        self._parts.saves.mirror_folder(whole, rank, ranks, is_new=is_new)
+        begin = partial(self._parts.saves.mirror_folder, whole, rank, ranks, is_new=is_new)
+        waits.apart(begin, "offload-mirror-folder", lambda: f"{whole.source()} to be opened")
 
     def wait_mirror(self, timeout_s: float | None = None) -> None:
         """Wait until `OffloadConfig.mirror` has the newest checkpoint that has been committed.
@@ -272,7 +273,7 @@ class Checkpoints:
         places = [place.path for place in config.path_configs]
         return Checkpoint(path, verify=config.checksum, paths=places, whole=False, buffers=buffers)
 
-    def release(self, path: str | os.PathLike[str]) -> None:
+    def release(self, path: str | os.PathLike[str], *, after_mirror: bool = False) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
 
         A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
@@ -280,12 +281,13 @@ class Checkpoints:
 
         Args:
             path: The folder that it was saved to.
+            after_mirror: Have one that is being mirrored be released after that, at a later save.
 
         Raises:
             CheckpointError: None in that folder is kept, or somebody is reading it.
         """
         folder = open_folder(path).path
-        self._release(lambda: self._parts.saves.release(folder))
+        self._release(lambda: self._parts.saves.release(folder, after_mirror=after_mirror))
 
     def release_deleted(self) -> None:
         """Free the slots of kept checkpoints that somebody has released with `offload.release_before_deletion`.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ def mean_gradients(step: int, ranks: int) -> list[torch.Tensor]:
 
 def clipped(optimizer: Any, mirror: Any, gradients: list[torch.Tensor]) -> float:
     """Clip to a norm of 2, as the reference does; return the factor."""
-    norm = mirror.norm([gradients])
+    norm = mirror.norm(gradients)
     assert float(optimizer.clip_grad_norm_(2.0)) == norm
     return min(1.0, 2.0 / (norm + 1e-6))
 
@@ -101,6 +102,7 @@ def _worker(
 def start(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> Any:
     """Start a scenario, a function of a folder and arguments, in as many processes; return torch's context."""
     name = f"{scenario.__name__}-{ranks}-{len(list(folder.iterdir()))}"
+    multiprocessing.set_executable(prepared.python())  # of the server that all ranks are forked from
     multiprocessing.set_forkserver_preload(IMPORTED)
     arguments = (ranks, str(folder), name, scenario, arguments)
     return mp.start_processes(_worker, args=arguments, nprocs=ranks, join=False, start_method="forkserver")

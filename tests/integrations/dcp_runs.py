@@ -33,7 +33,7 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1))
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    config = {**SETTINGS, "paths": [path], "mirror": options.get("mirror"), "checkpoints_kept": 3}
+    config = {**SETTINGS, "paths": [path], "mirror": options.get("mirror"), "checkpoints_kept": 2}
     optimizer = offload.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
     losses: list[float] = []
 
@@ -48,9 +48,6 @@ def main(folder: Path, steps: int, options: dict[str, str]) -> None:
 
     def delete_old(newest: Path) -> None:
         old = sorted(newest.parent.glob("step-*"), key=lambda path: int(path.name[5:]))[:-2]
-        for each in old:
-            if str(each / "optimizer") in optimizer.engine.checkpoints.kept:
-                optimizer.release_checkpoint(each / "optimizer")
         dist.barrier()
         if dist.get_rank() == 0:
             for each in old:

@@ -191,7 +191,7 @@ class Loop:
         return folder
 
     def delete(self, folder: Path) -> None:
-        self.optimizer.release_checkpoint(folder / "optimizer")
+        self.optimizer.engine.checkpoints.release(str(folder / "optimizer"), after_mirror=True)
         shutil.rmtree(folder)
 
     @property
@@ -289,7 +289,7 @@ def test_what_rank_0_has_not_released_leaves_when_it_has(loop: Loop) -> None:
     saves = loop.optimizer.engine.checkpoints._parts.saves
     (kept,) = saves.kept
     saves.kept[:] = [replace(kept, rank=1)]
-    loop.optimizer.release_checkpoint(folder / "optimizer")
+    loop.optimizer.engine.checkpoints.release(str(folder / "optimizer"), after_mirror=True)
     assert saves.kept == []
     loop.save("step-2")
     assert saves.has_leaving

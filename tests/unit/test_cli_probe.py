@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 from offload import cli
@@ -20,6 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_probe")
 def test_a_probe_writes_this_machine_s_file_and_prints_a_table(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,7 @@ def test_a_probe_writes_this_machine_s_file_and_prints_a_table(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_probe")
 def test_json_is_what_is_in_the_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rates.json"
     assert cli.main(["probe", "--seconds", "0.1", "--quiet", "--json", "--out", str(out)]) == 0
@@ -87,6 +89,5 @@ def test_help_needs_neither_torch_nor_native_code() -> None:
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'offload._native' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = prepared.ran([sys.executable, "-c", script])
     assert "rates file" in done.stdout
