@@ -16,6 +16,7 @@ from offload.checkpoint.marker import BEGUN, WHOLE, Mark, Marker, mark_begun, ma
 from offload.checkpoint.mirror import Part, PartCopy
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.request import SaveRequest
+from offload.checkpoint.whole import BESIDE
 from offload.errors import CheckpointError
 from offload.tiers.place import saying
 
@@ -49,7 +50,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
             been copied is marked as not whole.
     """
     name = os.path.normpath(name)
-    if os.path.isabs(name) or name.startswith(".."):
+    if os.path.isabs(name) or ".." in name.split("/"):
         raise CheckpointError(f"{name} is not in {mirror}: give the name of a folder there")
     source, run = open_folder(f"{mirror}/{name}"), open_folder(above)
     mark, marker = mark_in(source)
@@ -71,35 +72,42 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
 def _fetch(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
     """Copy what `fetch` marks as whole."""
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
-    beside = [file for file in marker.files if not file.startswith(f"{name}/")]
-    if (os.path.isdir(target) and os.listdir(target)) or any(".." in file.split("/") for file in (name, *beside)):
-        raise CheckpointError(f"{target} is there already: name another folder, or delete it")
-    for file in beside:
-        if os.path.lexists(os.path.join(above, file)):
-            raise CheckpointError(f"{os.path.join(above, file)} is there already: name another folder")
-    files = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
-    found = [file.removesuffix(COMMIT_NAME) for file, _ in files if os.path.basename(file) == COMMIT_NAME]
-    places = [place for place in found if is_checkpoint(f"{mirror}/{name}/{place}")]
-    total = sum(nbytes for _, nbytes in files)
+    found = [(file, nbytes) for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)]
+    files = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file, _ in found}
+    there = [os.path.join(above, file) for file in files.values() if os.path.lexists(os.path.join(above, file))]
+    if there or (os.path.isdir(target) and os.listdir(target)):
+        raise CheckpointError(f"{[*there, target][0]} is there already: name another folder, or delete it")
+    if any(".." in file.split("/") for file in files):
+        raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
+    committed = [file.removesuffix(COMMIT_NAME) for file in files if os.path.basename(file) == COMMIT_NAME]
+    places = [place for place in committed if is_checkpoint(f"{mirror}/{name}/{place}")]
+    total = sum(nbytes for _, nbytes in found)
     done = 0
     mark_begun(target)
     for place in places:
         ours = f"{name}/{place}".rstrip("/")
         _fetch_checkpoint(f"{mirror}/{ours}", os.path.join(above, ours))
-        done += sum(nbytes for file, nbytes in files if _is_of(place, file))
+        done += sum(nbytes for file, nbytes in found if _is_of(place, file))
         show(done, total)
-    for file, nbytes in files:
+    found.sort(key=lambda each: _is_beside(each[0]))  # those beside it last, as they were written
+    for file, nbytes in found:
         if not any(_is_of(place, file) for place in places):
-            _fetch_file(f"{mirror}/{name}/{file}", os.path.join(target, file), nbytes)
+            path = os.path.join(above, files[file])
+            _fetch_file(f"{source.path}/{file}", path, nbytes)
+            if (state := marker.files.get(files[file])) is not None:
+                os.utime(path, ns=(state[1], state[1]))  # by which a mirror knows that it has it
             done += nbytes
             show(done, total)
-    for file in beside:
-        _fetch_file(f"{mirror}/{file}", os.path.join(above, file), marker.files[file][0])
 
 
 def _is_of(place: str, file: str) -> bool:
     """Return whether a file belongs to the checkpoint of ours that is in a place."""
     return file.startswith(place) and OWN.fullmatch(file.removeprefix(place)) is not None
+
+
+def _is_beside(file: str) -> bool:
+    """Return whether a file of a folder in a mirror lies beside that in the run's folder."""
+    return file.startswith(f"{BESIDE}/")
 
 
 def _fetch_file(source: str, target: str, nbytes: int) -> None:
