@@ -28,7 +28,8 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def save_checkpoint(save_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         nonlocal is_one
         optimizer.wait_checkpoint()
-        folder, tag = os.path.abspath(save_dir), str(tag or f"global_step{engine.global_steps}")
+        folder = os.path.abspath(save_dir)
+        tag = str(f"global_step{engine.global_steps}" if tag in (None, "") else tag)  # which may be 0
         is_one = folders.begin(os.path.join(folder, tag))
         if not is_one:
             unmark(os.path.join(folder, tag))
@@ -51,7 +52,7 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         found = load(load_dir, tag, *arguments, **keywords)
         if found[0] is not None:
-            mirror(optimizer.shard, os.path.abspath(load_dir), str(tag or _latest(load_dir)), is_new=False)
+            mirror(optimizer.shard, os.path.abspath(load_dir), str(_latest(load_dir) if tag is None else tag), is_new=False)
         return found
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint

@@ -369,3 +369,31 @@ def test_a_trainers_checkpoint_comes_back_from_a_bucket(tmp_path: Path, s3: S3Se
     resumed = trained("fetched", "resume")
     assert resumed["losses"] == whole["losses"]
     assert resumed["weights"] == whole["weights"]
+
+
+@pytest.mark.parametrize(("tag", "name"), [(None, "global_step7"), (0, "0"), (3, "3"), ("a/b", "a/b")])
+def test_a_deepspeed_tag_is_called_as_deepspeed_calls_it(tmp_path: Path, tag: Any, name: str) -> None:
+    tags = pytest.importorskip("offload.integrations.deepspeed.tags", exc_type=Exception)
+    saved, mirrored = [], []
+    writer = type("Writer", (), {"commit": lambda self, info: True})()
+
+    def save(folder: str, tag: str) -> None:
+        saved.append(tag)
+        writer.commit(SimpleNamespace(save_dir=folder, tag=tag))
+
+    engine = SimpleNamespace(
+        use_node_local_storage=lambda: False,
+        global_steps=7,
+        checkpoint_engine=writer,
+        save_checkpoint=save,
+        load_checkpoint=lambda *given: ("path", {}),
+    )
+    checkpoints = SimpleNamespace(mirror_folder=lambda whole, *rest, **more: mirrored.append(whole.name))
+    shard = SimpleNamespace(engine=SimpleNamespace(checkpoints=checkpoints))
+    tags.save_whole(SimpleNamespace(wait_checkpoint=bool, is_saved_behind=False, shard=shard), engine)
+    engine.save_checkpoint(str(tmp_path), tag)
+    assert mark_of(str(tmp_path / name)) is Mark.WHOLE
+    (tmp_path / "latest").write_text(name)
+    engine.load_checkpoint(str(tmp_path), tag)
+    assert saved == [name]
+    assert mirrored == [name, name]
