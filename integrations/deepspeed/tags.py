@@ -52,7 +52,8 @@ def save_whole(optimizer: Any, engine: Any) -> None:
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **keywords: Any) -> Any:
         found = load(load_dir, tag, *arguments, **keywords)
         if found[0] is not None:
-            mirror(optimizer.shard, os.path.abspath(load_dir), str(_latest(load_dir) if tag is None else tag), is_new=False)
+            name = str(_latest(load_dir) if tag is None else tag)
+            mirror(optimizer.shard, os.path.abspath(load_dir), name, is_new=False)
         return found
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint

@@ -63,15 +63,24 @@ class WholeFolder:
         return os.path.join(self.above, name or self.name)
 
     def files(self) -> list[str]:
-        """Return the names of all its files, sorted, those that the checkpoint is made of not among them."""
+        """Return the names of all its files, sorted, those that the checkpoint is made of not among them.
+
+        Raises:
+            OSError: Some of it cannot be read.
+        """
         found = []
-        for above, names, files in os.walk(self.source()):
+        for above, names, files in os.walk(self.source(), onerror=_unless_gone):
             inside = os.path.relpath(above, self.above)
             names[:] = [name for name in names if not name.startswith(UNFINISHED)]
             if inside == self.checkpoint:
                 names[:], files = ([name for name in each if not OWN.fullmatch(name)] for each in (names, files))
             found += [f"{inside}/{name}" for name in files if not name.startswith(TEMPORARY)]
         return [*sorted(set(found) - {f"{self.name}/{mark}" for mark in (BEGUN, WHOLE)}), *self.beside, *self.shared]
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # somebody's temporary one
+        raise error
 
 
 @dataclass(slots=True)

@@ -94,6 +94,9 @@ def mirror(
     folder = os.path.abspath(folder)
     above = os.path.abspath(above) if above else os.path.dirname(folder)
     name = os.path.relpath(folder, above)
+    if name.split(os.sep)[0] == os.pardir:
+        log.warning("%s is not mirrored: it does not lie in %s", folder, above)
+        return
     places = sorted(place for place, _, names in os.walk(folder) if COMMIT_NAME in names and is_checkpoint(place))
     found = [os.path.relpath(place, folder) for place in places]
     if len(found) > 1:

@@ -18,6 +18,7 @@ import offload
 from offload import cli
 from offload.checkpoint import fetch as fetches
 from offload.checkpoint.marker import Mark, mark_of
+from offload.optim import folders
 
 
 class Loop:
@@ -220,3 +221,26 @@ def test_a_disk_that_fetch_fills_is_told_as_such(loop: Loop, monkeypatch: pytest
     monkeypatch.setattr(fetches.os, "posix_fallocate", full)
     with pytest.raises(offload.CheckpointError, match="model: No space left on device"):
         fetches.fetch(str(loop.mirror), "step-1", str(loop.run.parent / "fetched"))
+
+
+def test_what_cannot_be_listed_is_no_part_that_may_be_missing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = os.scandir
+
+    def refused(path: Any) -> Any:
+        if os.path.basename(path) == "secret":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    loop.save("step-1", "optimizer", lambda folder: (folder / "secret").mkdir())
+    with pytest.raises(offload.CheckpointError, match="secret"):
+        loop.optimizer.wait_mirror(60)
+
+
+def test_a_folder_outside_of_the_runs_is_not_mirrored(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    loop.save("step-1")
+    loop.mirrored()
+    folders.mirror(loop.optimizer, str(loop.path.parent / "run" / "step-1"), above=str(loop.path))
+    assert loop.mirrored() == {"step-1"}
+    assert "does not lie in" in caplog.text
+    assert {*os.listdir(loop.mirror.parent)} == {"mirror", "path", "run"}
