@@ -18,7 +18,7 @@ from offload.checkpoint.marker import Mark, mark_of
 from offload.combinations import VERL_CLIPS, VERL_GENERATES
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
-from offload.optim import folders
+from offload.optim.folders import begin_folder, end_folder, resume_folder
 
 log = logging.getLogger("offload")
 
@@ -236,10 +236,10 @@ def _save_checkpoint(
         original(manager, local_path, *arguments, **options)
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
-    folders.begin(os.path.dirname(folder))
+    begin_folder(os.path.dirname(folder))
     with _standing_in(manager, _Saving(found, folder, _saved(manager))):
         original(manager, local_path, *arguments, **options)
-    folders.end(found, os.path.dirname(folder), above=_above(folder))
+    end_folder(found, os.path.dirname(folder), above=_above(folder))
 
 
 def _above(folder: str) -> str:
@@ -261,4 +261,4 @@ def _load_checkpoint(
     with _standing_in(manager, _Loading(manager.optimizer, place, _saved(manager))):
         original(manager, local_path, *arguments, **options)
     if (found := shared.ours(manager.optimizer)) is not None:
-        folders.resumed(found, place, above=_above(os.path.join(place, FOLDER)))
+        resume_folder(found, place, above=_above(os.path.join(place, FOLDER)))
