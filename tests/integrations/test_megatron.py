@@ -1,0 +1,213 @@
+"""Megatron-Core's distributed optimizer with ours below it: the bits of stock Megatron with our rule in memory.
+
+Megatron runs on the CPU, in ranks of gloo, which `megatron_runs.py` makes it believe to be CUDA. Each number of ranks
+is one start of that program for all of its cases. What refuses needs no Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prepared
+import pytest
+import torch
+
+from offload import ConfigError
+from offload.combinations import (
+    MEGATRON_BUFFER,
+    MEGATRON_CHAIN,
+    MEGATRON_FP8,
+    MEGATRON_FP32,
+    MEGATRON_FSDP,
+    MEGATRON_GATHERS,
+    MEGATRON_ROUNDED,
+    MEGATRON_WHOLE,
+    Row,
+)
+from offload.integrations import megatron as integration
+from offload.integrations.megatron import switch
+
+PROGRAM = Path(__file__).with_name("megatron_runs.py")
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed: pip install --no-deps megatron-core"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron's, of what is not installed
+
+
+def run(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return what ranks say of each case, by its name."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [prepared.python(), "-W", "ignore", *prepared.torchrun(ranks), str(PROGRAM), str(folder), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name')]
+    found: dict[str, list[dict[str, Any]]] = {case["name"]: [] for case in cases}
+    for line in sorted(lines, key=lambda line: int(line["rank"])):
+        found[line["name"]].append(line)
+    assert all(len(said) == ranks for said in found.values())
+    return found
+
+
+def check(found: dict[str, list[dict[str, Any]]], **skipped: int) -> None:
+    """Check that ours is Megatron with our rule in memory, bit for bit: what it says, weights and state."""
+    for name, ranks in found.items():
+        for said in ranks:
+            assert said["offload"] == said["memory"], name
+            assert said["differing"] == [], name
+            assert said["state"] > 0, name
+            assert said["resident"] == 0, name
+            assert sum(not took for *_, took, _, _ in said["offload"]) == skipped.get(name, 0), name
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_training_is_that_of_megatron_with_our_rule(tmp_path: Path) -> None:
+    """Two groups, one without decay, warmup and cosine, norms and zeros counted, in all of these."""
+    cases = [
+        {"name": "bf16"},
+        {"name": "fp16", "fp16": True},
+        {"name": "passes", "passes": 2, "steps": 5},
+        {"name": "frozen", "frozen": True, "steps": 5},
+        {"name": "no clipping", "clip": 0, "steps": 5},
+        {"name": "loss scale", "scale": 1024, "steps": 5},
+    ]
+    found = run(tmp_path / "paths", 1, cases)
+    check(found, fp16=2)
+    names = found["bf16"][0]["names"]
+    assert {"embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.bias"} <= {*names}
+    assert not any(name.startswith("decoder.layers.0") for name in found["frozen"][0]["names"])
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_ranks_train_as_megatrons_with_our_rule(tmp_path: Path) -> None:
+    cases = [
+        {"name": "bf16"},
+        {"name": "overlap", "overlap": True, "steps": 5},
+        {"name": "tensor parallel", "tp": 2, "steps": 5},
+        {"name": "fp16", "fp16": True, "passes": 2, "steps": 8},
+    ]
+    found = run(tmp_path / "paths", 2, cases)
+    check(found, fp16=2)
+    assert found["bf16"][0]["offload"] != found["bf16"][1]["offload"]  # each has losses of its own
+    assert found["bf16"][0]["offload"][0][1:] == found["bf16"][1]["offload"][0][1:]
+
+
+def model(**changed: Any) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
+    """Return what Megatron's own function is given: its configuration, and a model of one weight."""
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=changed.pop("dtype", torch.bfloat16)))
+    flags = {"use_megatron_fsdp": False, "fp8_param_gather": False}
+    ddp = SimpleNamespace(**{name: changed.pop(name, value) for name, value in flags.items()})
+    names = "use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"
+    types = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), torch.float32)
+    config = SimpleNamespace(**{**dict.fromkeys(names, True), **types, **changed})
+    return config, [SimpleNamespace(ddp_config=ddp, named_parameters=lambda: iter([("module.weight", weight)]))]
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        (MEGATRON_WHOLE, {"use_distributed_optimizer": False}),
+        (MEGATRON_WHOLE, {"optimizer_cpu_offload": False}),
+        (MEGATRON_WHOLE, {"use_precision_aware_optimizer": False}),
+        (MEGATRON_FSDP, {"use_megatron_fsdp": True}),
+        (MEGATRON_FP8, {"fp8_param_gather": True}),
+        (MEGATRON_FP32, {"dtype": torch.float32}),
+        (MEGATRON_ROUNDED, {"exp_avg_dtype": torch.bfloat16}),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(row: Row, changed: dict[str, Any]) -> None:
+    assert switch._make(lambda *_, **options: options, *model(), [], tp=1) == {"tp": 1}
+    with pytest.raises(ConfigError) as refused:
+        switch._make(pytest.fail, *model(**changed), [])
+    assert row.advice in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "config"),
+    [
+        (MEGATRON_GATHERS, {"overlap": "forward"}),
+        (MEGATRON_GATHERS, {"overlap": "backward", "paths": ["."]}),
+        (MEGATRON_BUFFER, {"keep_grads": False}),
+        (MEGATRON_BUFFER, {"gradient_memory": 0, "paths": ["."]}),
+    ],
+)
+def test_settings_that_megatron_has_no_place_for_are_refused(row: Row, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        integration.enable(config)
+    assert row.advice in str(refused.value)
+
+
+def test_experts_optimizers_are_refused() -> None:
+    inner = integration.MegatronAdamW(
+        [torch.nn.Parameter(torch.zeros(4))], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+    with pytest.raises(ConfigError) as refused:
+        switch._init_chained(None, lambda *_: None, None, [SimpleNamespace(optimizer=inner)] * 2)  # type: ignore[arg-type]
+    assert MEGATRON_CHAIN.advice.format(count=2) in str(refused.value)
+    with pytest.raises(ConfigError, match="below Megatron's DistributedOptimizer"):
+        inner.step()
+
+
+def test_a_megatron_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ConfigError, match="pip install --no-deps megatron-core"):
+        integration.enable({})
+
+
+@pytest.fixture
+def distributed() -> Iterator[Any]:
+    yield import_module("megatron.core.optimizer.distrib_optimizer")
+    integration.disable()
+
+
+@needs_megatron
+def test_it_takes_the_place_of_both_names_until_it_is_disabled(distributed: Any) -> None:
+    package = import_module("megatron.core.optimizer")
+    before = [vars(package).copy(), vars(distributed).copy(), {**vars(distributed.DistributedOptimizer)}]
+    integration.enable({})
+    integration.enable({"threads": 1})
+    assert package.HybridDeviceOptimizer is distributed.HybridDeviceOptimizer is integration.MegatronAdamW
+    integration.disable()
+    integration.disable()
+    assert before == [vars(package), vars(distributed), {**vars(distributed.DistributedOptimizer)}]
+
+
+def _nothing(self: Any) -> None:
+    """Take the place of a function that used what is relied on."""
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("name", "now", "says"),
+    [
+        ("_copy_model_grads_to_main_grads", _nothing, "does not use decoupled_grad, main_grad"),
+        ("load_state_dict", _nothing, r"load_state_dict\(self\) took \(self, state_dict\)"),
+        ("_get_model_param_range_map", None, "_get_model_param_range_map is gone"),
+    ],
+)
+def test_a_megatron_that_has_moved_is_named(
+    distributed: Any, monkeypatch: pytest.MonkeyPatch, name: str, now: Callable[..., Any] | None, says: str
+) -> None:
+    if now is None:
+        monkeypatch.delattr(distributed.DistributedOptimizer, name)
+    else:
+        monkeypatch.setattr(distributed.DistributedOptimizer, name, now)
+    with pytest.raises(ConfigError, match=f"use one of 0.16.1: .*{says}"):
+        integration.enable({})
+    assert distributed.HybridDeviceOptimizer is not integration.MegatronAdamW
