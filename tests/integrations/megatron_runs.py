@@ -10,6 +10,7 @@ Megatron starts to write a checkpoint import this module, and so it imports noth
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ class Case:
         save: A folder to save to at last.
         load: A folder to load from at first.
         at: The steps behind what is loaded.
+        behind: Save while training goes on, by a process that Megatron forks.
+        te: Have Megatron believe that TransformerEngine is there when it asks for the number of updates.
+        keep: A file to keep the state in, without its last part, the rank.
+        kept: Files of another case, of any number of ranks, that have this one's state, likewise.
         sharding: Megatron's name of the format.
     """
 
@@ -55,6 +60,10 @@ class Case:
     save: str = ""
     load: str = ""
     at: int = 0
+    behind: bool = False
+    te: bool = False
+    keep: str = ""
+    kept: str = ""
     sharding: str = "dp_reshardable"
 
 
@@ -100,7 +109,8 @@ class Training:
         self.parallel, distributed, optimizers, gpts, specs = (
             import_module(f"megatron.core.{name}") for name in parts
         )
-        self.case, self.kind = case, kind
+        self.case, self.kind, self.reads = case, kind, 0
+        import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE = case.te
         self.parallel.destroy_model_parallel()
         self.parallel.initialize_model_parallel(tensor_model_parallel_size=case.tp)
         torch.manual_seed(1234)
@@ -224,20 +234,42 @@ class Training:
         return {"model": model, "optimizer": state}
 
     def save(self, folder: str) -> None:
-        if self.case.overlap:
-            self.model.start_param_sync(force_sync=True)
+        """Save, and go on for two steps where that is done behind; count how often state is read for it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        import_module("megatron.core.dist_checkpointing").save(self.sharded(False), folder)
+        checkpoints, reads = import_module("megatron.core.dist_checkpointing"), []
+        if self.kind == "offload":
+            state = self.distributed.optimizer.engine.state
+            read, state.read = state.read, lambda *arguments: reads.append(arguments) or read(*arguments)
+        queue = import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
+        request = checkpoints.save(self.sharded(False), folder, async_sharded_save=self.case.behind)
+        if self.case.behind:
+            queue.schedule_async_request(request)
+            del request
+            for number in range(2):
+                self.step(self.case.at + self.case.steps + number)
+            queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        self.reads = len(reads)
 
     def load(self, folder: str) -> None:
         if self.kind == "memory":  # stock cannot load into an optimizer that has made no step
             self.distributed._init_optimizer_states_with_dummy_values()
-            del self.rule
-            self._take_our_rule()
+            self.rule.close()
+            for master in self.distributed.get_parameters():
+                master.requires_grad_(False)
+            set_all = self.distributed._set_main_param_and_optimizer_states
+            get_all = self.distributed._get_main_param_and_optimizer_states
+
+            def set_but_step(weight: Any, tensors: dict[str, Any]) -> None:
+                # Of torch's own Adam Megatron 0.16.1 would set `step`, too, which no file has: to the dummy step's.
+                set_all(weight, {**tensors, "step": get_all(weight)["step"]})
+
+            self.distributed._set_main_param_and_optimizer_states = set_but_step
         state = import_module("megatron.core.dist_checkpointing").load(self.sharded(True), folder)
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.step(increment=self.case.at)
+        if self.kind == "memory":
+            self._take_our_rule()
 
     def state(self) -> dict[str, Any]:
         """Return weights by name, and state by name with where a shard begins."""
@@ -268,6 +300,21 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
+def joined(kept: str) -> dict[str, Any]:
+    """Return the state that ranks have kept, as that of one rank."""
+    import torch
+
+    parts = [torch.load(file) for file in sorted(Path(kept).parent.glob(f"{Path(kept).name}.*"))]
+    whole = {name: weight for name, weight in parts[0].items() if " " not in name}
+    pieces: dict[str, dict[int, Any]] = {}
+    for name, piece in ((name, piece) for part in parts for name, piece in part.items() if " " in name):
+        pieces.setdefault(name.rpartition(" ")[0], {})[int(name.rpartition(" ")[2])] = piece
+    return {
+        **whole,
+        **{f"{name} 0": torch.cat([each[start] for start in sorted(each)]) for name, each in pieces.items()},
+    }
+
+
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Train a case by each kind; return what they have said, and in what they differ."""
     import torch
@@ -281,17 +328,27 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
             training.load(case.load)
         for number in range(case.at, case.at + case.steps):
             training.step(number)
-        states.append(training.state())
         if case.save:
             training.save(case.save)
+        states.append(training.state())
         answers[kind] = training.said
+        if case.keep:
+            torch.save(states[-1], f"{case.keep}.{rank}")
+        if case.kept:
+            answers["differing"] = differing(states[-1], joined(case.kept))
         if kind == "offload":
             inner = training.distributed.optimizer
+            answers["reads"] = training.reads
             answers["resident"] = inner.engine.metrics()["resident_share"]
             answers["names"] = [parameter.name for parameter in inner.engine.plan.layout.parameters]
         training.close()
+    digest = hashlib.sha256()
+    for name in sorted(states[-1]):
+        digest.update(states[-1][name].contiguous().view(torch.uint8).numpy().tobytes())
+    answers["digest"] = digest.hexdigest()
     answers["state"] = sum(1 for name in states[0] if " " in name)
-    answers["differing"] = differing(*states) if len(states) == 2 else []
+    if len(states) == 2:
+        answers["differing"] = differing(*states)
     return answers
 
 

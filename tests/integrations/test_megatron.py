@@ -108,6 +108,53 @@ def test_ranks_train_as_megatrons_with_our_rule(tmp_path: Path) -> None:
     assert found["bf16"][0]["offload"][0][1:] == found["bf16"][1]["offload"][0][1:]
 
 
+FORMATS = {"dp": "dp_reshardable", "full": "fully_reshardable"}
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_megatrons_checkpoints_are_gone_on_from_exactly(tmp_path: Path) -> None:
+    """In both formats, ours and stock's by each other; by as many ranks and by one; saved behind training."""
+
+    def case(name: str, kind: str, loads: str = "", *, steps: int = 3, **more: Any) -> dict[str, Any]:
+        at = {"load": str(tmp_path / loads), "at": 3} if loads else {}
+        return {"name": name, "kinds": [kind], "steps": steps, **at, **more}
+
+    def saved(name: str, kind: str, **more: Any) -> dict[str, Any]:
+        return case(name, kind, save=str(tmp_path / name), **more)
+
+    cases = [case("whole", "offload", steps=6)]
+    for short, sharding in FORMATS.items():
+        te, keep = short == "full", str(tmp_path / "kept")
+        ours, theirs = f"ours {short}", f"stock {short}"
+        of_it = [
+            saved(ours, "offload", keep=keep, te=te),
+            saved(theirs, "memory"),
+            case(f"{short} ours to ours", "offload", ours, te=te),
+            case(f"{short} stock to ours", "offload", theirs),
+            case(f"{short} ours to stock", "memory", ours),
+        ]
+        cases += [{**each, "sharding": sharding} for each in of_it]
+    cases += [saved("behind", "offload", behind=True), case("resumed from behind", "offload", "behind")]
+    found = run(tmp_path / "paths", 2, cases)
+    for name, ranks in found.items():
+        for whole, said in zip(found["whole"], ranks, strict=True):
+            steps = said.get("offload") or said["memory"]
+            if name.startswith(("ours", "stock")):
+                assert steps == whole["offload"][:3], name
+                assert said.get("reads", 1) == 1, name  # all of it, once
+            elif name == "behind":
+                assert steps == whole["offload"][:5]
+            elif name != "whole":
+                assert (steps, said["digest"]) == (whole["offload"][3:], whole["digest"]), name
+    fewer = [
+        case(name, "offload", f"ours {name}", steps=0, sharding=sharding, kept=str(tmp_path / "kept"))
+        for name, sharding in FORMATS.items()
+    ]
+    for (said,) in run(tmp_path / "paths", 1, fewer).values():
+        assert said["differing"] == []
+
+
 def model(**changed: Any) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
     """Return what Megatron's own function is given: its configuration, and a model of one weight."""
     weight = torch.nn.Parameter(torch.zeros(4, dtype=changed.pop("dtype", torch.bfloat16)))
